@@ -1,0 +1,62 @@
+# `make demo` and `make test` do all the set-up themselves, in $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# The package accepts a range of torch versions, of which pip would take the newest and whatever build of it comes
+# first. It is pinned here, so that every set-up is the same. TORCH may hold pip options as well, for example
+# TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu' for the small build on a machine without GPU.
+TORCH ?= torch==2.13.0
+
+.DELETE_ON_ERROR:
+.PHONY: venv build demo test test-slow lint clean
+
+demo: venv
+	$(BIN)/python -m nanovllm.demo
+
+venv: $(VENV)/.installed
+
+build: venv
+	$(BIN)/python setup.py build_ext --inplace
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+test-slow: venv
+	$(BIN)/python -m pytest -q -m slow
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find nanovllm tests -name __pycache__ -prune -exec rm -rf {} +
+	find nanovllm -name '*.so' -delete
+
+HAS_VERSION = import sys; sys.exit(sys.version_info < (3, 11))
+HAS_PARTS = import ensurepip, os, sys, sysconfig, venv; \
+	sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+# A torch that already drives the GPU is kept, not replaced by the pinned one.
+SEES_CUDA = import sys, torch; sys.exit(not torch.cuda.is_available())
+
+$(BIN)/python:
+	@$(PYTHON) -c '$(HAS_VERSION)' \
+		|| { echo "nanovllm needs Python 3.11 or newer, but $(PYTHON) is older: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c '$(HAS_PARTS)' 2>/dev/null || $(INSTALL_PARTS)
+	@if $(PYTHON) -c '$(SEES_CUDA)' 2>/dev/null; then site=--system-site-packages; else site=; fi; \
+		set -x; $(PYTHON) -m venv $$site $(VENV)
+
+# Debian's python3 comes without venv and headers. Root on a fresh machine or in a container gets them installed.
+define INSTALL_PARTS
+{ if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -q && apt-get install -y -q --no-install-recommends python3-venv python3-dev; fi; \
+		$(PYTHON) -c '$(HAS_PARTS)' 2>/dev/null \
+		|| { echo "$(PYTHON) lacks venv or Python.h: run 'apt-get install python3-venv python3-dev' as root, then make again."; exit 1; }; }
+endef
+
+$(VENV)/.installed: setup.py pyproject.toml $(wildcard csrc/*) | $(BIN)/python
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install --editable '.[build,test,lint]'
+	@touch $@

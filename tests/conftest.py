@@ -1,0 +1,26 @@
+"""Which tests run: `slow` ones only when asked for, `cuda` ones only where torch sees a device."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--run-slow") and "slow" not in config.getoption("markexpr"):
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
+    cuda = [item for item in items if "cuda" in item.keywords]
+    if cuda and not _sees_cuda():
+        for item in cuda:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def _sees_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,286 @@
+"""The pitched copy: what it moves, what it leaves alone, what it refuses, and how it is built."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
+from nanovllm.comm import sgdma as sgdma_module
+
+REPO = Path(__file__).resolve().parent.parent
+DTYPES = (torch.uint8, torch.int16, torch.float32, torch.bfloat16, torch.float64)
+SENTINEL = 0xA5
+
+
+def sentinel_tensor(elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((elements * dtype.itemsize,), SENTINEL, dtype=torch.uint8).view(dtype)
+
+
+def random_tensor(elements: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = elements * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def strided_copy(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
+    """The same copy through torch: both byte vectors seen as `height` rows of `width`."""
+    dst.as_strided((height, width), (dpitch, 1)).copy_(src.as_strided((height, width), (spitch, 1)))
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> dict[str, Any]:
+    """A valid copy: its sizes in bytes, and the elements around the span on each side."""
+    width, height = draw(st.integers(0, 70)), draw(st.integers(0, 9))
+    least = width if height > 1 else 0
+    pitch = st.one_of(st.just(width), st.integers(least, width + 50))
+    dtype = draw(st.sampled_from(DTYPES))
+    dpitch, spitch = draw(pitch), draw(pitch)
+    margins = [draw(st.integers(0, 5)) for _ in range(4)]
+    sizes = (dpitch, spitch, width, height)
+    return {"dtype": dtype, "sizes": sizes, "margins": margins, "seed": draw(st.integers(0, 9))}
+
+
+def elements_for(pitch: int, width: int, height: int, dtype: torch.dtype) -> int:
+    span = (height - 1) * pitch + width if width and height else 0
+    return -(-span // dtype.itemsize)
+
+
+@settings(deadline=None, max_examples=200)
+@given(copies())
+def test_equals_torch_strided_copy_and_leaves_the_rest(case: dict[str, Any]) -> None:
+    sizes: tuple[int, int, int, int] = case["sizes"]
+    dpitch, spitch, width, height = sizes
+    dtype, (dst_before, dst_after, src_before, src_after) = case["dtype"], case["margins"]
+    # One element at least: torch gives an empty tensor no address.
+    dst_elements = elements_for(dpitch, width, height, dtype) + dst_after + 1
+    src_elements = elements_for(spitch, width, height, dtype) + src_after + 1
+    dst = sentinel_tensor(dst_before + dst_elements, dtype)
+    src = random_tensor(src_before + src_elements, dtype, case["seed"])
+    expected, source = dst.clone(), src.clone()
+    strided_copy(expected[dst_before:].view(torch.uint8), src[src_before:].view(torch.uint8), *sizes)
+
+    memcpy_2d_async(dst[dst_before:], src[src_before:], *sizes, "h2h")
+
+    assert torch.equal(dst.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(src.view(torch.uint8), source.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "dpitch", "spitch"),
+    [(1, 40_000, 3, 2), (1 << 20, 3, 1 << 20, (1 << 20) + 7), (1 << 21, 2, 1 << 21, 1 << 21)],
+)
+def test_large_copies(width: int, height: int, dpitch: int, spitch: int) -> None:
+    dst = sentinel_tensor((height - 1) * dpitch + width, torch.uint8)
+    src = random_tensor((height - 1) * spitch + width, torch.uint8, seed=1)
+    expected = dst.clone()
+    strided_copy(expected, src, dpitch, spitch, width, height)
+    memcpy_2d_async(dst, src, dpitch, spitch, width, height, "h2h")
+    assert torch.equal(dst, expected)
+
+
+def test_layers_of_a_block_move_between_two_pool_layouts() -> None:
+    """[layers, blocks, bytes] to [blocks, layers, bytes]: one call moves every layer of one block."""
+    layers, blocks, size = 5, 7, 48
+    device_pool = random_tensor(layers * blocks * size, torch.uint8, seed=2).view(layers, blocks, size)
+    host_pool = sentinel_tensor(layers * blocks * size, torch.uint8).view(blocks, layers, size)
+    memcpy_2d_async(host_pool[3], device_pool[0, 6], size, blocks * size, size, layers, "h2h")
+    assert torch.equal(host_pool[3], device_pool[:, 6])
+    assert bool((host_pool[[0, 1, 2, 4, 5, 6]] == SENTINEL).all())
+
+
+BASE: dict[str, Any] = {"dpitch": 10, "spitch": 10, "width": 8, "height": 4, "kind": "h2h"}
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"dst": [1, 2]}, "dst must be a torch.Tensor, got list"),
+    ({"src": None}, "src must be a torch.Tensor, got NoneType"),
+    ({"src": torch.zeros(2, 2).to_sparse()}, "src must be a strided tensor, got layout torch.sparse_coo"),
+    ({"src": torch.empty(64, device="meta")}, "needs src on cpu, but it is on meta"),
+    ({"kind": "h2x"}, "kind must be one of h2h, h2d, d2h, d2d, got 'h2x'"),
+    ({"kind": 1}, "got 1"),
+    ({"kind": ["h2h"]}, r"got \['h2h'\]"),
+    ({"width": -1}, "width must be an int of at least 0, got -1"),
+    ({"width": 8.0}, "width must be an int of at least 0, got 8.0"),
+    ({"height": -4}, "height must be an int of at least 0, got -4"),
+    ({"height": True}, "height must be an int of at least 0, got True"),
+    ({"dpitch": -10}, "dpitch must be an int of at least 0, got -10"),
+    ({"spitch": "10"}, "spitch must be an int of at least 0, got '10'"),
+    ({"dpitch": 7}, "pitch of dst must be at least the width of 8 bytes, got 7"),
+    ({"spitch": 7}, "pitch of src must be at least the width of 8 bytes, got 7"),
+    ({"dpitch": 2**31, "height": 1}, "pitch of dst must be at most 2147483647 bytes .*, got 2147483648"),
+    ({"spitch": 2**31, "height": 1}, "pitch of src must be at most 2147483647 bytes .*, got 2147483648"),
+    ({"dst": torch.zeros(37).byte()}, "past the end of dst: .* span 38 bytes, .* has 37 bytes"),
+    ({"src": torch.zeros(60).byte()[23:]}, "past the end of src: .* span 38 bytes, .* has 37 bytes"),
+    ({"dst": torch.zeros(60).byte()[:0]}, "past the end of dst: .* has 0 bytes"),
+    ({"kind": "h2d"}, "A h2d copy needs dst on cuda, but it is on cpu"),
+    ({"kind": "d2d"}, "A d2d copy needs dst on cuda, but it is on cpu"),
+    ({"kind": "d2h"}, "A d2h copy needs dst in pinned host memory, but its memory is pageable"),
+    ({"stream": 7}, "An h2h copy runs on the calling thread, so stream must be 0, got 7"),
+    ({"stream": -1}, "stream must be 0, got -1"),
+    ({"stream": "s"}, "stream must be 0, got 's'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[message[:40] for _, message in REFUSALS])
+def test_refusals_name_the_value_and_move_nothing(change: dict[str, Any], message: str) -> None:
+    dst, src = sentinel_tensor(64, torch.uint8), random_tensor(64, torch.uint8, seed=3)
+    with pytest.raises(CopyError, match=message) as caught:
+        memcpy_2d_async(**{"dst": dst, "src": src, **BASE, **change})
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+    assert bool((dst == SENTINEL).all())
+
+
+@pytest.mark.parametrize("shift", [0, 1, 37, -37])
+def test_overlapping_spans_are_refused(shift: int) -> None:
+    memory = random_tensor(128, torch.uint8, seed=4)
+    before = memory.clone()
+    with pytest.raises(CopyError, match="must not overlap"):
+        memcpy_2d_async(memory[40 + shift :], memory[40:], **BASE)
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("shift", [38, -38])
+def test_touching_spans_are_copied(shift: int) -> None:
+    memory = random_tensor(128, torch.uint8, seed=5)
+    expected = memory.clone()
+    strided_copy(expected[40 + shift :], memory[40:], 10, 10, 8, 4)
+    memcpy_2d_async(memory[40 + shift :], memory[40:], **BASE)
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("size", [{"width": 0}, {"height": 0}])
+def test_empty_copy_is_a_no_op_on_any_memory(size: dict[str, int]) -> None:
+    memory = sentinel_tensor(4, torch.uint8)
+    memcpy_2d_async(memory, memory[2:], **{**BASE, **size})
+    memcpy_2d_async(memory, torch.empty(0), **{**BASE, **size})
+    assert bool((memory == SENTINEL).all())
+
+
+@pytest.fixture
+def ticks() -> Iterator[list[int]]:
+    """A counter that another thread advances whenever it can get the GIL, and only then.
+
+    With a switch interval of an hour, a thread that keeps the GIL is never asked to give it up.
+    """
+    count, stop, interval = [0], threading.Event(), sys.getswitchinterval()
+
+    def run() -> None:
+        while not stop.is_set():
+            count[0] += 1
+            time.sleep(1e-5)
+
+    thread = threading.Thread(target=run, daemon=True)
+    sys.setswitchinterval(3600.0)
+    try:
+        thread.start()
+        yield count
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def ticks_during(count: list[int], copy: Callable[[], None], repeats: int) -> int:
+    """Ticks that fell inside `copy`, over up to `repeats` calls; stops at the first call that saw one."""
+    for _ in range(repeats):
+        before = count[0]
+        copy()
+        seen = count[0] - before
+        if seen:
+            return seen
+        time.sleep(1e-4)
+    return 0
+
+
+def test_large_copies_release_the_gil(ticks: list[int]) -> None:
+    size = 64 << 20
+    dst, src = torch.empty(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    assert ticks_during(ticks, lambda: memcpy_2d_async(dst, src, size, size, size, 1, "h2h"), repeats=100) > 0
+
+
+def test_small_copies_keep_the_gil(ticks: list[int]) -> None:
+    dst, src = torch.empty(4096, dtype=torch.uint8), torch.ones(4096, dtype=torch.uint8)
+    addresses = (dst.data_ptr(), src.data_ptr())
+    copy = lambda: _sgdma.memcpy_2d_async(*addresses, 64, 64, 64, 64, "h2h", 0)  # noqa: E731
+    assert ticks_during(ticks, copy, repeats=100) == 0
+    assert torch.equal(dst, src)
+
+
+def test_extension_needs_neither_torch_nor_cuda_libraries() -> None:
+    script = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_sgdma", {_sgdma.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert type(module.has_cuda) is bool
+mapped = open("/proc/self/maps").read()
+print([name for name in ("libtorch", "libcuda", "libcudart") if name in mapped])
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_missing_extension_is_named_with_the_command_that_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanovllm.comm._sgdma", None)
+    with pytest.raises(ImportError, match=r"`python setup\.py build_ext --inplace`"):
+        runpy.run_path(str(sgdma_module.__file__))
+
+
+@pytest.mark.skipif(_sgdma.has_cuda, reason="the extension was built with CUDA")
+@pytest.mark.parametrize("kind", ["h2d", "d2h", "d2d"])
+def test_build_without_cuda_refuses_device_copies(kind: str) -> None:
+    dst, src = torch.zeros(8), torch.zeros(8)
+    with pytest.raises(RuntimeError, match=f"has no CUDA, so a {kind} copy cannot run"):
+        _sgdma.memcpy_2d_async(dst.data_ptr(), src.data_ptr(), 4, 4, 4, 2, kind, 0)
+
+
+def test_extension_refuses_an_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="got h2x"):
+        _sgdma.memcpy_2d_async(0, 0, 1, 1, 1, 1, "h2x", 0)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nvcc_compiles_the_cuda_half(arch: str, tmp_path: Path) -> None:
+    source, target = REPO / "csrc" / "sgdma_kernel.cu", tmp_path / "kernel.o"
+    command = ["nvcc", "-c", str(source), "-o", str(target), "-std=c++17", f"-arch={arch}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert target.stat().st_size > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not _sgdma.has_cuda, reason="the extension was built without CUDA")
+def test_there_and_back_through_the_device() -> None:
+    stream = torch.cuda.Stream()
+    src = random_tensor(4096, torch.uint8, seed=6).pin_memory()
+    back = sentinel_tensor(4096, torch.uint8).pin_memory()
+    first, second = (torch.zeros(4096, dtype=torch.uint8, device="cuda") for _ in range(2))
+    torch.cuda.synchronize()
+    memcpy_2d_async(first, src, 100, 64, 48, 30, "h2d", stream)
+    memcpy_2d_async(second, first, 48, 100, 48, 30, "d2d", stream.cuda_stream)
+    memcpy_2d_async(back, second, 80, 48, 48, 30, "d2h", stream)
+    stream.synchronize()
+    expected = sentinel_tensor(4096, torch.uint8)
+    strided_copy(expected, src, 80, 64, 48, 30)
+    assert torch.equal(back, expected)
+
+
+@pytest.mark.cuda
+def test_pageable_memory_is_refused() -> None:
+    device, host = torch.zeros(64, device="cuda"), torch.zeros(64)
+    with pytest.raises(CopyError, match="needs src in pinned host memory"):
+        memcpy_2d_async(device, host, 8, 8, 8, 4, "h2d")
