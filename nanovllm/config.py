@@ -1,0 +1,137 @@
+"""Engine arguments: plain data, checked once, before anything is allocated."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nanovllm.errors import ConfigError
+
+MIN_BLOCK_SIZE = 16
+MIN_GPU_BLOCKS = 4  # the smallest ring that can load, attend and store at once
+OFFLOAD_BLOCK_SIZE = 4096  # large copies run at the link's peak
+RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for one attention call per block
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything `LLM(model, **engine_args)` takes.
+
+    Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
+    whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
+    `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
+    `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    """
+
+    model: str
+    device: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    kvcache_block_size: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_cpu_offload: bool = False
+    num_gpu_blocks: int = -1
+    num_cpu_blocks: int = -1
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    load_format: str = "auto"
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        for name in ("enable_cpu_offload", "enable_prefix_caching", "enforce_eager"):
+            _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
+        _require_choice("device", self.device, (None, *DEVICES))
+        _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        self._check_sizes()
+        self._check_blocks()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block, with the default resolved."""
+        if self.kvcache_block_size is not None:
+            return self.kvcache_block_size
+        return OFFLOAD_BLOCK_SIZE if self.enable_cpu_offload else RESIDENT_BLOCK_SIZE
+
+    def _check_model(self) -> None:
+        if not Path(self.model).is_dir():
+            raise ConfigError(
+                f"model={self.model!r} is not a directory: give the path of a local checkpoint in Hugging Face format"
+            )
+
+    def _check_sizes(self) -> None:
+        if self.max_model_len is not None:
+            _require_int("max_model_len", self.max_model_len, 1)
+        _require_int("max_num_seqs", self.max_num_seqs, 1)
+        _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _require_int("seed", self.seed, 0)
+        _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size != 1:
+            _refuse(
+                "tensor_parallel_size", "only 1 is supported: the engine runs in one process", self.tensor_parallel_size
+            )
+        utilization = self.gpu_memory_utilization
+        is_number = isinstance(utilization, int | float) and not isinstance(utilization, bool)
+        if not is_number or not 0.0 < utilization <= 1.0:
+            _refuse("gpu_memory_utilization", "must be a number above 0 and at most 1", utilization)
+
+    def _check_blocks(self) -> None:
+        if self.kvcache_block_size is not None:
+            _require_int("kvcache_block_size", self.kvcache_block_size, MIN_BLOCK_SIZE)
+        for name, minimum in (("num_gpu_blocks", MIN_GPU_BLOCKS), ("num_cpu_blocks", 0)):
+            value = getattr(self, name)
+            if value != -1:
+                _require_int(name, value, minimum, "or -1 to size it from memory")
+        if self.num_cpu_blocks > 0 and not self.enable_cpu_offload:
+            _refuse(
+                "num_cpu_blocks",
+                "needs enable_cpu_offload=True: without offload there is no host pool",
+                self.num_cpu_blocks,
+            )
+
+
+def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:
+    """The checked configuration. An unknown argument is refused with the nearest valid name."""
+    known = [f.name for f in fields(EngineConfig) if f.name != "model"]
+    for name in engine_args:
+        if name not in known:
+            raise ConfigError(unknown_name_message("engine argument", name, known))
+    return EngineConfig(model=str(model), **engine_args)
+
+
+def unknown_name_message(what: str, name: str, known: list[str]) -> str:
+    """One sentence for a name that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
+    return f"unknown {what} {name!r}: {hint}"
+
+
+def _refuse(name: str, rule: str, value: object) -> NoReturn:
+    raise ConfigError(f"{name}={value!r}: {rule}")
+
+
+def _require(condition: bool, name: str, rule: str, value: object) -> None:
+    if not condition:
+        _refuse(name, rule, value)
+
+
+def _require_int(name: str, value: object, minimum: int, alternative: str = "") -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < minimum:  # type: ignore[operator]
+        _refuse(name, f"must be a whole number of at least {minimum} {alternative}".rstrip(), value)
+
+
+def _require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if value not in choices:
+        _refuse(name, f"must be one of {', '.join(str(c) for c in choices)}", value)

@@ -1,0 +1,185 @@
+"""A prompt larger than the device's KV memory, answered exactly: `python -m nanovllm.demo`.
+
+Writes a recall checkpoint whose vocabulary is made-up words, gives it a document in which each word stands
+once, and asks for the words that follow one of them. The device holds at most an eighth of the document's KV
+cache, so one wrong KV row anywhere on the way to the host and back shows as a wrong word. Exit status: 1 on a
+wrong answer or when the bytes and copies counted are not those predicted, 2 on arguments that are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.config import MIN_GPU_BLOCKS
+from nanovllm.device.memory import peak_rss_bytes
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.kvcache.budget import TransferCount, predict_request
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.room import KVStats
+from nanovllm.recall import WordExam
+from nanovllm.recall.network import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
+
+MIB = 1 << 20
+DEVICE_SHARE = 8  # the device holds at most one in so many of the document's blocks
+ANSWER_TOKENS = 8
+EDGES_ASKED = 8  # of blocks, and of chunks
+TRANSFERS = {
+    "bytes to the device": "h2d_bytes",
+    "copies to the device": "h2d_copies",
+    "bytes to the host": "d2h_bytes",
+    "copies to the host": "d2h_copies",
+}
+
+
+def device_blocks(args: argparse.Namespace) -> int:
+    """The device's KV memory in blocks: what the user named, or an eighth of the document's."""
+    if args.num_gpu_blocks is not None:
+        return int(args.num_gpu_blocks)
+    blocks = args.prompt_tokens // args.block_size // DEVICE_SHARE
+    if blocks < MIN_GPU_BLOCKS:
+        raise ConfigError(
+            f"an eighth of {args.prompt_tokens} tokens in blocks of {args.block_size} is {blocks} blocks on"
+            f" the device, and it takes {MIN_GPU_BLOCKS}: take a longer prompt or a smaller --block-size"
+        )
+    return int(blocks)
+
+
+def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LLM:
+    """The engine, with room on the host for the document once and for each question's own tail."""
+    max_model_len = args.prompt_tokens + 1 + ANSWER_TOKENS
+    return LLM(
+        model_dir,
+        device=args.device,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kvcache_block_size=args.block_size,
+        enable_cpu_offload=True,
+        num_gpu_blocks=device_blocks(args),
+        num_cpu_blocks=-(-max_model_len // args.block_size) + num_questions,
+    )
+
+
+def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
+    """What one lone request must move: a formula over sizes, which knows nothing of how the engine runs."""
+    layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
+    return predict_request(layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size)
+
+
+def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
+    """Print a line per question, and below a wrong one what was expected; returns whether all are right."""
+    line = "{:<24}{:>8}  {:<9} {:<56}{}".format
+    print(line("the answer starts at", "position", "question", "answer: the words that follow it", ""))
+    num_right = 0
+    for (position, place), output in zip(exam.places.items(), outputs, strict=True):
+        answer, expected = output.outputs[0].text, exam.expected(position)
+        verdict = "right" if answer == expected else "WRONG"
+        print(line(place, f"{position:,}", exam.question(position), answer, verdict))
+        if answer == expected:
+            num_right += 1
+        else:
+            print(line("", "", "expected", expected, ""))
+    print(f"{num_right} of {len(outputs)} answers are right\n")
+    return num_right == len(outputs)
+
+
+def show_sizes(first: RequestOutput, stats: KVStats) -> None:
+    """Print how large the prompt's KV cache is, and how much memory either side has for it."""
+    tokens = len(first.prompt_token_ids)
+    kv_bytes = tokens * stats.bytes_per_block // stats.block_size
+    share = f"{stats.device_bytes / kv_bytes:.1%} of it: {stats.num_gpu_blocks} blocks"
+    _row("prompt tokens", f"{tokens:,}")
+    _row("KV cache of the prompt", _mib(kv_bytes), f"blocks of {stats.block_size:,} tokens")
+    _row("KV memory on the device", _mib(stats.device_bytes), f"{share}, {stats.resident_blocks} resident")
+    _row("KV memory on the host", _mib(stats.host_bytes), f"{stats.num_cpu_blocks} blocks")
+
+
+def show_transfers(counted: TransferCount, predicted: TransferCount) -> bool:
+    """Print what the first question moved beside the prediction; returns whether they agree."""
+    for label, name in TRANSFERS.items():
+        count, formula = getattr(counted, name), getattr(predicted, name)
+        show = _mib if name.endswith("bytes") else "{:,}".format
+        differs = "" if count == formula else f"  DIFFERS by {count - formula:,}"
+        _row(label, show(count), f"predicted {show(formula)}{differs}")
+    return counted == predicted
+
+
+def show_speed(first: RequestOutput) -> None:
+    """Print the first question's rates, and the most memory that the process has used."""
+    metrics = first.metrics
+    prefill_seconds = (metrics.ttft or 0.0) - (metrics.queue_time or 0.0)
+    _row("prefill", f"{metrics.prefill_tokens / prefill_seconds:,.0f} tok/s", f"{prefill_seconds:.1f} s")
+    if metrics.tpot:
+        _row("decode", f"{1 / metrics.tpot:,.0f} tok/s")
+    _row("peak process memory", _mib(peak_rss_bytes()))
+
+
+def _row(label: str, value: str, note: str = "") -> None:
+    print(f"{label:<24}{value:>14}   {note}".rstrip())
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"
+
+
+def run(model_dir: str, args: argparse.Namespace) -> bool:
+    """Write the model, ask everything, show it; returns whether every answer and count is right."""
+    pieces = {"chunk": args.max_num_batched_tokens, "block": args.block_size}
+    exam = WordExam.write(model_dir, args.prompt_tokens, ANSWER_TOKENS, pieces, EDGES_ASKED, args.seed)
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    first, *others = exam.prompts()
+    print(f"A document of {args.prompt_tokens:,} made-up words, each once: {' '.join(first.split()[:6])} ...")
+    with open_llm(model_dir, args, len(exam.places)) as llm:
+        before = llm.kv_stats()
+        # Alone, it pays the prefill and can be predicted; the others find the document in the prefix cache.
+        outputs = llm.generate([first], params, use_tqdm=False)
+        after = llm.kv_stats()
+        outputs += llm.generate(others, params, use_tqdm=False)
+    answers_right = show_answers(exam, outputs)
+    show_sizes(outputs[0], after)
+    predicted = predict(after, len(outputs[0].prompt_token_ids), args.max_num_batched_tokens)
+    transfers_right = show_transfers(after.transfers - before.transfers, predicted)
+    show_speed(outputs[0])
+    return answers_right and transfers_right
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    summary = "Ask a model about a document whose KV cache is larger than device memory."
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.demo", description=summary)
+    add = parser.add_argument
+    add("--prompt-tokens", type=_positive, default=32768, help="words in the document; the question adds one")
+    add("--block-size", type=_positive, default=1024, help="tokens in a KV block")
+    add("--max-num-batched-tokens", type=_positive, default=4096, help="tokens in a prefill chunk")
+    add("--num-gpu-blocks", type=_positive, help="KV blocks on the device; else an eighth of the document's")
+    add("--device", choices=("cpu", "cuda"), help="else CUDA where there is one")
+    add("--seed", type=int, default=0, help="of the network, its words and the document")
+    add("--model-dir", help="where to write the model and keep it; else a temporary directory")
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, start = parse_args(argv), time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="nanovllm-demo-") as scratch:
+            is_right = run(args.model_dir or scratch, args)
+    except (ConfigError, RequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{'all right' if is_right else 'NOT RIGHT'}, in {time.monotonic() - start:.0f} s")
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

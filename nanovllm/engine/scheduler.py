@@ -1,0 +1,205 @@
+"""Decides, afresh for every step, which sequences compute how many tokens."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from dataclasses import dataclass
+
+from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Budgets of one step, and what ends a sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill; prefill and decode share a step.
+
+    A step is filled in this order: sequences that decode (one token each, so that a long prefill never stalls them),
+    running prefills, then waiting sequences as far as blocks and budgets allow. A sequence gets the blocks of its
+    whole prompt when it is admitted, and grows block by block after that. When a running sequence cannot grow, the
+    last one in order (itself last) is preempted: its blocks are freed, it waits in front, and it is recomputed from
+    whatever the prefix cache still holds.
+    """
+
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+        self.limits = limits
+        self.block_manager = block_manager
+        self.waiting: list[Sequence] = []  # both lists in scheduling order: priority, then arrival
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; one that can never be admitted is refused at once."""
+        if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
+            manager = self.block_manager
+            raise RequestError(
+                f"request {seq.request_id!r} has {len(seq)} tokens and needs {seq.num_blocks(manager.block_size)} KV "
+                f"blocks of {manager.block_size} tokens; the cache has {manager.num_blocks} and keeps "
+                f"{manager.watermark} free: shorten the prompt to {manager.max_sequence_tokens} tokens, or raise "
+                "num_gpu_blocks or num_cpu_blocks"
+            )
+        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+
+    # ---- one step
+
+    def schedule(self, now: float) -> Batch:
+        """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
+        self._grow_running()
+        budget = self.limits.max_num_batched_tokens
+        chunks: list[tuple[Sequence, int]] = []
+        # A decode is a sequence that lacks one token; sorting by that keeps the order within both kinds.
+        for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
+            chunk = min(seq.num_remaining, budget)
+            if chunk > 0:
+                chunks.append((seq, chunk))
+                budget -= chunk
+        while budget > 0 and self._can_admit():
+            seq = self._admit(now)
+            chunk = min(seq.num_remaining, budget)
+            chunks.append((seq, chunk))
+            budget -= chunk
+        self.block_manager.promote(seq for seq, _ in chunks)
+        moves = self.block_manager.take_moves()
+        return Batch([self._scheduled(seq, chunk) for seq, chunk in chunks], moves)
+
+    def update(self, batch: Batch, result: StepResult, now: float) -> list[Sequence]:
+        """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the sequences."""
+        by_id = {seq.seq_id: seq for seq in self.running}
+        stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
+        rows = zip(stepped, batch.sequences, result.token_ids, result.h2d_bytes, result.d2h_bytes, strict=True)
+        for seq, scheduled, token, h2d_bytes, d2h_bytes in rows:
+            computed = len(scheduled.token_ids)
+            seq.num_computed += computed
+            prompt_tokens = max(0, min(computed, seq.prompt_len - scheduled.context_len))
+            seq.metrics.prefill_tokens += prompt_tokens
+            seq.metrics.h2d_bytes += h2d_bytes
+            seq.metrics.d2h_bytes += d2h_bytes
+            self.block_manager.register_computed(seq, scheduled.context_len)
+            if token is not None:
+                self._append(seq, token, now)
+        return stepped
+
+    # ---- ending a sequence
+
+    def abort(self, request_id: str, now: float, reason: str = "abort") -> Sequence | None:
+        """End a request wherever it is and free its blocks; None if it is not here."""
+        for seq in [*self.waiting, *self.running]:
+            if seq.request_id == request_id:
+                self._finish(seq, reason, now)
+                return seq
+        return None
+
+    def fail(self, now: float) -> list[Sequence]:
+        """A step failed half-way: what its blocks hold is unknown. Ends the running sequences, forgets the cache."""
+        failed = list(self.running)
+        for seq in failed:
+            self._finish(seq, "error", now)
+        self.block_manager.reset_prefix_cache()
+        self.block_manager.take_moves()
+        return failed
+
+    def _append(self, seq: Sequence, token: int, now: float) -> None:
+        if seq.metrics.first_token_time is None:
+            seq.metrics.first_token_time = now
+        else:
+            seq.metrics.decode_tokens += 1
+        seq.token_ids.append(token)
+        if token in seq.params.stop_token_ids:
+            seq.stop_reason = token
+            self._finish(seq, "stop", now)
+        elif token in self.limits.eos_token_ids and not seq.params.ignore_eos:
+            self._finish(seq, "stop", now)
+        elif seq.num_output_tokens == seq.params.max_tokens or len(seq) >= self.limits.max_model_len:
+            self._finish(seq, "length", now)
+
+    def _finish(self, seq: Sequence, reason: str, now: float) -> None:
+        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
+        self.block_manager.free(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.metrics.finished_time = now
+
+    # ---- admission and preemption
+
+    def _can_admit(self) -> bool:
+        if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
+            return False
+        return self.block_manager.can_allocate(self.waiting[0]) is AllocStatus.OK
+
+    def _admit(self, now: float) -> Sequence:
+        seq = self.waiting.pop(0)
+        self.block_manager.allocate(seq)
+        if seq.metrics.first_scheduled_time is None:
+            seq.metrics.first_scheduled_time = now
+            seq.metrics.cached_tokens = seq.num_computed
+        seq.status = SequenceStatus.RUNNING
+        bisect.insort(self.running, seq, key=lambda s: s.order)
+        return seq
+
+    def _grow_running(self) -> None:
+        """Give each running sequence the block of its next token, first in order first."""
+        for seq in list(self.running):
+            if seq.status is not SequenceStatus.RUNNING:  # preempted for one before it
+                continue
+            while not self.block_manager.can_grow(seq):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    break
+            else:
+                self.block_manager.grow(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
+        seq.metrics.preemptions += 1
+        logger.warning(
+            "preempted request %r to free %d KV blocks: %d computed tokens are recomputed as far as they leave the "
+            "prefix cache (preemption %d)",
+            seq.request_id,
+            len(seq.block_table),
+            seq.num_computed,
+            self.num_preemptions,
+        )
+        self.running.remove(seq)
+        self.block_manager.free(seq)
+        seq.status = SequenceStatus.WAITING
+        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+
+    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
+        end = seq.num_computed + chunk
+        return ScheduledSequence(
+            seq_id=seq.seq_id,
+            token_ids=seq.token_ids[seq.num_computed : end],
+            context_len=seq.num_computed,
+            prompt_len=seq.prompt_len,
+            block_table=self.block_manager.places(seq, end),
+            sampling=_sampling_row(seq) if end == len(seq) else None,
+        )
+
+
+def _sampling_row(seq: Sequence) -> SamplingRow:
+    p = seq.params
+    return SamplingRow(
+        temperature=0.0 if p.is_greedy else p.temperature,
+        top_k=max(p.top_k, 0),
+        top_p=p.top_p,
+        min_p=p.min_p,
+        seed=seq.seed,
+        index=seq.num_output_tokens,
+    )

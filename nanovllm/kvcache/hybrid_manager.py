@@ -1,0 +1,99 @@
+"""Which block lives on which tier. Pure bookkeeping: what it decides is carried out by the offload engine.
+
+A block has an identity (its id, which sequences and the prefix cache hold) and a place (where its bytes are). Places
+`[0, num_device_blocks)` are resident device blocks, `[num_device_blocks, num_device_blocks + num_host_blocks)` are
+host blocks. Moving a block changes its place and nothing else, so no block table has to be rewritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Tier(Enum):
+    """The two kinds of KV memory."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """All layers of one block, from place to place. Moves of one step are carried out in order."""
+
+    src: int
+    dst: int
+
+
+class PlacePool:
+    """The free places of one tier: a range of integers, handed out lowest first and reused last-freed first."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self._next = first
+        self._end = first + count
+        self._returned: list[int] = []
+        self.count = count
+
+    @property
+    def num_free(self) -> int:
+        return self._end - self._next + len(self._returned)
+
+    def take(self) -> int:
+        """A free place. The caller has checked that there is one."""
+        if self._returned:
+            return self._returned.pop()
+        if self._next == self._end:
+            raise IndexError("no free place")
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, place: int) -> None:
+        self._returned.append(place)
+
+
+class HybridManager:
+    """Maps block ids to places on the two tiers."""
+
+    def __init__(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.num_device_blocks = num_device_blocks
+        self.num_host_blocks = num_host_blocks
+        self._pools = {
+            Tier.DEVICE: PlacePool(0, num_device_blocks),
+            Tier.HOST: PlacePool(num_device_blocks, num_host_blocks),
+        }
+        self._place_of: dict[int, int] = {}
+
+    @property
+    def num_placed(self) -> int:
+        return len(self._place_of)
+
+    def num_free(self, tier: Tier) -> int:
+        """Places of `tier` that hold no block."""
+        return self._pools[tier].num_free
+
+    def tier_of(self, block_id: int) -> Tier:
+        return Tier.DEVICE if self._place_of[block_id] < self.num_device_blocks else Tier.HOST
+
+    def place_of(self, block_id: int) -> int:
+        return self._place_of[block_id]
+
+    def place(self, block_id: int, tier: Tier) -> None:
+        """Give a new block a free place on `tier`."""
+        if block_id in self._place_of:
+            raise ValueError(f"block {block_id} already has place {self._place_of[block_id]}")
+        self._place_of[block_id] = self._pools[tier].take()
+
+    def release(self, block_id: int) -> None:
+        """The block's content is gone; its place is free."""
+        tier = self.tier_of(block_id)
+        self._pools[tier].give_back(self._place_of.pop(block_id))
+
+    def move(self, block_id: int, tier: Tier) -> BlockMove:
+        """Put the block on the other tier. The returned move must be carried out before the next forward pass."""
+        source_tier, source = self.tier_of(block_id), self._place_of[block_id]
+        if source_tier is tier:
+            raise ValueError(f"block {block_id} is already on the {tier.value}")
+        self._place_of[block_id] = self._pools[tier].take()
+        self._pools[source_tier].give_back(source)
+        return BlockMove(source, self._place_of[block_id])

@@ -1,0 +1,79 @@
+"""What a request gives back: tokens, text, why it ended, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds on the `time.monotonic` clock; counts in tokens; bytes of KV cache moved over the link.
+
+    `prefill_tokens` counts computed prompt tokens, recomputed ones after a preemption included; `cached_tokens` were
+    found in the prefix cache when the request first ran. A block that several requests share is loaded once a step and
+    counted for the first of them.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed something."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first generated token."""
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per generated token after the first, or None while there is none."""
+        decode_time = _between(self.first_token_time, self.finished_time)
+        if decode_time is None or self.decode_tokens == 0:
+            return None
+        return decode_time / self.decode_tokens
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence. finish_reason: "stop", "length", "abort", "error", or None while it runs.
+
+    stop_reason: the id from stop_token_ids that ended it; None for the model's own end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state after a step, and its result once `finished`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    prompt_logprobs: None = None
+    error: str | None = None  # why finish_reason is "error"
