@@ -1,0 +1,87 @@
+// AVX-512 with bf16 products: keys, values and probabilities stay bf16, sums are fp32.
+#include "cpu_attention.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "cpu_attention_convert.h"
+// GCC 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+
+namespace nanovllm::attention {
+namespace {
+
+#include "cpu_attention_avx512.h"
+#include "cpu_attention_math.h"
+#include "cpu_attention_multiply.h"
+#include "cpu_attention_kernel.h"
+
+struct PairsOfBf16 : Avx512 {
+    using T = Bf16;
+    using U = __m512i;
+    static constexpr int kStep = 2;
+
+    static U load_units(const uint32_t* p) { return _mm512_loadu_si512(p); }
+    static U splat_unit(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
+    static F dot(F sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+    static void pack_row(const T* source, int count, uint32_t* dst) { __builtin_memcpy(dst, source, count * sizeof(T)); }
+    static void store_units(uint32_t* p, U v) { _mm512_storeu_si512(p, v); }
+    static void key_columns(const T* k, int64_t stride, int keys, int units, U columns[W]) {
+        const __mmask16 mask = __mmask16((1u << units) - 1);
+        for (int i = 0; i < W; ++i)
+            columns[i] = i < keys ? _mm512_maskz_loadu_epi32(mask, k + i * stride) : _mm512_setzero_si512();
+        transpose(columns);
+    }
+    static U value_columns(const T* v, int64_t stride, int keys) {
+        return _mm512_or_si512(values(v, keys > 0), _mm512_slli_epi32(values(v + stride, keys > 1), 16));
+    }
+    // N vectors of value pairs. Two vectors come from one load of each row, interleaved within 128-bit lanes, which is cheaper
+    // than across them; restore_order puts the sums right.
+    template <int N>
+    static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+        if constexpr (N == 1) {
+            columns[0] = value_columns(v, stride, keys);
+        } else {
+            for (int n = 0; n < N; n += 2) {
+                const __m512i none = _mm512_setzero_si512();
+                const __m512i a = keys > 0 ? _mm512_loadu_si512(v + n * W) : none;
+                const __m512i b = keys > 1 ? _mm512_loadu_si512(v + n * W + stride) : none;
+                columns[n] = _mm512_unpacklo_epi16(a, b);
+                columns[n + 1] = _mm512_unpackhi_epi16(a, b);
+            }
+        }
+    }
+    template <int N>
+    static void restore_order(F sums[N]) {
+        if constexpr (N > 1) {
+            const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+            for (int n = 0; n < N; n += 2) {
+                const F even = sums[n];
+                sums[n] = _mm512_permutex2var_ps(even, low, sums[n + 1]);
+                sums[n + 1] = _mm512_permutex2var_ps(even, high, sums[n + 1]);
+            }
+        }
+    }
+    static void store_probabilities(uint32_t* row, int key, F p) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kStep), (__m256i)_mm512_cvtneps_pbh(p));
+    }
+
+  private:
+    static __m512i values(const T* v, bool there) {
+        if (!there) return _mm512_setzero_si512();
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v)));
+    }
+};
+
+constexpr Kernel kBf16 = kernel_of<PairsOfBf16>();
+
+}  // namespace
+
+const Kernel& avx512bf16_kernel() { return kBf16; }
+
+}  // namespace nanovllm::attention
+#endif

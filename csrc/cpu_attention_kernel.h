@@ -1,0 +1,385 @@
+// The tile kernel: query rows times KV tiles, for any instruction set X.
+//
+// More rows than one register tile go over packed keys and values, packed once per tile; few rows go over them directly.
+//
+// Included once by each instruction set's file, inside its anonymous namespace, after its X is defined.
+
+constexpr int kSubRows = 48;   // rows whose scores and probabilities stay in the cache between the two products
+
+// Cuts one allocation into the arrays of a task.
+template <class X>
+struct Workspace {
+    uint32_t *query, *keys, *values, *probabilities;
+    float *scores, *output, *lse, *maximum, *sum, *old_weight, *tile_weight;
+    size_t bytes = 0;
+
+    Workspace(void* base, int rows, int head_dim) : base_(static_cast<char*>(base)) {
+        const int padded = round_up(rows, 16), panel = X::kVectors * X::W;
+        take(query, size_t(rows) * (head_dim / X::kStep));
+        take(keys, size_t(round_up(kTileKeys, panel)) * (head_dim / X::kStep));
+        take(values, size_t(kTileKeys / X::kStep) * round_up(head_dim, panel));
+        take(probabilities, size_t(kSubRows) * (kTileKeys / X::kStep));
+        take(scores, size_t(kSubRows) * kTileKeys);
+        take(output, size_t(rows) * head_dim);
+        take(lse, padded);
+        take(maximum, padded);
+        take(sum, padded);
+        take(old_weight, padded);
+        take(tile_weight, padded);
+    }
+
+  private:
+    char* base_;
+
+    template <class E>
+    void take(E*& array, size_t count) {
+        array = base_ == nullptr ? nullptr : reinterpret_cast<E*>(base_ + bytes);
+        bytes += (count * sizeof(E) + 63) / 64 * 64;
+    }
+};
+
+template <class X>
+class TileKernel {
+    using T = typename X::T;
+    static constexpr int kPanel = X::kVectors * X::W;  // columns of a packed panel
+
+  public:
+    static size_t workspace_bytes(int rows, int head_dim) { return Workspace<X>(nullptr, rows, head_dim).bytes; }
+
+    static void run(const Task& task, void* workspace) {
+        TileKernel kernel(task, workspace);
+        kernel.pack_queries();
+        if (task.partials == nullptr) kernel.load_state();
+        for (int64_t tile = task.tile_begin; tile < task.tile_end; ++tile) kernel.run_tile(tile);
+        if (task.partials == nullptr) kernel.store_state();
+    }
+
+    static void merge(const Task& task, void* workspace) {
+        TileKernel kernel(task, workspace);
+        kernel.load_state();
+        for (int64_t tile = task.tile_begin; tile < task.tile_end; ++tile) kernel.merge_partial(tile);
+        kernel.store_state();
+    }
+
+  private:
+    const Task& task_;
+    const int rows_, head_dim_, units_, panels_;
+    const float scale2_;
+    Workspace<X> work_;
+    // The tile at hand.
+    const T *key_ = nullptr, *value_ = nullptr;
+    const T *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile after it
+    int64_t tile_position_ = 0;
+    int tile_keys_ = 0;
+    uint64_t packed_keys_ = 0;  // a bit per panel
+    bool packed_values_ = false;
+    float *accumulator_ = nullptr, *maximum_ = nullptr, *sum_ = nullptr;
+
+    struct Span {
+        int begin, end;
+        bool empty() const { return begin >= end; }
+    };
+
+    TileKernel(const Task& task, void* workspace)
+        : task_(task),
+          rows_(task.rows.rows()),
+          head_dim_(task.keys.head_dim),
+          units_(task.keys.head_dim / X::kStep),
+          panels_((task.keys.head_dim + kPanel - 1) / kPanel),
+          scale2_(task.scale * kLog2E),
+          work_(workspace, rows_, head_dim_) {}
+
+    void pack_queries() {
+        const auto& r = task_.rows;
+        const T* q = static_cast<const T*>(r.q);
+        for (int row = 0; row < rows_; ++row) {
+            const T* source = q + row / r.group * r.q_token_stride + row % r.group * r.q_head_stride;
+            X::pack_row(source, head_dim_, work_.query + int64_t(row) * units_);
+        }
+    }
+
+    void load_state() {
+        const auto& r = task_.rows;
+        for (int row = 0; row < rows_; ++row) {
+            const int token = row / r.group, head = row % r.group;
+            const float* out = r.out + token * r.out_token_stride + head * r.out_head_stride;
+            float* state = work_.output + int64_t(row) * head_dim_;
+            for (int d = 0; d < head_dim_; ++d) state[d] = task_.carry ? out[d] : 0.0f;
+            work_.lse[row] = task_.carry ? r.lse[token * r.lse_token_stride + head * r.lse_head_stride]
+                                         : -__builtin_inff();
+        }
+    }
+
+    void store_state() const {
+        const auto& r = task_.rows;
+        for (int row = 0; row < rows_; ++row) {
+            const int token = row / r.group, head = row % r.group;
+            float* out = r.out + token * r.out_token_stride + head * r.out_head_stride;
+            const float* state = work_.output + int64_t(row) * head_dim_;
+            for (int d = 0; d < head_dim_; ++d) out[d] = state[d];
+            r.lse[token * r.lse_token_stride + head * r.lse_head_stride] = work_.lse[row];
+        }
+    }
+
+    // Keys of the tile that the row sees.
+    Span visible(int row) const {
+        const int64_t past = task_.rows.position + row / task_.rows.group - tile_position_ + 1;
+        const int64_t begin = task_.window > 0 && past > task_.window ? past - task_.window : 0;
+        return {smaller(begin, tile_keys_), past < 0 ? 0 : smaller(past, tile_keys_)};
+    }
+
+    // Keys of the tile that any of the rows sees, in whole vectors. Both ends grow with the position.
+    Span visible_vectors(int row, int count) const {
+        const Span first = visible(row), last = visible(row + count - 1);
+        if (first.begin >= last.end) return {0, 0};
+        return {first.begin / X::W * X::W, round_up(last.end, X::W)};
+    }
+
+    const T* first_element(int64_t tile, int64_t plane_offset) const {
+        const auto& k = task_.keys;
+        const int64_t per_block = k.tiles_per_block(), start = tile % per_block * kTileKeys;
+        return reinterpret_cast<const T*>(k.blocks[tile / per_block] + plane_offset) + start * head_dim_;
+    }
+
+    void enter_tile(int64_t tile) {
+        const auto& k = task_.keys;
+        const int64_t block = tile / k.tiles_per_block(), start = tile % k.tiles_per_block() * kTileKeys;
+        tile_position_ = k.first_position + block * k.block_size + start;
+        tile_keys_ = smaller(smaller(kTileKeys, k.block_size - start), k.kv_end - tile_position_);
+        key_ = first_element(tile, k.k_offset);
+        value_ = first_element(tile, k.v_offset);
+        const int64_t next = tile + 1 < task_.tile_end ? tile + 1 : tile;
+        next_key_ = first_element(next, k.k_offset);
+        next_value_ = first_element(next, k.v_offset);
+        packed_keys_ = 0;
+        packed_values_ = false;
+    }
+
+    void place_results(int64_t tile) {
+        maximum_ = work_.maximum;
+        sum_ = work_.sum;
+        if (task_.partials == nullptr) return;
+        accumulator_ = task_.partials + (tile - task_.tile_begin) * partial_floats(rows_, head_dim_);
+        maximum_ = accumulator_ + int64_t(rows_) * head_dim_;
+        sum_ = maximum_ + rows_;
+    }
+
+    void run_tile(int64_t tile) {
+        enter_tile(tile);
+        place_results(tile);
+        for (int row = 0; row < rows_; row += kSubRows) {
+            const int count = smaller(kSubRows, rows_ - row);
+            if (visible_vectors(row, count).empty()) {
+                mark_unseen(row, count);
+                continue;
+            }
+            if (direct())
+                score_direct();
+            else
+                score(row, count);
+            for (int group = row; group < row + count; group += kMicroRows)
+                soften(row, group, smaller(kMicroRows, row + count - group));
+            if (task_.partials == nullptr)
+                merge_weights<X>(count, maximum_ + row, sum_ + row, work_.lse + row, work_.old_weight + row,
+                                 work_.tile_weight + row);
+            if (direct())
+                weigh_direct();
+            else
+                weigh_values(row, count);
+        }
+    }
+
+    bool direct() const { return rows_ <= kMicroRows; }
+
+    void score_direct() {
+        switch (rows_) {
+            case 1: return score_rows<1>();
+            case 2: return score_rows<2>();
+            case 3: return score_rows<3>();
+            case 4: return score_rows<4>();
+            case 5: return score_rows<5>();
+            default: return score_rows<6>();
+        }
+    }
+
+    template <int M>
+    void score_rows() {
+        constexpr int kMost = M <= 2 ? X::kVectors : X::kVectors / 2;  // the transposed keys take registers as well
+        const Span seen = visible_vectors(0, M);
+        int key = seen.begin;
+        for (; key + kMost * X::W <= seen.end; key += kMost * X::W) score_at<M, kMost>(key);
+        for (; key < seen.end; key += X::W) score_at<M, 1>(key);
+    }
+
+    template <int M, int N>
+    void score_at(int key) {
+        const int64_t offset = int64_t(key) * head_dim_;
+        score_keys<X, M, N>(work_.query, units_, key_ + offset, next_key_ + offset, tile_keys_ - key, work_.scores + key,
+                            kTileKeys);
+    }
+
+    void weigh_direct() {
+        switch (rows_) {
+            case 1: return weigh_rows<1>();
+            case 2: return weigh_rows<2>();
+            case 3: return weigh_rows<3>();
+            case 4: return weigh_rows<4>();
+            case 5: return weigh_rows<5>();
+            default: return weigh_rows<6>();
+        }
+    }
+
+    template <int M>
+    void weigh_rows() {
+        const int vectors = head_dim_ / X::W;
+        int vector = 0;
+        for (; vector + X::kVectors <= vectors; vector += X::kVectors) weigh_at<M, X::kVectors>(vector * X::W);
+        for (; vector + 2 <= vectors; vector += 2) weigh_at<M, 2>(vector * X::W);
+        for (; vector < vectors; ++vector) weigh_at<M, 1>(vector * X::W);
+    }
+
+    template <int M, int N>
+    void weigh_at(int column) {
+        const Span keys = visible_vectors(0, M);
+        const int first = keys.begin / X::kStep, steps = (keys.end - keys.begin) / X::kStep;
+        const int64_t offset = int64_t(keys.begin) * head_dim_ + column;
+        with_epilogue(0, column, [&](const auto& epilogue) {
+            weigh_columns<X, M, N>(work_.probabilities + first, kTileKeys / X::kStep, steps, value_ + offset,
+                                   next_value_ + offset, head_dim_, tile_keys_ - keys.begin, epilogue);
+        });
+    }
+
+    // Calls `product` with what becomes of its sums, columns from `column` on of rows from r on: merged into the state, or
+    // kept as a partial state.
+    template <class Product>
+    void with_epilogue(int r, int column, const Product& product) {
+        const int64_t offset = int64_t(r) * head_dim_ + column, stride = head_dim_;
+        if (task_.partials != nullptr) {
+            float* accumulator = accumulator_ + offset;
+            return product([=](int m, int n, typename X::F sum) { X::store(accumulator + m * stride + n * X::W, sum); });
+        }
+        float* output = work_.output + offset;
+        const float *maximum = maximum_ + r, *old_weight = work_.old_weight + r, *tile_weight = work_.tile_weight + r;
+        product([=](int m, int n, typename X::F sum) {
+            if (maximum[m] == -__builtin_inff()) return;  // nothing seen: not even -0 may become 0
+            float* state = output + m * stride + n * X::W;
+            X::store(state, merged_output<X>(X::load(state), X::set1(old_weight[m]), sum, X::set1(tile_weight[m])));
+        });
+    }
+
+    void mark_unseen(int row, int count) {
+        for (int r = row; r < row + count; ++r) {
+            maximum_[r] = -__builtin_inff();
+            sum_[r] = 0.0f;
+        }
+    }
+
+    // Q K^T for the rows of a sub-block, panel by panel, so that a panel stays in the nearest cache.
+    void score(int row, int count) {
+        const Span all = visible_vectors(row, count);
+        for (int panel = all.begin / kPanel; panel * kPanel < all.end; ++panel) {
+            const uint32_t* packed = pack_keys(panel);
+            for (int r = row; r < row + count; r += kMicroRows) {
+                const int micro = smaller(kMicroRows, row + count - r);
+                const Span seen = visible_vectors(r, micro);
+                const int begin = seen.begin > panel * kPanel ? seen.begin : panel * kPanel;
+                const int end = seen.end < (panel + 1) * kPanel ? seen.end : (panel + 1) * kPanel;
+                if (begin >= end) continue;
+                float* scores = work_.scores + int64_t(r - row) * kTileKeys + begin;
+                multiply<X>(micro, (end - begin) / X::W, work_.query + int64_t(r) * units_, units_,
+                            packed + (begin - panel * kPanel), units_,
+                            [=](int m, int n, typename X::F sum) { X::store(scores + m * kTileKeys + n * X::W, sum); });
+            }
+        }
+    }
+
+    void soften(int row, int group, int count) {
+        const Span keys = visible_vectors(group, count);
+        if (keys.empty()) return mark_unseen(group, count);
+        for (int r = group; r < group + count; ++r) {
+            const Span seen = visible(r);
+            softmax_row<X>(work_.scores + int64_t(r - row) * kTileKeys,
+                           work_.probabilities + int64_t(r - row) * (kTileKeys / X::kStep), keys.begin, keys.end,
+                           seen.begin, seen.end, scale2_, maximum_ + r, sum_ + r);
+        }
+    }
+
+    // P V for the rows of a sub-block.
+    void weigh_values(int row, int count) {
+        pack_values();
+        for (int panel = 0; panel < panels_; ++panel) {
+            const int column = panel * kPanel;
+            const int vectors = smaller(kPanel, head_dim_ - column) / X::W;
+            for (int r = row; r < row + count; r += kMicroRows)
+                weigh_panel(panel, vectors, row, r, smaller(kMicroRows, row + count - r));
+        }
+    }
+
+    void weigh_panel(int panel, int vectors, int row, int r, int count) {
+        const Span keys = visible_vectors(r, count);
+        if (keys.empty()) return;
+        const int first = keys.begin / X::kStep, steps = (keys.end - keys.begin) / X::kStep;
+        constexpr int kSteps = kTileKeys / X::kStep;
+        const uint32_t* p = work_.probabilities + int64_t(r - row) * kSteps + first;
+        const uint32_t* v = work_.values + (int64_t(panel) * kSteps + first) * kPanel;
+        with_epilogue(r, panel * kPanel,
+                      [&](const auto& epilogue) { multiply<X>(count, vectors, p, kSteps, v, steps, epilogue); });
+    }
+
+    // Packs a panel of keys, [units, kPanel keys], when it is first needed. Rows past kv_end count as zero.
+    const uint32_t* pack_keys(int panel) {
+        uint32_t* packed = work_.keys + int64_t(panel) * units_ * kPanel;
+        if (packed_keys_ >> panel & 1) return packed;
+        packed_keys_ |= uint64_t(1) << panel;
+        const int end = smaller((panel + 1) * kPanel, tile_keys_);
+        for (int key = panel * kPanel; key < end; key += X::W) {
+            prefetch(next_key_ + int64_t(key) * head_dim_, X::W * head_dim_);
+            for (int unit = 0; unit < units_; unit += X::W) {
+                const int count = smaller(X::W, units_ - unit);
+                typename X::U columns[X::W];
+                X::key_columns(key_ + int64_t(key) * head_dim_ + unit * X::kStep, head_dim_, tile_keys_ - key, count,
+                               columns);
+                uint32_t* to = packed + int64_t(unit) * kPanel + (key - panel * kPanel);
+                for (int i = 0; i < count; ++i) X::store_units(to + int64_t(i) * kPanel, columns[i]);
+            }
+        }
+        return packed;
+    }
+
+    // Packs the tile's values, per panel of columns [steps, kPanel columns]. Rows past kv_end count as zero.
+    void pack_values() {
+        if (packed_values_) return;
+        packed_values_ = true;
+        const int end = round_up(tile_keys_, X::W);
+        for (int key = 0; key < end; key += X::kStep) {
+            prefetch(next_value_ + int64_t(key) * head_dim_, X::kStep * head_dim_);
+            for (int column = 0; column < head_dim_; column += X::W) {
+                const int64_t step = int64_t(column / kPanel) * (kTileKeys / X::kStep) + key / X::kStep;
+                X::store_units(work_.values + step * kPanel + column % kPanel,
+                               X::value_columns(value_ + int64_t(key) * head_dim_ + column, head_dim_, tile_keys_ - key));
+            }
+        }
+    }
+
+    void merge_partial(int64_t tile) {
+        place_results(tile);
+        for (int r = 0; r < rows_; ++r) {
+            work_.maximum[r] = maximum_[r];
+            work_.sum[r] = sum_[r];
+        }
+        merge_weights<X>(rows_, work_.maximum, work_.sum, work_.lse, work_.old_weight, work_.tile_weight);
+        for (int r = 0; r < rows_; ++r) {
+            if (maximum_[r] == -__builtin_inff()) continue;
+            const auto old_weight = X::set1(work_.old_weight[r]), tile_weight = X::set1(work_.tile_weight[r]);
+            float* state = work_.output + int64_t(r) * head_dim_;
+            const float* accumulator = accumulator_ + int64_t(r) * head_dim_;
+            for (int d = 0; d < head_dim_; d += X::W)
+                X::store(state + d, merged_output<X>(X::load(state + d), old_weight, X::load(accumulator + d), tile_weight));
+        }
+    }
+};
+
+template <class X>
+constexpr Kernel kernel_of() {
+    return {TileKernel<X>::workspace_bytes, TileKernel<X>::run, TileKernel<X>::merge};
+}

@@ -1,0 +1,145 @@
+// The products of the tile kernel, and the softmax between them, for any instruction set X.
+//
+// A packed operand consists of 4-byte units, each holding X::kStep elements along the summed dimension: one fp32, or a
+// pair of bf16. Every element of a result is summed in the order of that dimension by one lane, packed or direct, so a
+// row's result is the same in any company of rows.
+//
+// Included once by each instruction set's file, inside its anonymous namespace.
+
+constexpr int kMicroRows = 6;  // rows of the register tile: 6 x kVectors sums fit 16 and 32 registers
+
+inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
+inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
+
+// a [M, steps] units times b [steps, N vectors] units; the sums go to `epilogue(row, vector, sum)`.
+template <class X, int M, int N, class Epilogue>
+inline void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps, const Epilogue& epilogue) {
+    typename X::F sums[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+    for (int s = 0; s < steps; ++s, b += X::kVectors * X::W) {
+        typename X::U columns[N];
+        for (int n = 0; n < N; ++n) columns[n] = X::load_units(b + n * X::W);
+        for (int m = 0; m < M; ++m) {
+            const auto element = X::splat_unit(a + m * a_stride + s);
+            for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) epilogue(m, n, sums[m][n]);
+}
+
+template <class X, int M, class Epilogue>
+inline void multiply_rows(int vectors, const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps,
+                          const Epilogue& epilogue) {
+    if (vectors == X::kVectors) return multiply_tile<X, M, X::kVectors>(a, a_stride, b, steps, epilogue);
+    int done = 0;
+    for (; done + 2 <= vectors; done += 2)
+        multiply_tile<X, M, 2>(a, a_stride, b + done * X::W, steps,
+                               [&](int m, int n, typename X::F sum) { epilogue(m, done + n, sum); });
+    if (done < vectors)
+        multiply_tile<X, M, 1>(a, a_stride, b + done * X::W, steps,
+                               [&](int m, int, typename X::F sum) { epilogue(m, done, sum); });
+}
+
+template <class X, class Epilogue>
+inline void multiply(int rows, int vectors, const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps,
+                     const Epilogue& epilogue) {
+    switch (rows) {
+        case 1: return multiply_rows<X, 1>(vectors, a, a_stride, b, steps, epilogue);
+        case 2: return multiply_rows<X, 2>(vectors, a, a_stride, b, steps, epilogue);
+        case 3: return multiply_rows<X, 3>(vectors, a, a_stride, b, steps, epilogue);
+        case 4: return multiply_rows<X, 4>(vectors, a, a_stride, b, steps, epilogue);
+        case 5: return multiply_rows<X, 5>(vectors, a, a_stride, b, steps, epilogue);
+        default: return multiply_rows<X, 6>(vectors, a, a_stride, b, steps, epilogue);
+    }
+}
+
+// Direct products: the same sums in the same order, from keys and values where they lie. With few rows there is nothing
+// to gain from packing, and the bytes go through the core once. `next` is the same place in the next tile: it is brought
+// towards the core meanwhile, because decode lives on memory bandwidth.
+
+template <class T>
+inline void prefetch(const T* from, int count) {
+    const char* begin = reinterpret_cast<const char*>(from);
+    for (int64_t i = 0; i < int64_t(count * sizeof(T)); i += 64) __builtin_prefetch(begin + i, 0, 2);
+}
+
+// q [M, units] times N * W keys, of which `keys` are there.
+template <class X, int M, int N>
+inline void score_keys(const uint32_t* q, int units, const typename X::T* k, const typename X::T* next, int keys,
+                       float* scores, int64_t scores_stride) {
+    const int64_t stride = int64_t(units) * X::kStep;
+    typename X::F sums[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+    for (int unit = 0; unit < units; unit += X::W) {
+        const int count = smaller(X::W, units - unit);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            const int64_t offset = n * X::W * stride + unit * X::kStep;
+            for (int i = 0; i < X::W; ++i) prefetch(next + offset + i * stride, 1);
+            typename X::U columns[X::W];
+            X::key_columns(k + offset, stride, keys - n * X::W, count, columns);
+#pragma GCC unroll 16
+            for (int i = 0; i < X::W; ++i) {
+                if (i >= count) break;
+                for (int m = 0; m < M; ++m)
+                    sums[m][n] = X::dot(sums[m][n], X::splat_unit(q + int64_t(m) * units + unit + i), columns[i]);
+            }
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) X::store(scores + m * scores_stride + n * X::W, sums[m][n]);
+}
+
+// p [M, steps] times N vectors of `steps` steps of values, of which `keys` keys are there.
+template <class X, int M, int N, class Epilogue>
+inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const typename X::T* v,
+                          const typename X::T* next, int64_t stride, int keys, const Epilogue& epilogue) {
+    typename X::F sums[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+    for (int s = 0; s < steps; ++s) {
+        const int64_t offset = int64_t(s) * X::kStep * stride;
+        for (int i = 0; i < X::kStep; ++i) prefetch(next + offset + i * stride, N * X::W);
+        typename X::U columns[N];
+        X::template value_vectors<N>(v + offset, stride, keys - s * X::kStep, columns);
+        for (int m = 0; m < M; ++m) {
+            const auto weight = X::splat_unit(p + m * p_stride + s);
+            for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], weight, columns[n]);
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        X::template restore_order<N>(sums[m]);
+        for (int n = 0; n < N; ++n) epilogue(m, n, sums[m][n]);
+    }
+}
+
+// Scores of one row to probabilities: p = 2^(scale2 * score - maximum), 0 where masked. Works on keys
+// [key_begin, key_end) of the tile, whole vectors; [visible_begin, visible_end) of them are visible.
+template <class X>
+inline void softmax_row(float* scores, uint32_t* probabilities, int key_begin, int key_end, int visible_begin,
+                        int visible_end, float scale2, float* maximum, float* sum) {
+    const auto none = X::set1(-__builtin_inff());
+    auto top = none;
+    for (int key = key_begin; key < key_end; key += X::W) {
+        auto s = X::load(scores + key);
+        if (key < visible_begin || key + X::W > visible_end) {
+            s = X::keep_range(s, visible_begin - key, visible_end - key, none);
+            X::store(scores + key, s);
+        }
+        top = X::max(top, s);
+    }
+    const float top2 = X::reduce_max(top) * scale2;
+    *maximum = top2;
+    const bool empty = top2 == -__builtin_inff();  // then there is nothing to subtract: inf - inf would be NaN
+    const auto scale = X::set1(scale2), shift = X::set1(empty ? 0.0f : -top2);
+    auto total = X::zero();
+    for (int key = key_begin; key < key_end; key += X::W) {
+        const auto p = exp2_f32<X>(X::fma(X::load(scores + key), scale, shift));
+        total = X::add(total, p);
+        X::store_probabilities(probabilities, key, p);
+    }
+    *sum = X::reduce_sum(total);
+}

@@ -1,0 +1,158 @@
+// Cuts a batch into tasks and runs them over the threads. Nothing decided here can change a bit of the results: a task
+// computes whole rows over whole tiles, and tiles that were run apart are merged in their order.
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "cpu_attention.h"
+
+namespace nanovllm::attention {
+namespace {
+
+constexpr int kMostRows = 384;       // of a task: its state stays in a core's own cache
+constexpr int kFewestRows = 96;      // below this, packing the keys weighs more than multiplying them
+constexpr int kMostSplitRows = 64;   // with more rows there is enough to share out without splitting the keys
+constexpr int kTasksPerThread = 4;   // so that unequal tasks still end together
+
+struct Aligned {
+    void operator()(char* p) const { ::operator delete[](p, std::align_val_t(64)); }
+};
+using Buffer = std::unique_ptr<char[], Aligned>;
+
+Buffer allocate(size_t bytes) { return Buffer(static_cast<char*>(::operator new[](bytes, std::align_val_t(64)))); }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Tiles whose keys any row of the task may see.
+void set_tiles(Task& task) {
+    const KeyBlocks& keys = task.keys;
+    const int64_t last = task.rows.position + task.rows.tokens;  // one past the last row's own position
+    const int64_t end = std::min(last, keys.kv_end) - keys.first_position;
+    const int64_t oldest = task.window > 0 ? task.rows.position - task.window + 1 : 0;
+    const int64_t begin = std::max<int64_t>(0, oldest - keys.first_position);
+    const int per_block = keys.tiles_per_block(), size = keys.block_size;
+    const auto tile_of = [&](int64_t key) { return key / size * per_block + key % size / kTileKeys; };
+    task.tile_begin = begin < end ? tile_of(begin) : 0;
+    task.tile_end = begin < end ? tile_of(end - 1) + 1 : 0;
+}
+
+// The task of `tokens` query tokens from `token` on, for one KV head of one sequence, over all keys that they see.
+Task make_task(const Batch& batch, const Sequence& seq, int kv_head, int64_t token, int tokens) {
+    Task task{};
+    const int group = batch.heads / batch.kv_heads;
+    const int64_t row = seq.query_start + token, head = int64_t(kv_head) * group;
+    QueryRows& rows = task.rows = batch.rows;
+    const int64_t q_offset = row * rows.q_token_stride + head * rows.q_head_stride;
+    rows.q = static_cast<const char*>(rows.q) + q_offset * batch.element_bytes;
+    rows.out += row * rows.out_token_stride + head * rows.out_head_stride;
+    rows.lse += row * rows.lse_token_stride + head * rows.lse_head_stride;
+    rows.tokens = tokens;
+    rows.group = group;
+    rows.position = seq.query_position + token;
+    const int64_t plane = int64_t(batch.block_size) * batch.head_dim * batch.element_bytes;
+    task.keys = {batch.blocks + seq.block_start, batch.block_size, batch.head_dim, kv_head * plane,
+                 (batch.kv_heads + kv_head) * plane, seq.first_position, seq.kv_end};
+    task.window = batch.window;
+    task.scale = batch.scale;
+    task.carry = batch.carry;
+    set_tiles(task);
+    return task;
+}
+
+// Tokens per task: as many as keep the state in cache, fewer while the threads would not all have work.
+int tokens_per_task(const Batch& batch, int threads) {
+    const int group = batch.heads / batch.kv_heads;
+    int64_t total = 0;
+    for (int64_t i = 0; i < batch.sequence_count; ++i) total += batch.sequences[i].query_len;
+    const int64_t share = ceil_div(total * batch.heads, int64_t(threads) * kTasksPerThread);
+    const int64_t rows = std::clamp<int64_t>(share, kFewestRows, kMostRows);
+    return int(std::max<int64_t>(1, rows / group));
+}
+
+std::vector<Task> make_tasks(const Batch& batch, int threads) {
+    std::vector<Task> tasks;
+    const int64_t step = tokens_per_task(batch, threads);
+    for (int64_t i = 0; i < batch.sequence_count; ++i) {
+        const Sequence& seq = batch.sequences[i];
+        for (int head = 0; head < batch.kv_heads; ++head)
+            for (int64_t token = 0; token < seq.query_len; token += step)
+                tasks.push_back(make_task(batch, seq, head, token, int(std::min(step, seq.query_len - token))));
+    }
+    return tasks;
+}
+
+int64_t work_of(const Task& task) {
+    // Loading and packing a tile costs about as much as multiplying it with eight rows.
+    return (task.tile_end - task.tile_begin) * (8 + task.rows.rows());
+}
+
+// A split task's pieces, and the room for their partial states.
+struct Plan {
+    std::vector<Task> pieces;  // largest first
+    std::vector<Task> merges;
+    std::vector<Buffer> partials;
+};
+
+void split(Plan& plan, const Task& task, int64_t pieces) {
+    const size_t floats = partial_floats(task.rows.rows(), task.keys.head_dim);
+    const int64_t tiles = task.tile_end - task.tile_begin;
+    plan.partials.push_back(allocate(size_t(tiles) * floats * sizeof(float)));
+    Task whole = task;
+    whole.partials = reinterpret_cast<float*>(plan.partials.back().get());
+    for (int64_t i = 0; i < pieces; ++i) {
+        Task piece = whole;
+        piece.tile_begin = task.tile_begin + tiles * i / pieces;
+        piece.tile_end = task.tile_begin + tiles * (i + 1) / pieces;
+        piece.partials = whole.partials + size_t(piece.tile_begin - task.tile_begin) * floats;
+        plan.pieces.push_back(piece);
+    }
+    plan.merges.push_back(whole);
+}
+
+Plan make_plan(const Batch& batch, int threads) {
+    Plan plan;
+    const std::vector<Task> tasks = make_tasks(batch, threads);
+    int64_t work = 0;
+    for (const Task& task : tasks) work += work_of(task);
+    const int64_t share = std::max<int64_t>(1, ceil_div(work, int64_t(threads) * kTasksPerThread));
+    for (const Task& task : tasks) {
+        const int64_t tiles = task.tile_end - task.tile_begin;
+        const int64_t pieces = std::min(tiles, ceil_div(work_of(task), share));
+        if (threads > 1 && pieces > 1 && task.rows.rows() <= kMostSplitRows)
+            split(plan, task, pieces);
+        else
+            plan.pieces.push_back(task);
+    }
+    std::stable_sort(plan.pieces.begin(), plan.pieces.end(),
+                     [](const Task& a, const Task& b) { return work_of(a) > work_of(b); });
+    return plan;
+}
+
+size_t workspace_bytes(const std::vector<Task>& tasks, const Kernel& kernel) {
+    size_t bytes = 0;
+    for (const Task& task : tasks) bytes = std::max(bytes, kernel.workspace_bytes(task.rows.rows(), task.keys.head_dim));
+    return bytes;
+}
+
+}  // namespace
+
+void attend(const Batch& batch, const Kernel& kernel, int threads) {
+    const Plan plan = make_plan(batch, threads);
+    const int64_t pieces = int64_t(plan.pieces.size()), merges = int64_t(plan.merges.size());
+    const int workers = int(std::min<int64_t>(threads, std::max<int64_t>(1, pieces)));
+    const size_t bytes = workspace_bytes(plan.pieces, kernel);
+    const Buffer workspaces = allocate(bytes * workers);
+#pragma omp parallel num_threads(workers)
+    {
+        char* workspace = workspaces.get() + bytes * omp_get_thread_num();
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pieces; ++i) kernel.run(plan.pieces[i], workspace);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < merges; ++i) kernel.merge(plan.merges[i], workspace);
+    }
+}
+
+}  // namespace nanovllm::attention

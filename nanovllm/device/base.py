@@ -1,0 +1,93 @@
+"""What a device is to the rest of the engine: memory of two kinds, streams, events, and a strided copy.
+
+The semantics are CUDA's. Work on one stream runs in order; work on two streams is unordered unless an event orders it:
+`a.record(e); b.wait(e)` makes everything put on `b` afterwards run after everything put on `a` before. Waiting takes
+the event's latest record at the time of the call; an event that was never recorded does not hold anybody up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+CopyKind = Literal["h2d", "d2h", "d2d", "h2h"]
+
+
+class Event:
+    """A point in a stream's work; each device has its own kind."""
+
+
+class Stream(ABC):
+    """A queue of work that runs in order, alongside the host and other streams."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """`event` happens when the work put on this stream so far is done."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Work put on this stream from now on starts after `event`'s latest record."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all work put on this stream is done. Raises what that work raised."""
+
+
+class Device(ABC):
+    """Memory, streams and copies of one device. `compute_stream` is where the model runs."""
+
+    name: str
+    torch_device: torch.device
+    compute_stream: Stream
+
+    @abstractmethod
+    def new_stream(self, name: str) -> Stream: ...
+
+    @abstractmethod
+    def new_event(self) -> Event: ...
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised device memory."""
+
+    @abstractmethod
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that copies to and from the device can reach directly (pinned, on CUDA)."""
+
+    @abstractmethod
+    def copy_2d(
+        self,
+        dst: Tensor,
+        src: Tensor,
+        dpitch: int,
+        spitch: int,
+        width: int,
+        height: int,
+        kind: CopyKind,
+        stream: Stream,
+    ) -> None:
+        """Put a copy of `height` rows of `width` bytes on `stream`; rows start `dpitch` and `spitch` bytes apart."""
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes of device memory that could be allocated now."""
+
+    @abstractmethod
+    def total_memory(self) -> int:
+        """Bytes of device memory in all."""
+
+    @abstractmethod
+    def free_host_memory(self) -> int:
+        """Bytes of host memory that could be allocated now."""
+
+    @abstractmethod
+    def peak_memory_of(self, run: Callable[[], object]) -> int:
+        """Call `run` and return how many bytes of device memory it held at its peak, beyond what was held before."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the streams. Safe to call twice."""

@@ -1,0 +1,182 @@
+"""The CPU as a device: streams are worker threads, and the copies on them really run alongside the computation."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanovllm.comm import memcpy_2d_async
+from nanovllm.device import memory
+from nanovllm.device.base import CopyKind, Device, Event, Stream
+from nanovllm.errors import EngineError
+
+
+class Flag:
+    """One record of an event: set once, together with the failure of the stream that set it, if it had one."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self._failure: Exception | None = None
+
+    def set(self, failure: Exception | None = None) -> None:
+        self._failure = failure
+        self._happened.set()
+
+    def is_set(self) -> bool:
+        return self._happened.is_set()
+
+    def wait(self) -> None:
+        """Return once set. Raises if what should have happened before it failed."""
+        self._happened.wait()
+        if self._failure is not None:
+            raise EngineError(f"a copy failed: {self._failure}") from self._failure
+
+
+class CpuEvent(Event):
+    """Holds one flag per record, so that a later record does not undo an earlier wait."""
+
+    def __init__(self) -> None:
+        self.flag: Flag | None = None
+
+
+class WorkerStream(Stream):
+    """A thread that carries out what is put on its queue, in order.
+
+    The thread starts with the first piece of work. After a failure it skips copies and passes the failure on through
+    the flags it sets, so that nobody waits for ever and nobody reads what was not copied; `synchronize` raises the
+    failure once and clears it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._closed = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        if self._closed:
+            raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
+        if self._thread is None:
+            # A daemon: an engine that is never closed must not keep the interpreter from exiting.
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def copy(self, dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
+        """Put a copy between two spans of ordinary memory on the queue."""
+
+        def work() -> None:
+            if self._failure is None:
+                memcpy_2d_async(dst, src, dpitch, spitch, width, height, "h2h", 0)
+
+        self.put(work)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        flag = event.flag = Flag()
+        self.put(lambda: flag.set(self._failure))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        flag = event.flag
+        if flag is not None:
+            self.put(flag.wait)
+
+    def synchronize(self) -> None:
+        if self._thread is not None and not self._closed:
+            done = threading.Event()
+            self.put(done.set)
+            done.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        if self._thread is not None and not self._closed:
+            self._queue.put(None)
+            self._thread.join()
+        self._closed = True
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception as failure:  # kept for the host, which raises it at the next synchronize
+                self._failure = self._failure or failure
+
+
+class HostStream(Stream):
+    """The thread that drives the engine, as a stream: torch's CPU kernels have run when the call returns."""
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        event.flag = Flag()
+        event.flag.set()
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CpuEvent)
+        if event.flag is not None:
+            event.flag.wait()
+
+    def synchronize(self) -> None:
+        return
+
+
+class CpuDevice(Device):
+    """Ordinary memory stands for device memory; the link between the two kinds is `memcpy`."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.compute_stream = HostStream()
+        self._streams: list[WorkerStream] = []
+
+    def new_stream(self, name: str) -> Stream:
+        stream = WorkerStream(name)
+        self._streams.append(stream)
+        return stream
+
+    def new_event(self) -> Event:
+        return CpuEvent()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def copy_2d(
+        self,
+        dst: Tensor,
+        src: Tensor,
+        dpitch: int,
+        spitch: int,
+        width: int,
+        height: int,
+        kind: CopyKind,
+        stream: Stream,
+    ) -> None:
+        assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
+        stream.copy(dst, src, dpitch, spitch, width, height)
+
+    def free_memory(self) -> int:
+        return memory.available_bytes()
+
+    def total_memory(self) -> int:
+        return memory.total_bytes()
+
+    def free_host_memory(self) -> int:
+        return memory.available_bytes()
+
+    def peak_memory_of(self, run: Callable[[], object]) -> int:
+        return memory.peak_rss_growth(run)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()

@@ -1,0 +1,78 @@
+"""How much memory this machine has and this process uses, in bytes. Linux only, as the engine is."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+_CGROUP_FILES = (  # (limit, usage) of version 2, then of version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+_SAMPLE_SECONDS = 0.002
+
+
+def total_bytes() -> int:
+    """Memory of the machine, or of the container if that is less."""
+    limit = _cgroup_limit_and_usage()
+    total = _meminfo("MemTotal")
+    return min(total, limit[0]) if limit else total
+
+
+def available_bytes() -> int:
+    """Memory that could be allocated now without swapping, within the container's limit."""
+    limit = _cgroup_limit_and_usage()
+    available = _meminfo("MemAvailable")
+    return min(available, limit[0] - limit[1]) if limit else available
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_rss_bytes() -> int:
+    """Most resident memory that this process ever had."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match.group(1)) * 1024 if match else rss_bytes()
+
+
+def peak_rss_growth(run: Callable[[], object]) -> int:
+    """Call `run`; how far resident memory rose above where it was, sampled every 2 ms from a thread."""
+    before, peak = rss_bytes(), 0
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, rss_bytes())
+            done.wait(_SAMPLE_SECONDS)
+
+    sampler = threading.Thread(target=sample, name="memory-sampler", daemon=True)
+    sampler.start()
+    try:
+        run()
+    finally:
+        done.set()
+        sampler.join()
+    return max(0, peak - before)
+
+
+def _meminfo(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    if match is None:
+        raise OSError(f"/proc/meminfo has no {field}")
+    return int(match.group(1)) * 1024
+
+
+def _cgroup_limit_and_usage() -> tuple[int, int] | None:
+    for limit_file, usage_file in _CGROUP_FILES:
+        try:
+            return int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return None

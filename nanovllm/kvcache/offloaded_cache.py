@@ -1,0 +1,109 @@
+"""The room whose blocks live on two tiers: resident ones are attended in place, the others stream through the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
+from nanovllm.kvcache.step_plan import BlockVisit, HostVisit, ResidentRun, group_visits, plan_visits
+from nanovllm.ops.attention import AttentionBackend, AttentionState
+
+
+class OffloadedKVCache(KVRoom):
+    """Attention block by block in sequence order, each block wherever it lives."""
+
+    def __init__(
+        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, num_gpu_blocks: int
+    ) -> None:
+        self.layout = engine.layout
+        self.engine = engine
+        self._geometry = geometry
+        self._backend = backend
+        self._num_gpu_blocks = num_gpu_blocks
+        self._plans: dict[int | None, list[ResidentRun | HostVisit]] = {}  # of this step, by sliding window
+
+    # ---- steps
+
+    def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
+        self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
+        self.engine.move_blocks([(move.src, move.dst) for move in moves])
+        visits = [(layer, visit) for layer, window in enumerate(self._geometry.windows) for visit in self._host(window)]
+        self.engine.begin([RingUse(layer, self._host_block(visit), visit.stored_tokens) for layer, visit in visits])
+        # A shared block is loaded once; it counts for its first reader.
+        traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
+        for _, visit in visits:
+            traffic.h2d_bytes[visit.readers[0]] += visit.stored_tokens * self.layout.token_layer_bytes
+            traffic.d2h_bytes[visit.readers[0]] += visit.new_tokens * self.layout.token_layer_bytes
+        return traffic
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        window = self._geometry.windows[layer]
+        state = AttentionState.empty(q)
+        for item in self._plans[window]:
+            if isinstance(item, ResidentRun):
+                pool = self.engine.resident[layer]
+                for visit in item.visits:
+                    _write_new(visit, pool[visit.place], k, v, ctx)
+                self._backend.attend(q, pool, item.table, state, self._geometry.scale, window)
+            else:
+                self._attend_host(layer, item, q, k, v, ctx, state)
+        return state.out.to(q.dtype)
+
+    def abandon_step(self) -> None:
+        self.engine.abandon()
+
+    def stats(self) -> KVStats:
+        engine = self.engine
+        return KVStats(
+            block_size=self.layout.block_size,
+            bytes_per_block=self.layout.block_bytes,
+            num_gpu_blocks=self._num_gpu_blocks,
+            resident_blocks=engine.split.resident_blocks,
+            ring_slots=engine.split.ring_slots,
+            num_cpu_blocks=engine.num_host_blocks,
+            device_bytes=engine.resident.nbytes + engine.ring.nbytes,
+            host_bytes=engine.host.nbytes,
+            transfers=engine.transfers,
+        )
+
+    # ---- helpers
+
+    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None) -> list[ResidentRun | HostVisit]:
+        block_size = self.layout.block_size
+        visits = plan_visits(sequences, block_size, window)
+        return group_visits(visits, sequences, block_size, self.engine.split.resident_blocks)
+
+    def _host(self, window: int | None) -> list[BlockVisit]:
+        return [item.visit for item in self._plans[window] if isinstance(item, HostVisit)]
+
+    def _host_block(self, visit: BlockVisit) -> int:
+        return visit.place - self.engine.split.resident_blocks
+
+    def _attend_host(
+        self, layer: int, item: HostVisit, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, state: AttentionState
+    ) -> None:
+        visit = item.visit
+        slot, block = self.engine.acquire()
+        if visit.new_tokens:
+            _write_new(visit, block, k, v, ctx)
+            host_block = self._host_block(visit)
+            self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
+        window = self._geometry.windows[layer]
+        self._backend.attend(q, block.unsqueeze(0), item.table, state, self._geometry.scale, window)
+        self.engine.release(slot)
+
+
+def _write_new(visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:
+    """Write the visit's new tokens into the block `[2, kv_heads, block_size, head_dim]`."""
+    if not visit.new_tokens:
+        return
+    seq = ctx.sequences[visit.readers[0]]
+    begin, end = visit.stored_tokens, visit.stored_tokens + visit.new_tokens
+    row = seq.query_start + visit.first_position + begin - seq.context_len
+    block[0, :, begin:end] = k[row : row + visit.new_tokens].transpose(0, 1)
+    block[1, :, begin:end] = v[row : row + visit.new_tokens].transpose(0, 1)

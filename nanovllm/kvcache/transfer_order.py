@@ -1,0 +1,99 @@
+"""All streams, events and waits of the offload path. Nobody else orders anything.
+
+1. New K/V are written before they are copied out: `kv_written`, per slot.
+2. A host block is filled before it is read, and its old content has arrived before it is overwritten: `host_ready`, per
+   host block. This is also what makes blocks of aborted and preempted sequences safe to reuse.
+3. A load is finished before attention reads the slot: `ring_slot_ready`, per slot.
+4. Attention is finished before the slot is overwritten: `ring_slot_compute_done`, per slot.
+5. Block moves run after everything computed so far and before everything computed next: `moves_begin`, `moves_end`.
+
+What needs no event: a slot is refilled after its own store-out because both run on the slot's stream. A host block is
+overwritten after earlier loads of it because a store waits for `kv_written`, which compute records after it has waited
+for every load of earlier steps.
+"""
+
+from __future__ import annotations
+
+from nanovllm.device import Device, Event, Stream
+
+
+class TransferOrder:
+    """One transfer stream per slot, one stream for block moves, and the device's compute stream."""
+
+    def __init__(self, device: Device, num_slots: int) -> None:
+        self._device = device
+        self._compute = device.compute_stream
+        self._slot_streams = [device.new_stream(f"kv-slot-{slot}") for slot in range(num_slots)]
+        self._move_stream = device.new_stream("kv-moves")
+        self._ring_slot_ready = [device.new_event() for _ in range(num_slots)]
+        self._ring_slot_compute_done = [device.new_event() for _ in range(num_slots)]
+        self._kv_written = [device.new_event() for _ in range(num_slots)]
+        self._host_ready: dict[int, Event] = {}
+        self._moves_begin, self._moves_end = device.new_event(), device.new_event()
+
+    # ---- a slot's life, in order
+
+    def before_fill(self, slot: int) -> Stream:
+        """The slot may be overwritten by what is put on the returned stream."""
+        stream = self._slot_streams[slot]
+        stream.wait(self._ring_slot_compute_done[slot])
+        return stream
+
+    def before_host_read(self, stream: Stream, host_block: int) -> None:
+        """What is put on `stream` next reads `host_block`."""
+        if host_block in self._host_ready:
+            stream.wait(self._host_ready[host_block])
+
+    def after_fill(self, slot: int) -> None:
+        self._slot_streams[slot].record(self._ring_slot_ready[slot])
+
+    def before_compute(self, slot: int) -> None:
+        """Compute uses the slot next: what was loaded has arrived, what was stored out has left."""
+        self._compute.wait(self._ring_slot_ready[slot])
+
+    def before_store(self, slot: int, host_block: int) -> Stream:
+        """New K/V were written into the slot; the returned stream may copy them to `host_block`."""
+        self._compute.record(self._kv_written[slot])
+        stream = self._slot_streams[slot]
+        stream.wait(self._kv_written[slot])
+        self.before_host_read(stream, host_block)  # the same wait: the block's last store has arrived
+        return stream
+
+    def after_store(self, slot: int, host_block: int) -> None:
+        self._record_host_ready(self._slot_streams[slot], host_block)
+
+    def after_compute(self, slot: int) -> None:
+        """Attention over the slot was put on the compute stream."""
+        self._compute.record(self._ring_slot_compute_done[slot])
+
+    # ---- block moves
+
+    def before_moves(self) -> Stream:
+        self._compute.record(self._moves_begin)
+        self._move_stream.wait(self._moves_begin)
+        return self._move_stream
+
+    def after_move_to_host(self, host_block: int) -> None:
+        self._record_host_ready(self._move_stream, host_block)
+
+    def after_moves(self) -> None:
+        self._move_stream.record(self._moves_end)
+        self._compute.wait(self._moves_end)
+
+    # ---- everything
+
+    def synchronize(self) -> None:
+        """Block the host until no copy is under way. Raises the first failure of a copy, after all have ended."""
+        failure: Exception | None = None
+        for stream in [*self._slot_streams, self._move_stream, self._compute]:
+            try:
+                stream.synchronize()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _record_host_ready(self, stream: Stream, host_block: int) -> None:
+        if host_block not in self._host_ready:
+            self._host_ready[host_block] = self._device.new_event()
+        stream.record(self._host_ready[host_block])

@@ -1,0 +1,86 @@
+"""Choosing the next token of each row. A row's draw depends on its logits, its seed and its index, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+
+
+class SamplingRow(Protocol):
+    """What the sampler reads of a row; see `engine.batch.SamplingRow`."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """The next token of each row. logits: floating [rows, vocab].
+
+    Sampling draws from softmax(logits / temperature) cut to the tokens that top_k, then top_p, then min_p leave. The
+    draw is the largest of log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i).
+    """
+    tokens = torch.argmax(logits, dim=-1)
+    drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        scores = _kept_scores(logits[index].float(), [rows[i] for i in drawn])
+        noise = torch.stack([gumbel_noise(rows[i].seed, rows[i].index, logits.shape[-1]) for i in drawn])
+        tokens[index] = torch.argmax(scores + noise.to(logits.device), dim=-1)
+    return [int(token) for token in tokens.tolist()]
+
+
+def gumbel_noise(seed: int, index: int, vocab_size: int) -> Tensor:
+    """Gumbel(0, 1) noise fp64 [vocab], named by (seed, index): the same in every batch.
+
+    -log of an exponential variable is a Gumbel variable. In fp32 an exponential is exactly 0 once in 2^24 draws, which
+    would make a token certain that the distribution all but excludes; hence fp64.
+    """
+    generator = torch.Generator().manual_seed(_mix(seed, index))
+    exponential = torch.empty(vocab_size, dtype=torch.float64).exponential_(generator=generator)
+    return -torch.log(exponential.clamp_(min=torch.finfo(torch.float64).tiny))
+
+
+def _mix(seed: int, index: int) -> int:
+    """One 64-bit seed from two numbers, by the finaliser of SplitMix64 (Steele et al., 2014)."""
+    z = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    z ^= z >> 31
+    return z - (1 << 64) if z >= 1 << 63 else z  # torch takes signed seeds
+
+
+def _kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Scaled logits fp32 [rows, vocab], -inf where a row's top_k, top_p or min_p cuts a token off."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
+
+    scores = logits / column([row.temperature for row in rows])
+    if all(row.top_k == 0 and row.top_p >= 1.0 and row.min_p == 0.0 for row in rows):
+        return scores
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    vocab_size = scores.shape[-1]
+    top_k = torch.tensor([row.top_k or vocab_size for row in rows], device=logits.device).unsqueeze(1)
+    beyond_k = torch.arange(vocab_size, device=logits.device) >= top_k
+    probs = torch.softmax(ordered.masked_fill(beyond_k, float("-inf")), dim=-1)
+    # A token is kept while the ones before it have not reached top_p: the most likely one always is.
+    top_p = column([row.top_p for row in rows])
+    beyond_p = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
+    too_small = probs < column([row.min_p for row in rows]) * probs[:, :1]
+    ordered = ordered.masked_fill(beyond_k | beyond_p | too_small, float("-inf"))
+    return torch.empty_like(scores).scatter_(1, order, ordered)

@@ -1,0 +1,28 @@
+"""The CPU attention of csrc/cpu_attention.cpp. Use it through nanovllm.ops.cpu_attention, which checks its arguments."""
+
+def instruction_sets() -> list[str]:
+    """Instruction sets that this machine runs, best first: of avx512bf16, avx512, avx2, portable."""
+
+def attend(
+    *,
+    isa: str,
+    dtype: str,
+    q: int,
+    q_strides: tuple[int, int],
+    out: int,
+    out_strides: tuple[int, int],
+    lse: int,
+    lse_strides: tuple[int, int],
+    blocks: int,
+    sequences: int,
+    sequence_count: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int,
+    scale: float,
+    carry: bool,
+    threads: int,
+) -> None:
+    """Addresses of q, out, lse, int64 block addresses and int64 [sequence_count, 7]; strides are (token, head)."""
