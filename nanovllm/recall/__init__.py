@@ -1,0 +1,23 @@
+"""The recall checkpoint: a constructed model whose every answer hangs on one position, and its words."""
+
+from __future__ import annotations
+
+from nanovllm.recall.documents import expected_answer, make_document, make_prompt, notable_positions
+from nanovllm.recall.exam import WordExam, write_demo_model
+from nanovllm.recall.network import write_recall_checkpoint
+from nanovllm.recall.words import EOS_TOKEN_ID, FIRST_WORD_ID, UNK_TOKEN_ID, make_words, write_word_tokenizer
+
+__all__ = [
+    "EOS_TOKEN_ID",
+    "FIRST_WORD_ID",
+    "UNK_TOKEN_ID",
+    "WordExam",
+    "expected_answer",
+    "make_document",
+    "make_prompt",
+    "make_words",
+    "notable_positions",
+    "write_demo_model",
+    "write_recall_checkpoint",
+    "write_word_tokenizer",
+]

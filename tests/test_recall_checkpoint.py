@@ -1,0 +1,238 @@
+"""The recall checkpoint answers right in Transformers, each answer hangs on one row, and words round-trip."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedTokenizerFast,
+)
+
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.recall import (
+    EOS_TOKEN_ID,
+    FIRST_WORD_ID,
+    WordExam,
+    expected_answer,
+    make_document,
+    make_prompt,
+    make_words,
+    notable_positions,
+    write_demo_model,
+    write_recall_checkpoint,
+    write_word_tokenizer,
+)
+from nanovllm.recall.words import MAX_WORDS
+
+LENGTH = 2048
+BLOCK = 64
+ANSWER_TOKENS = 8
+MIN_MARGIN = 50.0
+
+
+@dataclass
+class Recall:
+    """A recall network in Transformers, a document, and the KV cache of that document."""
+
+    model: Any
+    document: list[int]
+    cache: Any
+
+    def logits(self, positions: list[int], corrupt: Callable[[DynamicCache], None] | None = None) -> Tensor:
+        """Float32 logits [len(positions), vocab] of each question asked alone after the document."""
+        cache = DynamicCache()
+        for index, layer in enumerate(self.cache.layers):
+            rows = [x.repeat(len(positions), 1, 1, 1) for x in (layer.keys, layer.values)]
+            cache.update(rows[0], rows[1], index)
+        if corrupt is not None:
+            corrupt(cache)
+        questions = torch.tensor([[self.document[p - 1]] for p in positions])
+        with torch.no_grad():
+            logits: Tensor = self.model(questions, past_key_values=cache).logits[:, -1].float()
+        return logits
+
+    def answers(
+        self, positions: list[int], corrupt: Callable[[DynamicCache], None] | None = None
+    ) -> list[int]:
+        return [int(token) for token in self.logits(positions, corrupt).argmax(-1)]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def recall(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recall:
+    path = tmp_path_factory.mktemp(request.param)
+    vocab_size = LENGTH + 100
+    write_recall_checkpoint(path, vocab_size, LENGTH + 1 + ANSWER_TOKENS, seed=3, dtype=request.param)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert model.dtype == getattr(torch, request.param)
+    document, cache = make_document(vocab_size, LENGTH, seed=5), DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([document]), past_key_values=cache, logits_to_keep=1)
+    return Recall(model, document, cache)
+
+
+def test_every_block_edge_and_random_position_is_answered_with_a_wide_margin(recall: Recall) -> None:
+    edges = notable_positions(LENGTH, 1, {"block": BLOCK})
+    positions = [*edges, *random.Random(0).sample(range(1, LENGTH), 200)]
+    for start in range(0, len(positions), 16):
+        asked = positions[start : start + 16]
+        top = recall.logits(asked).topk(2)
+        assert top.indices[:, 0].tolist() == [recall.document[p] for p in asked]
+        assert (top.values[:, 0] - top.values[:, 1]).min() > MIN_MARGIN, asked
+
+
+@pytest.mark.parametrize("position", [1, BLOCK - 1, BLOCK, LENGTH // 2, LENGTH - ANSWER_TOKENS])
+def test_generation_goes_on_through_the_document(recall: Recall, position: int) -> None:
+    prompt = torch.tensor([make_prompt(recall.document, position)])
+    generated = recall.model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=ANSWER_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    answer = generated[0, prompt.shape[1] :].tolist()
+    assert answer == expected_answer(recall.document, position, ANSWER_TOKENS)
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("damage", ["zeroed", "row of the block before", "row of the next position"])
+def test_one_damaged_row_changes_the_answer(recall: Recall, part: str, damage: str) -> None:
+    positions = [2, BLOCK - 1, BLOCK, LENGTH // 2, LENGTH - 2]
+
+    def corrupt(cache: DynamicCache) -> None:
+        rows = getattr(cache.layers[1], part)
+        for batch, position in enumerate(positions):
+            source = {"row of the block before": position - BLOCK, "row of the next position": position + 1}
+            index = source.get(damage)
+            rows[batch, 0, position] = 0 if index is None else rows[batch, 0, index]
+
+    right = [recall.document[p] for p in positions]
+    assert recall.answers(positions) == right
+    assert all(got != want for got, want in zip(recall.answers(positions, corrupt), right, strict=True))
+
+
+def test_config_is_a_plain_qwen3(tmp_path: Path) -> None:
+    write_recall_checkpoint(tmp_path, 500, 4096)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.model_type, config.head_dim, config.hidden_size, config.tie_word_embeddings) == (
+        "qwen3",
+        128,
+        160,
+        False,
+    )
+    assert config.max_position_embeddings == 4096
+    assert config.eos_token_id == EOS_TOKEN_ID
+    assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 1e12
+
+
+def test_same_seed_same_bytes_and_another_seed_other_bytes(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_demo_model(tmp_path / name, 300, ANSWER_TOKENS, seed)
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        first, second, other = ((tmp_path / run / name).read_bytes() for run in "abc")
+        assert first == second
+        assert (first != other) == (name in ("model.safetensors", "tokenizer.json"))
+
+
+@pytest.mark.parametrize("load", [AutoTokenizer.from_pretrained, PreTrainedTokenizerFast.from_pretrained])
+def test_tokenizer_round_trip(tmp_path: Path, load: Callable[[Path], Any]) -> None:
+    vocab_size = write_demo_model(tmp_path, 1000, ANSWER_TOKENS)
+    tokenizer, document = load(tmp_path), make_document(vocab_size, 1000)
+    text = tokenizer.decode(document)
+    assert text == " ".join(tokenizer.convert_ids_to_tokens(document))
+    assert tokenizer(text)["input_ids"] == document
+    assert tokenizer(f"  {text} \n")["input_ids"] == document
+    assert len(tokenizer) == vocab_size
+    assert sorted(tokenizer.all_special_ids) == list(range(FIRST_WORD_ID))
+    assert tokenizer.eos_token_id == EOS_TOKEN_ID
+    assert tokenizer("xyzzy")["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_words_are_distinct_and_readable() -> None:
+    words = make_words(140_000)
+    assert len(set(words)) == 140_000
+    assert all(word.isalpha() and word.islower() and len(word) == 6 for word in words)
+
+
+def test_word_exam_agrees_with_its_tokenizer(tmp_path: Path) -> None:
+    exam = WordExam.write(tmp_path, 400, ANSWER_TOKENS, {"chunk": 128, "block": 64})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert sorted(exam.document) == list(range(FIRST_WORD_ID, len(tokenizer)))
+    assert {1, 63, 64, 127, 128, 392} <= set(exam.places)
+    for position, prompt in zip(exam.places, exam.prompts(), strict=True):
+        assert tokenizer(prompt)["input_ids"] == make_prompt(exam.document, position)
+        assert prompt.split()[-1] == exam.question(position)
+        assert exam.expected(position) == tokenizer.decode(exam.document[position : position + ANSWER_TOKENS])
+
+
+def test_notable_positions_can_be_thinned_and_leave_room_for_the_answer() -> None:
+    every = notable_positions(1000, 8, {"block": 10})
+    assert set(every) == {1, 500, 992} | {p for edge in range(10, 1000, 10) for p in (edge - 1, edge)} - {999}
+    assert list(every) == sorted(every)
+    few = notable_positions(1000, 8, {"block": 10}, max_edges=3)
+    assert set(few) == {1, 9, 10, 499, 500, 989, 990, 992}
+    assert every[9] == "last token of block 0"
+    assert every[10] == "first token of block 1"
+
+
+def test_a_document_without_room_for_an_answer_is_refused() -> None:
+    with pytest.raises(RequestError, match="a document of 8 tokens has no room for an answer of 8"):
+        notable_positions(8, 8, {"block": 4})
+    assert set(notable_positions(9, 8, {"block": 4})) == {1}
+
+
+def test_document_is_a_permutation_prefix_of_the_ordinary_words() -> None:
+    document = make_document(1000, 700, seed=4)
+    assert len(set(document)) == 700
+    assert min(document) >= FIRST_WORD_ID
+    assert max(document) < 1000
+    assert document == make_document(1000, 700, seed=4) != make_document(1000, 700, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_size": 3, "max_position_embeddings": 16}, "vocab_size=3"),
+        ({"vocab_size": 16, "max_position_embeddings": 2}, "max_position_embeddings=2"),
+        ({"vocab_size": 16, "max_position_embeddings": 16, "dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_checkpoint_refusals(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_recall_checkpoint(tmp_path / "model", **arguments)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("vocab_size", [FIRST_WORD_ID, FIRST_WORD_ID + MAX_WORDS + 1])
+def test_tokenizer_refusals(tmp_path: Path, vocab_size: int) -> None:
+    with pytest.raises(ConfigError, match=str(vocab_size) if vocab_size < 9 else str(MAX_WORDS + 1)):
+        write_word_tokenizer(tmp_path / "model", vocab_size)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("position", "count"), [(0, 1), (-1, 1), (9, 2), (10, 1), (3, 0)])
+def test_questions_without_an_answer_are_refused(position: int, count: int) -> None:
+    document = make_document(100, 10)
+    with pytest.raises(RequestError, match=f"position {position} of a document of 10"):
+        expected_answer(document, position, count)
+    if count == 1:
+        with pytest.raises(RequestError, match="position 0 follows no token"):
+            make_prompt(document, position)
+
+
+@pytest.mark.parametrize("length", [0, 99])
+def test_a_document_longer_than_its_words_is_refused(length: int) -> None:
+    with pytest.raises(RequestError, match=f"a document of {length} tokens: it must have between 1 and 98"):
+        make_document(100, length)
