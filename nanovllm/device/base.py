@@ -34,7 +34,7 @@ class Stream(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until all work put on this stream is done. Raises what that work raised."""
+        """Block the host until all work put on this stream is done. Raises EngineError if a part of it failed."""
 
 
 class Device(ABC):

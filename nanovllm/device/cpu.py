@@ -20,9 +20,9 @@ class Flag:
 
     def __init__(self) -> None:
         self._happened = threading.Event()
-        self._failure: Exception | None = None
+        self._failure: EngineError | None = None
 
-    def set(self, failure: Exception | None = None) -> None:
+    def set(self, failure: EngineError | None = None) -> None:
         self._failure = failure
         self._happened.set()
 
@@ -33,7 +33,7 @@ class Flag:
         """Return once set. Raises if what should have happened before it failed."""
         self._happened.wait()
         if self._failure is not None:
-            raise EngineError(f"a copy failed: {self._failure}") from self._failure
+            raise self._failure
 
 
 class CpuEvent(Event):
@@ -55,7 +55,7 @@ class WorkerStream(Stream):
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._failure: EngineError | None = None
         self._closed = False
 
     def put(self, work: Callable[[], None]) -> None:
@@ -106,8 +106,10 @@ class WorkerStream(Stream):
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except Exception as failure:  # kept for the host, which raises it at the next synchronize
+            except EngineError as failure:  # of another stream, met while waiting for it
                 self._failure = self._failure or failure
+            except Exception as failure:
+                self._failure = self._failure or EngineError(f"a copy on stream {self._name} failed: {failure}")
 
 
 class HostStream(Stream):

@@ -79,7 +79,7 @@ class OffloadEngine:
     def abandon(self) -> None:
         """A pass failed: let copies under way end, and forget the rest of it."""
         self._uses, self._next_use = (), 0
-        self._order.synchronize()
+        self._order.reset()
 
     def _fill(self, index: int) -> None:
         use, slot = self._uses[index], index % self.split.ring_slots

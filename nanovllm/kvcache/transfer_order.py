@@ -14,7 +14,10 @@ for every load of earlier steps.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from nanovllm.device import Device, Event, Stream
+from nanovllm.errors import EngineError
 
 
 class TransferOrder:
@@ -25,11 +28,15 @@ class TransferOrder:
         self._compute = device.compute_stream
         self._slot_streams = [device.new_stream(f"kv-slot-{slot}") for slot in range(num_slots)]
         self._move_stream = device.new_stream("kv-moves")
-        self._ring_slot_ready = [device.new_event() for _ in range(num_slots)]
-        self._ring_slot_compute_done = [device.new_event() for _ in range(num_slots)]
-        self._kv_written = [device.new_event() for _ in range(num_slots)]
+        self._make_events()
+
+    def _make_events(self) -> None:
+        def per_slot() -> list[Event]:
+            return [self._device.new_event() for _ in self._slot_streams]
+
+        self._ring_slot_ready, self._ring_slot_compute_done, self._kv_written = per_slot(), per_slot(), per_slot()
         self._host_ready: dict[int, Event] = {}
-        self._moves_begin, self._moves_end = device.new_event(), device.new_event()
+        self._moves_begin, self._moves_end = self._device.new_event(), self._device.new_event()
 
     # ---- a slot's life, in order
 
@@ -84,14 +91,20 @@ class TransferOrder:
 
     def synchronize(self) -> None:
         """Block the host until no copy is under way. Raises the first failure of a copy, after all have ended."""
-        failure: Exception | None = None
+        failure: EngineError | None = None
         for stream in [*self._slot_streams, self._move_stream, self._compute]:
             try:
                 stream.synchronize()
-            except Exception as error:
+            except EngineError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+    def reset(self) -> None:
+        """Let everything under way end, failed or not, and start afresh: with nothing under way all is in order."""
+        with suppress(EngineError):  # whoever resets has already met the failure, or one before it
+            self.synchronize()
+        self._make_events()
 
     def _record_host_ready(self, stream: Stream, host_block: int) -> None:
         if host_block not in self._host_ready:

@@ -1,0 +1,30 @@
+"""Root mean square normalization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's shape and dtype.
+
+    The mean and the division run in fp32; the result is cast back before the weight multiplies it, which is
+    where Transformers rounds. `weight` broadcasts against x: one row for all, or one row per head.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+class RMSNorm:
+    """RMS normalization with its weight, [size]."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps)

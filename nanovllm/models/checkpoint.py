@@ -1,0 +1,110 @@
+"""The safetensors files of a model directory: which there are, and which tensor is in which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file's header describes it, without its data."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' code, such as BF16
+
+
+def some_of(names: Iterable[str], limit: int = 5) -> str:
+    """How many names there are, and the first few, for messages: "3: a, b, c"."""
+    listed = list(names)
+    more = f", and {len(listed) - limit} more" if len(listed) > limit else ""
+    return f"{len(listed)}: {', '.join(listed[:limit])}{more}"
+
+
+def list_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, by name. Reads headers only.
+
+    Raises ModelError where there are no safetensors, where a file is truncated or damaged, and where the
+    index and the shards do not agree.
+    """
+    if (directory / SINGLE).is_file():
+        return _headers(directory / SINGLE)
+    if not (directory / INDEX).is_file():
+        raise ModelError(_no_weights(directory))
+    index = _read_index(directory / INDEX)
+    shards = _shards(directory, index)
+    found = {file.name: _headers(file) for file in shards}
+    _check_index(directory / INDEX, index, found)
+    return {name: found[shard][name] for name, shard in index.items()}
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped, not read. Raises ModelError, naming it, if it is truncated or damaged."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or damaged ({error}); copy it again.") from error
+
+
+def _headers(path: Path) -> dict[str, StoredTensor]:
+    with open_file(path) as file:
+        parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
+        return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}
+
+
+def _no_weights(directory: Path) -> str:
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if pickled:
+        return (
+            f"{directory} has no {SINGLE} and no {INDEX}, but pickled files ({some_of(pickled)}). Only "
+            "safetensors are read; convert it with Transformers: from_pretrained(...).save_pretrained(...)."
+        )
+    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    hint = f", but other safetensors ({some_of(others)})" if others else ""
+    return f"{directory} has no {SINGLE} and no {INDEX}{hint}."
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{path} has no weight_map that says which tensor is in which file.")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ModelError(f"{path} names {shard!r}, which is not a file of its own directory.")
+    return weight_map
+
+
+def _shards(directory: Path, index: dict[str, str]) -> list[Path]:
+    names = sorted(set(index.values()))
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise ModelError(f"{directory / INDEX} names files that do not exist ({some_of(absent)}).")
+    return [directory / name for name in names]
+
+
+def _check_index(path: Path, index: dict[str, str], found: dict[str, dict[str, StoredTensor]]) -> None:
+    absent = [f"{name} in {shard}" for name, shard in index.items() if name not in found[shard]]
+    if absent:
+        raise ModelError(f"{path} names tensors that their files do not hold ({some_of(absent)}).")
+    held = ((name, shard) for shard, tensors in found.items() for name in tensors)
+    extra = [f"{name} in {shard}" for name, shard in held if index.get(name) != shard]
+    if extra:
+        raise ModelError(f"{path} does not name tensors that the files hold ({some_of(extra)}).")

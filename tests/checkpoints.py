@@ -1,0 +1,161 @@
+"""Random Hugging Face checkpoints for tests: small, in safetensors, with logits that differ clearly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+MAX_POSITIONS = 256
+
+# One of each RoPE kind. The trained length of llama3 and yarn is well below MAX_POSITIONS.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 50_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 100_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def make_checkpoint(
+    path: str | Path,
+    family: str = "qwen3",
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    intermediate: int = 96,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    vocab: int = 199,
+    max_positions: int = MAX_POSITIONS,
+    rope: dict[str, Any] | None = None,
+    tie: bool = False,
+    dtype: str = "float32",
+    sliding_window: int | None = None,
+    max_window_layers: int = 1,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    eos_token_id: int | list[int] | None = None,
+    sharded: bool = False,
+) -> PreTrainedModel:
+    """Write a random checkpoint of `family` to `path` and return it as Transformers' model, in eval mode.
+
+    The same arguments give the same weights. `sliding_window` applies to all layers of a Mistral and to the layers
+    from `max_window_layers` up of a Qwen; `attention_bias` to Qwen3 and Llama, `mlp_bias` to Llama (Qwen2 always
+    has its own biases). `sharded` spreads the tensors over several files with an index.
+    """
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=dict(rope or ROPES["default"]),
+        tie_word_embeddings=tie,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        **_family_options(family, sliding_window, max_window_layers, attention_bias, mlp_bias),
+    )
+    model = model_class(config).eval()
+    randomize(model, seed)
+    for parameter in model.parameters():  # parameters only: RoPE frequencies stay in float32, as on loading
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(path, max_shard_size=parameter_bytes // 3 if sharded else "50GB")
+    return model
+
+
+def _family_options(
+    family: str, sliding_window: int | None, max_window_layers: int, attention_bias: bool, mlp_bias: bool
+) -> dict[str, Any]:
+    if attention_bias and family not in ("qwen3", "llama"):
+        raise ValueError(f"{family} has no attention_bias option")
+    if mlp_bias and family != "llama":
+        raise ValueError(f"{family} has no mlp_bias option")
+    if family == "mistral":
+        return {"sliding_window": sliding_window}
+    if family == "llama":
+        if sliding_window is not None:
+            raise ValueError("llama has no sliding_window option")
+        return {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
+    windowed = {
+        "use_sliding_window": sliding_window is not None,
+        "sliding_window": sliding_window,
+        "max_window_layers": max_window_layers,
+    }
+    return windowed if family == "qwen2" else {**windowed, "attention_bias": attention_bias}
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    """Draw all weights from `seed`: projections keep sizes near 1, logits have a spread of about 4.
+
+    Norm weights lie around 1 and biases around 0, both far enough off that leaving one out shows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 2:
+            gain = 4.0 if "embed" in name or "lm_head" in name else 1.2
+            parameter.copy_(noise * gain / parameter.shape[1] ** 0.5)
+        else:
+            parameter.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise)
+
+
+def edit_config(path: str | Path, file: str = "config.json", **changes: Any) -> None:
+    """Set keys of a JSON file in the checkpoint at `path`; a value of `...` removes the key."""
+    target = Path(path) / file
+    config = json.loads(target.read_text())
+    config.update(changes)
+    target.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def write_old_style_rope(path: str | Path, key: str = "rope_type") -> None:
+    """Rewrite config.json's `rope_parameters` as `rope_theta` and `rope_scaling`, as older checkpoints have it.
+
+    key: "rope_type" or, as the oldest have it, "type".
+    """
+    parameters = json.loads((Path(path) / "config.json").read_text())["rope_parameters"]
+    theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    scaling = None if kind == "default" else {key: kind, **parameters}
+    edit_config(path, rope_parameters=..., rope_theta=theta, rope_scaling=scaling)

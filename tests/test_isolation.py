@@ -1,0 +1,135 @@
+"""A request's tokens depend on nothing but the request: not on its batch, the cache, preemption, chunks or offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
+
+from nanovllm import LLM, SamplingParams
+
+BLOCK, VOCAB = 16, 101
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, seed=11)
+    return path
+
+
+def mixed_requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 130 tokens, some with a common start; greedy ones and sampled ones of every kind."""
+    random = Random(seed)
+    start = random_prompt(70, VOCAB, seed=0)
+    requests = []
+    for index in range(count):
+        prompt = random_prompt(random.choice([1, 7, 15, 16, 17, 31, 33, 64, 100, 130]), VOCAB, seed=index)
+        if random.random() < 0.4:
+            prompt = start[: random.choice([16, 32, 50, 70])] + prompt[:20]
+        params = SamplingParams(
+            temperature=random.choice([0.0, 0.5, 1.0]),
+            top_k=random.choice([0, 5, 20]),
+            top_p=random.choice([1.0, 0.8]),
+            min_p=random.choice([0.0, 0.05]),
+            seed=random.randrange(1000),
+            max_tokens=random.choice([1, 5, 18]),
+            ignore_eos=True,
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def requests_and_answers(model_dir: Path) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
+    """200 requests, and what a fresh engine answers to each of them alone."""
+    requests = mixed_requests(200, seed=1)
+    answers = []
+    for prompt, params in requests:
+        with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=20) as llm:
+            answers += token_ids(llm, prompt, params)
+    return requests, answers
+
+
+RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 400}
+ENGINES: dict[str, dict[str, object]] = {
+    "all at once, resident": RESIDENT,
+    "few blocks, so that some are preempted": {**RESIDENT, "num_gpu_blocks": 24},
+    "no prefix cache": {**RESIDENT, "enable_prefix_caching": False},
+    "small steps": {**RESIDENT, "max_num_batched_tokens": 23, "max_num_seqs": 7},
+    "offloaded": offloaded(BLOCK, 4, 120),
+    "offloaded, few blocks, small steps": offloaded(BLOCK, 6, 20, max_num_batched_tokens=33),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_200_requests_of_one_process_equal_200_fresh_engines(
+    name: str,
+    model_dir: Path,
+    requests_and_answers: tuple[list[tuple[list[int], SamplingParams]], list[list[int]]],
+) -> None:
+    (requests, answers), arguments = requests_and_answers, ENGINES[name]
+    order = list(range(len(requests)))
+    with LLM(model_dir, dtype="float32", **arguments) as llm:
+        for repeat in range(2):  # then with a warm cache, in another order
+            Random(repeat).shuffle(order)
+            got = token_ids(llm, [requests[i][0] for i in order], [requests[i][1] for i in order])
+            assert got == [answers[i] for i in order]
+        scheduler = llm.engine.scheduler
+        if "few blocks" in name:
+            assert scheduler.num_preemptions > 0
+        if arguments.get("enable_prefix_caching", True):
+            assert llm.prefix_cache_stats().hit_tokens > 0
+        assert scheduler.block_manager.num_used == 0
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed(model_dir: Path) -> None:
+    prompts = [random_prompt(20, VOCAB, 1)] * 4
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    runs = []
+    for seed in (0, 0, 1):
+        with LLM(model_dir, num_gpu_blocks=40, kvcache_block_size=BLOCK, seed=seed) as llm:
+            runs.append(token_ids(llm, prompts, params))
+    assert runs[0] == runs[1] != runs[2]
+    assert len({tuple(tokens) for tokens in runs[0]}) == 4
+
+
+def test_aborts_in_the_middle_leave_the_others_alone(model_dir: Path) -> None:
+    """Aborted during chunked prefill and during decode, blocks reused at once: nobody else notices."""
+    prompts = [random_prompt(length, VOCAB, seed=9) for length in (150, 140, 90, 33)]
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=60) as llm:
+        expected = token_ids(llm, prompts, greedy(20))
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=48)) as llm:
+        for round_number in range(6):
+            for index, prompt in enumerate(prompts):
+                llm.engine.add_request(f"{index}", None, greedy(20), prompt)
+            victim, steps = str(round_number % 3), 1 + 3 * round_number
+            finished: dict[str, list[int]] = {}
+            step = 0
+            while llm.engine.has_unfinished_requests():
+                for output in llm.engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output.outputs[0].token_ids
+                step += 1
+                if step == steps and victim not in finished:
+                    aborted = llm.engine.abort_request(victim)
+                    assert aborted is not None and aborted.outputs[0].finish_reason == "abort"
+                    done = aborted.outputs[0].token_ids
+                    assert done == expected[int(victim)][: len(done)]
+            assert finished | {victim: []} == {str(i): tokens for i, tokens in enumerate(expected)} | {
+                victim: finished.get(victim, [])
+            }
+            assert llm.engine.scheduler.block_manager.num_used == 0
+
+
+@pytest.mark.slow
+def test_the_thousandth_request_is_like_the_first(model_dir: Path) -> None:
+    requests = mixed_requests(20, seed=3)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 25, max_num_batched_tokens=60)) as llm:
+        first = [token_ids(llm, prompt, params)[0] for prompt, params in requests]
+        for _ in range(50):
+            got = token_ids(llm, [prompt for prompt, _ in requests], [params for _, params in requests])
+            assert got == first

@@ -1,0 +1,257 @@
+"""The decoder against Transformers, over families, RoPE kinds, shapes, biases and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ROPES, edit_config, make_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_model
+
+CPU = torch.device("cpu")
+# Logits have a spread of 4; a float32 matrix product of these sizes is exact to about 1e-6 of its terms.
+FLOAT32_BOUND = 1e-4
+# In steps of the dtype at 1 (2^-7 for bfloat16), for four layers; the worst logits are about 16 in size.
+HALF_MAX_STEPS, HALF_MEAN_STEPS = 80, 8
+PROMPT_LENGTHS = (1, 2, 37, 130)
+
+
+class DenseKVCache:
+    """K and V of each sequence, whole and in order; attention in fp64. Sequences are told apart by their table."""
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.windows = windows
+        self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+        out = torch.empty_like(q)
+        for piece in ctx.sequences:
+            rows = slice(piece.query_start, piece.query_start + piece.query_len)
+            key = (layer, piece.block_table[0])
+            old = self.held.get(key, (k[:0], v[:0]))
+            keys, values = torch.cat((old[0], k[rows])), torch.cat((old[1], v[rows]))
+            self.held[key] = keys, values
+            assert len(keys) == piece.total_len
+            out[rows] = causal_attention(q[rows], keys, values, self.windows[layer]).to(q.dtype)
+        return out
+
+
+def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Plain attention of the last len(q) positions over all of them, in fp64."""
+    groups = q.shape[1] // keys.shape[1]
+    k, v = (t.double().repeat_interleave(groups, dim=1) for t in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
+    distance = torch.arange(len(keys) - len(q), len(keys))[:, None] - torch.arange(len(keys))
+    hidden = (distance < 0) | (distance >= (window or len(keys)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def run(
+    decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], forced: int = 0
+) -> list[Tensor]:
+    """Logits at every position of every prompt, all prompts in one flat batch per step.
+
+    splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt stand for
+    generated ones: they come one per step and do not count as prompt.
+    """
+    cache = DenseKVCache(decoder.spec.sliding_windows)
+    starts = [0] * len(prompts)
+    logits: list[list[Tensor]] = [[] for _ in prompts]
+    for step in range(len(splits) + 1 + forced):
+        ends = []
+        for prompt in prompts:
+            own = len(prompt) - forced
+            after = step - len(splits)
+            ends.append(int(own * splits[step]) if after < 0 else own + after)
+        hidden = _step(decoder, prompts, starts, ends, cache, forced)
+        pieces = hidden.split([end - start for start, end in zip(starts, ends, strict=True)])
+        for kept, piece in zip(logits, pieces, strict=True):
+            kept.append(decoder.compute_logits(piece))
+        starts = ends
+    return [torch.cat(parts) for parts in logits]
+
+
+def _step(
+    decoder: Decoder,
+    prompts: Sequence[Tensor],
+    starts: list[int],
+    ends: list[int],
+    cache: DenseKVCache,
+    forced: int,
+) -> Tensor:
+    slices, ids, lengths, row = [], [], [], 0
+    for number, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
+        if end == start:
+            continue
+        slices.append(SequenceSlice(row, end - start, start, (number,)))
+        ids.append(prompt[start:end])
+        lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
+        row += end - start
+    ctx = ForwardContext(flat_positions(slices, CPU), torch.cat(lengths), tuple(slices), cache)
+    return decoder(torch.cat(ids), ctx)
+
+
+def random_prompts(vocab: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab, (n,), generator=generator) for n in lengths]
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
+    return [model(prompt[None]).logits[0].float() for prompt in prompts]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_model(path, load_decoder_spec(path), dtype, CPU)
+
+
+def assert_same_logits(model: PreTrainedModel, path: Path, prompts: Sequence[Tensor] | None = None) -> None:
+    """Whole prompts in one step, and cut in two, against Transformers."""
+    decoder = load(path)
+    prompts = random_prompts(decoder.spec.vocab_size) if prompts is None else prompts
+    expected = reference(model, prompts)
+    for splits in ((), (0.4,)):
+        for ours, theirs in zip(run(decoder, prompts, splits), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
+
+
+# heads, kv_heads, head_dim: 1 to 4 query heads per KV head, head_dim 16 to 128
+GEOMETRIES = (
+    (4, 4, 16),
+    (4, 2, 32),
+    (3, 1, 48),
+    (4, 1, 64),
+    (2, 1, 80),
+    (6, 2, 96),
+    (4, 2, 112),
+    (2, 2, 128),
+)
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen3": ({}, {"attention_bias": True}, {"sliding_window": 20}),
+    "qwen2": ({}, {"sliding_window": 20}),
+    "llama": ({}, {"attention_bias": True, "mlp_bias": True}, {"mlp_bias": True}),
+    "mistral": ({}, {"sliding_window": 20}),
+}
+COMBINATIONS = [
+    pytest.param(
+        family,
+        rope,
+        GEOMETRIES[(2 * i + 3 * j) % len(GEOMETRIES)],
+        (i + j) % 2 == 1,
+        OPTIONS[family][j % len(OPTIONS[family])],
+        id=f"{family}-{rope}",
+    )
+    for i, family in enumerate(OPTIONS)
+    for j, rope in enumerate(ROPES)
+]
+
+
+@pytest.mark.parametrize(("family", "rope", "geometry", "tie", "options"), COMBINATIONS)
+def test_logits_equal_transformers(
+    tmp_path: Path, family: str, rope: str, geometry: tuple[int, int, int], tie: bool, options: dict[str, Any]
+) -> None:
+    heads, kv_heads, head_dim = geometry
+    shape = {"hidden": 96, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    model = make_checkpoint(tmp_path, family, rope=ROPES[rope], tie=tie, **shape, **options)
+    assert_same_logits(model, tmp_path)
+
+
+def test_combinations_cover_every_geometry_option_and_tying() -> None:
+    values = [param.values for param in COMBINATIONS]
+    assert {value[2] for value in values} == set(GEOMETRIES)
+    assert {(value[0], value[3]) for value in values} == {(f, tie) for f in OPTIONS for tie in (False, True)}
+    for family, options in OPTIONS.items():
+        assert all(any(v[0] == family and v[4] == option for v in values) for option in options)
+
+
+@pytest.mark.parametrize("window", [1, 7, 129, 130, 131])
+def test_window_edges_equal_transformers(tmp_path: Path, window: int) -> None:
+    model = make_checkpoint(tmp_path, "mistral", sliding_window=window)
+    assert_same_logits(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layer_types_choose_the_windowed_layers(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family, layers=3, sliding_window=9)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    edit_config(tmp_path, layer_types=kinds)
+    assert load_decoder_spec(tmp_path).sliding_windows == (9, None, 9)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert_same_logits(model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_a_float32_reference(tmp_path: Path, dtype: str) -> None:
+    model = make_checkpoint(
+        tmp_path, "qwen3", hidden=256, intermediate=512, head_dim=64, layers=4, dtype=dtype
+    )
+    prompts = random_prompts(199)
+    theirs = torch.cat(reference(model, prompts))
+    exact = torch.cat(reference(model.float(), prompts))
+    ours = torch.cat(run(load(tmp_path, getattr(torch, dtype)), prompts, (0.4,)))
+    error = (ours - exact).abs()
+    step = torch.finfo(getattr(torch, dtype)).eps
+    assert error.max() < HALF_MAX_STEPS * step and error.mean() < HALF_MEAN_STEPS * step
+    assert error.mean() < 1.05 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("prompt_length", [20, 31, 32, 33, 50])
+def test_dynamic_rope_beyond_the_trained_length_equals_generate(tmp_path: Path, prompt_length: int) -> None:
+    model = make_checkpoint(tmp_path, "llama", rope=ROPES["dynamic"], max_positions=32, head_dim=32)
+    prompt = random_prompts(199, [prompt_length])[0]
+    generated = model.generate(
+        prompt[None],
+        attention_mask=torch.ones(1, prompt_length, dtype=torch.int64),
+        max_new_tokens=24,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        pad_token_id=0,
+    )
+    tokens = generated.sequences[0]
+    for splits in ((), (0.3, 0.7)):
+        (logits,) = run(load(tmp_path), [tokens], splits, forced=24)
+        expected = torch.cat(generated.logits)
+        torch.testing.assert_close(logits[prompt_length - 1 : -1], expected, atol=FLOAT32_BOUND, rtol=0)
+
+
+def test_dynamic_rope_does_not_depend_on_the_rest_of_the_batch(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", rope=ROPES["dynamic"], max_positions=32)
+    decoder = load(tmp_path)
+    prompts = random_prompts(199, (10, 40, 90))
+    together = run(decoder, prompts, ())
+    for prompt, logits in zip(prompts, together, strict=True):
+        (alone,) = run(decoder, [prompt], ())
+        torch.testing.assert_close(logits, alone, atol=FLOAT32_BOUND, rtol=0)
+
+
+def test_row_chunks_do_not_change_the_result(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    decoder = load(tmp_path)
+    prompts = random_prompts(199)
+    whole = run(decoder, prompts, ())
+    for rows in (1, 16, 169, 170):  # 170 tokens in all
+        decoder.chunk_rows = rows
+        for ours, theirs in zip(run(decoder, prompts, ()), whole, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=FLOAT32_BOUND, rtol=0)
+
+
+def test_a_forward_pass_leaves_the_weights_alone(tmp_path: Path) -> None:
+    """Tied weights are read by two parts of the network, and the residual stream is updated in place."""
+    make_checkpoint(tmp_path, "qwen2", tie=True)
+    decoder = load(tmp_path)
+    before = {name: slot.view.clone() for name, slot in decoder.slots()}
+    prompts = random_prompts(199)
+    first, second = run(decoder, prompts, ()), run(decoder, prompts, ())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(slot.view, before[name]) for name, slot in decoder.slots())

@@ -1,0 +1,163 @@
+"""What offload moves and what it touches: counted copies and bytes, sentinels in the host pool, block moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM
+from nanovllm.engine.batch import Batch, StepResult
+from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
+from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+
+BLOCK, VOCAB, LAYERS = 16, 97, 3
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, layers=LAYERS)
+    return path
+
+
+def room(llm: LLM) -> OffloadedKVCache:
+    kv_cache = llm._runner.kv_cache
+    assert isinstance(kv_cache, OffloadedKVCache)
+    return kv_cache
+
+
+def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
+    """Every batch that runs from now on, its result, and what was copied while it ran."""
+    batches: list[tuple[Batch, StepResult, TransferCount]] = []
+    execute = llm.engine.executor.execute
+
+    def record(batch: Batch) -> StepResult:
+        before = llm.kv_stats().transfers
+        result = execute(batch)
+        batches.append((batch, result, llm.kv_stats().transfers - before))
+        return result
+
+    llm.engine.executor.execute = record  # type: ignore[method-assign]
+    return batches
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompt_len=st.one_of(
+        st.integers(1, 200), st.builds(lambda k, d: max(1, BLOCK * k + d), st.integers(0, 12), st.integers(-1, 1))
+    ),
+    max_tokens=st.integers(1, 20),
+    num_gpu_blocks=st.integers(4, 9),
+    chunk=st.integers(5, 100),
+)
+def test_one_request_moves_what_the_formula_says(
+    model_dir: Path, prompt_len: int, max_tokens: int, num_gpu_blocks: int, chunk: int
+) -> None:
+    arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk)
+    with LLM(model_dir, **arguments) as llm:
+        batches = recorded_batches(llm)
+        (output,) = llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(max_tokens), use_tqdm=False)
+        stats, layout = llm.kv_stats(), room(llm).layout
+    resident = stats.resident_blocks
+    for batch, result, moved in batches:
+        (seq,) = batch.sequences
+        assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids))
+        assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk)
+    assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
+        stats.transfers.h2d_bytes,
+        stats.transfers.d2h_bytes,
+    )
+    assert stats.device_bytes <= num_gpu_blocks * stats.bytes_per_block
+
+
+def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path) -> None:
+    document = random_prompt(6 * BLOCK, VOCAB, 5)
+    with LLM(model_dir, **offloaded(BLOCK, 4, 60)) as llm:
+        token_ids(llm, document, greedy(1))  # its blocks are cached: some resident, the others on the host
+        batches = recorded_batches(llm)
+        outputs = llm.generate([[*document, i] for i in range(5)], greedy(1), use_tqdm=False)
+        layout, resident = room(llm).layout, llm.kv_stats().resident_blocks
+    ((batch, result, moved),) = batches
+    assert [output.num_cached_tokens for output in outputs] == [6 * BLOCK] * 5
+    shared = {place for seq in batch.sequences for place in seq.block_table[:6] if place >= resident}
+    tails = [place for seq in batch.sequences for place in seq.block_table[6:] if place >= resident]
+    assert 0 < len(shared) <= 6
+    moved_blocks = len(batch.moves)
+    promoted = sum(move.src >= resident for move in batch.moves)
+    assert moved == TransferCount(
+        h2d_copies=LAYERS * len(shared) + promoted,
+        h2d_bytes=len(shared) * layout.block_bytes + promoted * layout.block_bytes,
+        d2h_copies=LAYERS * len(tails) + moved_blocks - promoted,
+        d2h_bytes=len(tails) * layout.token_bytes + (moved_blocks - promoted) * layout.block_bytes,
+    )
+    assert sum(result.h2d_bytes) == len(shared) * layout.block_bytes
+    assert sum(result.d2h_bytes) == len(tails) * layout.token_bytes
+
+
+@pytest.mark.parametrize("prompt_len", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1, 9 * BLOCK + 7])
+def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, prompt_len: int) -> None:
+    """Every byte of the host pool starts as a sentinel; afterwards exactly the tokens that belong there are written."""
+    sentinel = -1234.5
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=37)) as llm:
+        host = room(llm).engine.host  # [blocks, layers, 2, kv_heads, block_size, head_dim]
+        host.fill_(sentinel)
+        batches = recorded_batches(llm)
+        token_ids(llm, random_prompt(prompt_len, VOCAB, 2), greedy(BLOCK + 2))
+        room(llm).engine.synchronize()
+        resident = llm.kv_stats().resident_blocks
+        written = torch.zeros(host.shape[0], BLOCK, dtype=torch.bool)
+        (last,) = batches[-1][0].sequences
+        assert not any(batch.moves for batch, _, _ in batches)
+        for position in range(last.context_len + len(last.token_ids)):
+            place = last.block_table[position // BLOCK]
+            if place >= resident:
+                written[place - resident, position % BLOCK] = True
+        touched = host != sentinel
+    assert written.any() and not written.all()
+    assert torch.equal(touched.any(dim=(1, 2, 3, 5)), written)
+    assert torch.equal(touched.all(dim=(1, 2, 3, 5)), written)
+
+
+def test_blocks_move_to_freed_device_places_and_the_answer_stays(model_dir: Path) -> None:
+    """While others run, a long sequence streams; when they leave, its blocks move in and it streams no more."""
+    long_prompt, short_prompts = random_prompt(4 * BLOCK, VOCAB, 3), [random_prompt(BLOCK, VOCAB, s) for s in range(4)]
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 12, 30)) as llm:
+        expected = token_ids(llm, long_prompt, greedy(40))
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 12, 30, enable_prefix_caching=False)) as llm:
+        batches = recorded_batches(llm)
+        outputs = llm.generate([*short_prompts, long_prompt], [greedy(4)] * 4 + [greedy(40)], use_tqdm=False)
+    assert outputs[-1].outputs[0].token_ids == expected[0]
+    promoted = sum(len(batch.moves) for batch, _, _ in batches)
+    assert promoted > 0
+    loaded = [sum(result.h2d_bytes) for _, result, _ in batches]
+    assert max(loaded) > 0 and loaded[-1] < max(loaded)
+
+
+def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanovllm.device import cpu
+    from nanovllm.errors import EngineError
+
+    prompt = random_prompt(100, VOCAB, 8)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
+        expected = token_ids(llm, prompt, greedy(5))
+        llm.engine.scheduler.block_manager.reset_prefix_cache()
+
+        def broken(*_: object) -> None:
+            raise OSError("the link is down")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "memcpy_2d_async", broken)
+            with pytest.raises(EngineError, match="the link is down"):
+                llm.generate(prompt, greedy(5), use_tqdm=False)
+        assert not llm.engine.has_unfinished_requests()
+        assert llm.engine.scheduler.block_manager.num_used == 0
+        assert token_ids(llm, prompt, greedy(5)) == expected

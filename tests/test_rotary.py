@@ -1,0 +1,174 @@
+"""Rotary angles against Transformers' own, bit for bit where a formula allows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ROPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from nanovllm.errors import ModelError
+from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.layers.rotary import RotaryEmbedding, dynamic_frequencies, inverse_frequencies, rotate
+from nanovllm.models.rope_config import rope_spec
+
+CPU = torch.device("cpu")
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **ROPES,
+    "default-1m": {"rope_type": "default", "rope_theta": 1e6},
+    "linear-8": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8},
+    "llama3.1": {**ROPES["llama3"], "rope_theta": 5e5, "original_max_position_embeddings": 8192},
+    "llama3.2": {
+        **ROPES["llama3"],
+        "rope_theta": 5e5,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn-qwen": YARN,
+    "yarn-untruncated": {**YARN, "truncate": False},
+    "yarn-betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn-attention-factor": {**YARN, "attention_factor": 0.8},
+    "yarn-mscales": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2},
+    "yarn-one-mscale": {**YARN, "mscale": 0.707},
+    "yarn-factor-from-lengths": {**YARN, "factor": None},
+    "yarn-shrinking": {**YARN, "factor": 0.5},
+}
+
+
+def llama_config(rope: dict[str, Any], head_dim: int = 64, max_positions: int = 131072) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=dict(rope),
+    )
+
+
+def spec_of(config: LlamaConfig) -> RopeSpec:
+    return rope_spec(config.rope_parameters, config.max_position_embeddings, config.head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cos_and_sin_are_those_of_transformers_bit_for_bit(variant: str, head_dim: int) -> None:
+    config = llama_config(VARIANTS[variant], head_dim)
+    theirs = LlamaRotaryEmbedding(config)
+    ours = RotaryEmbedding(spec_of(config), head_dim, CPU)
+    assert torch.equal(ours.inv_freq, theirs.inv_freq)
+    positions = torch.cat((torch.arange(300), torch.tensor([4095, 4096, 65535, 131071])))
+    cos, sin = ours.cos_sin(positions, positions + 1)
+    their_cos, their_sin = theirs(torch.zeros(1), positions[None])
+    assert torch.equal(cos[:, 0], their_cos[0])
+    assert torch.equal(sin[:, 0], their_sin[0, :, : head_dim // 2])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    factor=st.floats(1.0, 16.0),
+    trained=st.integers(2, 8192),
+    length=st.integers(1, 200_000),
+    head_dim=st.sampled_from([4, 16, 64, 128]),
+)
+def test_dynamic_frequencies_are_those_of_transformers(
+    factor: float, trained: int, length: int, head_dim: int
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": factor}
+    config = llama_config(rope, head_dim, trained)
+    ours = RotaryEmbedding(spec_of(config), head_dim, CPU)
+    theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=torch.tensor(length))
+    cos, sin = ours.cos_sin(
+        torch.tensor([1]), torch.tensor([length])
+    )  # position 1: the angle is the frequency
+    torch.testing.assert_close(
+        torch.atan2(sin[0, 0], cos[0, 0, : head_dim // 2]), theirs, atol=1e-7, rtol=2e-6
+    )
+
+
+def test_dynamic_is_default_up_to_the_trained_length() -> None:
+    rope = RopeSpec("dynamic", factor=3.7, original_max_position=100)
+    positions, lengths = torch.arange(100), torch.full((100,), 100)
+    dynamic = RotaryEmbedding(rope, 64, CPU).cos_sin(positions, lengths)
+    default = RotaryEmbedding(RopeSpec(), 64, CPU).cos_sin(positions, lengths)
+    assert torch.equal(dynamic[0], default[0]) and torch.equal(dynamic[1], default[1])
+    assert rope.length_dependent_above == 100 and RopeSpec().length_dependent_above is None
+
+
+def test_dynamic_frequencies_do_not_depend_on_the_batch() -> None:
+    rope = RopeSpec("dynamic", factor=1.7, original_max_position=100)
+    lengths = torch.arange(101, 1101)
+    together = dynamic_frequencies(rope, 64, lengths)
+    alone = torch.cat([dynamic_frequencies(rope, 64, length[None]) for length in lengths])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_angles_do_not_depend_on_the_batch(variant: str) -> None:
+    rotary = RotaryEmbedding(spec_of(llama_config(VARIANTS[variant])), 64, CPU)
+    positions = torch.arange(0, 200_000, 1999)
+    cos, sin = rotary.cos_sin(positions, positions + 1)
+    for row, position in enumerate(positions):
+        cos_alone, sin_alone = rotary.cos_sin(position[None], position[None] + 1)
+        assert torch.equal(cos_alone[0], cos[row]) and torch.equal(sin_alone[0], sin[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotate_turns_as_transformers_does(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 5, 32, generator=generator).to(dtype)
+    cos, sin = RotaryEmbedding(RopeSpec(), 32, CPU).cos_sin(torch.arange(9) * 1000, torch.arange(9))
+    full_sin = torch.cat((sin, sin), dim=-1)
+    wide = x.float()
+    theirs, _ = apply_rotary_pos_emb(wide, wide, cos[:, 0], full_sin[:, 0], unsqueeze_dim=1)
+    ours = rotate(x, cos, sin)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(ours.norm(dim=-1), wide.norm(dim=-1), atol=1e-5, rtol=0)
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 64, generator=generator)
+    rotary = RotaryEmbedding(RopeSpec("llama3", 5e5, 8.0, 8192), 64, CPU)
+
+    def score(query_at: int, key_at: int) -> float:
+        at = torch.tensor([query_at, key_at])
+        cos, sin = rotary.cos_sin(at, at + 1)
+        return float((rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum())
+
+    assert score(17, 5) == pytest.approx(score(1012, 1000), abs=1e-3)
+    assert score(17, 5) != pytest.approx(score(17, 6), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_type": "longrope"}, ["'longrope'", "default, linear, dynamic, llama3, yarn"]),
+        ({"rope_type": None}, ["None", "default, linear, dynamic, llama3, yarn"]),
+        ({"rope_type": "linear", "factor": 0}, ["factor", "0"]),
+        ({"rope_type": "linear", "factor": True}, ["factor", "True"]),
+        ({"rope_type": "dynamic", "factor": "2"}, ["factor", "'2'"]),
+        ({"rope_theta": None}, ["rope_theta", "None"]),
+        ({"rope_theta": float("inf")}, ["rope_theta", "inf"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({**ROPES["llama3"], "low_freq_factor": 4.0}, ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
+        ({**ROPES["llama3"], "original_max_position_embeddings": None}, ["original_max_position_embeddings"]),
+        ({**YARN, "beta_fast": -1}, ["beta_fast", "-1"]),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as error:
+        rope_spec({**ROPES["default"], **changes}, 4096, 64)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_frequencies_of_an_unscaled_kind_fall_from_one() -> None:
+    frequencies = inverse_frequencies(RopeSpec(theta=1e4), 8)
+    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
