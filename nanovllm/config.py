@@ -76,6 +76,7 @@ class EngineConfig:
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _require_int("seed", self.seed, 0)
+        _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.tensor_parallel_size != 1:
             _refuse(

@@ -89,10 +89,9 @@ class LLM:
         return self.engine.scheduler.block_manager.stats
 
     def close(self) -> None:
-        """Release the model's memory and end the transfer streams. Safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
+        """Release weights and KV memory and end the transfer streams. Safe to call twice."""
+        self._closed = True
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -166,6 +165,8 @@ def _params_for_each(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.100}")
     params = list(sampling_params)
     if len(params) != num_prompts:
         raise RequestError(

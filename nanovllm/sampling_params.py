@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -57,7 +57,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _check(p: SamplingParams) -> None:
-    _check_number("temperature", p.temperature, "must be a number of at least 0", lambda x: 0 <= x < math.inf)
+    _check_number("temperature", p.temperature, "must be a number of at least 0", lambda x: x >= 0)
     _check_number("top_p", p.top_p, "must be a number above 0 and at most 1", lambda x: 0 < x <= 1)
     _check_number("min_p", p.min_p, "must be a number from 0 to 1", lambda x: 0 <= x <= 1)
     if not _is_int(p.top_k) or p.top_k < -1:
@@ -72,7 +72,8 @@ def _check(p: SamplingParams) -> None:
 
 def _check_number(name: str, value: float, rule: str, holds: Callable[[float], bool]) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not holds(value):  # a NaN fails every comparison
+    # A NaN fails every comparison; an int can be too large for a float.
+    if not is_number or not abs(value) <= sys.float_info.max or not holds(value):
         _refuse(name, rule, value)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     LlamaConfig,
@@ -18,6 +20,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from nanovllm.errors import ModelError
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -159,3 +163,10 @@ def write_old_style_rope(path: str | Path, key: str = "rope_type") -> None:
     theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
     scaling = None if kind == "default" else {key: kind, **parameters}
     edit_config(path, rope_parameters=..., rope_theta=theta, rope_scaling=scaling)
+
+
+def refusal(action: Callable[[], object], error: type[Exception] = ModelError) -> str:
+    """The message with which `action` is refused."""
+    with pytest.raises(error) as caught:
+        action()
+    return str(caught.value)

@@ -161,7 +161,7 @@ def test_logits_equal_transformers(
     tmp_path: Path, family: str, rope: str, geometry: tuple[int, int, int], tie: bool, options: dict[str, Any]
 ) -> None:
     heads, kv_heads, head_dim = geometry
-    shape = {"hidden": 96, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    shape: dict[str, Any] = {"hidden": 96, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     model = make_checkpoint(tmp_path, family, rope=ROPES[rope], tie=tie, **shape, **options)
     assert_same_logits(model, tmp_path)
 
@@ -209,7 +209,8 @@ def test_half_precision_stays_near_a_float32_reference(tmp_path: Path, dtype: st
 def test_dynamic_rope_beyond_the_trained_length_equals_generate(tmp_path: Path, prompt_length: int) -> None:
     model = make_checkpoint(tmp_path, "llama", rope=ROPES["dynamic"], max_positions=32, head_dim=32)
     prompt = random_prompts(199, [prompt_length])[0]
-    generated = model.generate(
+    generate: Any = model.generate
+    generated = generate(
         prompt[None],
         attention_mask=torch.ones(1, prompt_length, dtype=torch.int64),
         max_new_tokens=24,

@@ -8,7 +8,6 @@ the event's latest record at the time of the call; an event that was never recor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -83,10 +82,6 @@ class Device(ABC):
     @abstractmethod
     def free_host_memory(self) -> int:
         """Bytes of host memory that could be allocated now."""
-
-    @abstractmethod
-    def peak_memory_of(self, run: Callable[[], object]) -> int:
-        """Call `run` and return how many bytes of device memory it held at its peak, beyond what was held before."""
 
     @abstractmethod
     def close(self) -> None:

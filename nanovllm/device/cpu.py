@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -62,7 +63,7 @@ class WorkerStream(Stream):
         if self._closed:
             raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
         if self._thread is None:
-            # A daemon: an engine that is never closed must not keep the interpreter from exiting.
+            # A daemon, because the interpreter waits for other threads before it runs exit handlers.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._queue.put(work)
@@ -71,7 +72,7 @@ class WorkerStream(Stream):
         """Put a copy between two spans of ordinary memory on the queue."""
 
         def work() -> None:
-            if self._failure is None:
+            if self._failure is None and not self._closed:
                 memcpy_2d_async(dst, src, dpitch, spitch, width, height, "h2h", 0)
 
         self.put(work)
@@ -97,10 +98,11 @@ class WorkerStream(Stream):
             raise failure
 
     def close(self) -> None:
-        if self._thread is not None and not self._closed:
+        """End the thread; copies that have not begun are dropped."""
+        was_closed, self._closed = self._closed, True
+        if self._thread is not None and not was_closed:
             self._queue.put(None)
             self._thread.join()
-        self._closed = True
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -138,6 +140,9 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         self.compute_stream = HostStream()
         self._streams: list[WorkerStream] = []
+        # An engine that is dropped, or still open when the interpreter exits, must not leave a thread inside a copy:
+        # taking the GIL back during shutdown ends the process.
+        self._close_streams = weakref.finalize(self, _close_all, self._streams)
 
     def new_stream(self, name: str) -> Stream:
         stream = WorkerStream(name)
@@ -176,9 +181,10 @@ class CpuDevice(Device):
     def free_host_memory(self) -> int:
         return memory.available_bytes()
 
-    def peak_memory_of(self, run: Callable[[], object]) -> int:
-        return memory.peak_rss_growth(run)
-
     def close(self) -> None:
-        for stream in self._streams:
-            stream.close()
+        self._close_streams()
+
+
+def _close_all(streams: list[WorkerStream]) -> None:
+    for stream in streams:
+        stream.close()

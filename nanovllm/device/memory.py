@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 _CGROUP_FILES = (  # (limit, usage) of version 2, then of version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-_SAMPLE_SECONDS = 0.002
 
 
 def total_bytes() -> int:
@@ -39,27 +36,6 @@ def peak_rss_bytes() -> int:
     """Most resident memory that this process ever had."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match.group(1)) * 1024 if match else rss_bytes()
-
-
-def peak_rss_growth(run: Callable[[], object]) -> int:
-    """Call `run`; how far resident memory rose above where it was, sampled every 2 ms from a thread."""
-    before, peak = rss_bytes(), 0
-    done = threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, rss_bytes())
-            done.wait(_SAMPLE_SECONDS)
-
-    sampler = threading.Thread(target=sample, name="memory-sampler", daemon=True)
-    sampler.start()
-    try:
-        run()
-    finally:
-        done.set()
-        sampler.join()
-    return max(0, peak - before)
 
 
 def _meminfo(field: str) -> int:

@@ -7,13 +7,13 @@ again by its content) or *free*. free + cached + used is always the total.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import xxhash
 
+from nanovllm.engine.idle_blocks import IdleBlocks
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
 
@@ -61,11 +61,16 @@ class BlockManager:
         self.num_blocks = num_device_blocks + num_host_blocks
         self.watermark = int(WATERMARK * self.num_blocks)
         self.stats = PrefixCacheStats()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all blocks, used and cached. Whoever held blocks must not use them any more."""
+        self.tiers = HybridManager(self.tiers.num_device_blocks, self.tiers.num_host_blocks)
         self._ids = PlacePool(0, self.num_blocks)
         self._blocks: dict[int, Block] = {}  # used and cached
         self._by_hash: dict[bytes, int] = {}
-        # Cached blocks, least recently used first; one list per tier, so that finding a victim is immediate.
-        self._idle: dict[Tier, OrderedDict[int, None]] = {tier: OrderedDict() for tier in Tier}
+        self._idle = {tier: IdleBlocks() for tier in Tier}  # cached blocks, by where they are
+        self._clock = 0  # counts the times that a block became idle
         self._moves: list[BlockMove] = []
 
     # ---- counts
@@ -163,7 +168,7 @@ class BlockManager:
         """Forget all cached content. Blocks in use stay with their sequences and are no longer findable."""
         for idle in self._idle.values():
             while idle:
-                self._evict(next(iter(idle)))
+                self._evict(idle.oldest()[1])
         for block in self._blocks.values():
             block.content_hash, block.tokens = None, b""
         self._by_hash.clear()
@@ -212,16 +217,18 @@ class BlockManager:
         return self.tiers.num_free(Tier.DEVICE) > 0 or bool(self._idle[Tier.DEVICE])
 
     def _vacate_device_place(self) -> None:
-        """Free a device place by sending the least recently used idle block to the host, or by evicting it."""
+        """Free a device place. The device's oldest idle block goes to the host, unless the oldest of all must go."""
         if self.tiers.num_free(Tier.DEVICE):
             return
-        victim = next(iter(self._idle[Tier.DEVICE]))
+        on_device, on_host = self._idle[Tier.DEVICE], self._idle[Tier.HOST]
+        last_used, leaving = on_device.oldest()
         if not self.tiers.num_free(Tier.HOST):
-            self._evict(victim)
-            return
-        self._moves.append(self.tiers.move(victim, Tier.HOST))
-        del self._idle[Tier.DEVICE][victim]
-        self._idle[Tier.HOST][victim] = None
+            if not on_host or last_used < on_host.oldest()[0]:
+                self._evict(leaving)
+                return
+            self._evict(on_host.oldest()[1])
+        self._moves.append(self.tiers.move(leaving, Tier.HOST))
+        on_host.add(leaving, on_device.remove(leaving))
 
     # ---- single blocks
 
@@ -233,7 +240,7 @@ class BlockManager:
         else:
             tier = Tier.HOST
             if not self.tiers.num_free(tier):
-                self._evict(next(iter(self._idle[tier])))
+                self._evict(self._idle[tier].oldest()[1])
         block_id = self._ids.take()
         self._blocks[block_id] = Block(block_id)
         self.tiers.place(block_id, tier)
@@ -242,7 +249,7 @@ class BlockManager:
     def _acquire(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.ref_count == 0:
-            del self._idle[self.tiers.tier_of(block_id)][block_id]
+            self._idle[self.tiers.tier_of(block_id)].remove(block_id)
         block.ref_count += 1
 
     def _drop_reference(self, block_id: int) -> None:
@@ -253,13 +260,14 @@ class BlockManager:
         if block.content_hash is None:
             self._discard(block_id)
         else:
-            self._idle[self.tiers.tier_of(block_id)][block_id] = None
+            self._clock += 1
+            self._idle[self.tiers.tier_of(block_id)].add(block_id, self._clock)
 
     def _evict(self, block_id: int) -> None:
         content_hash = self._blocks[block_id].content_hash
         assert content_hash is not None, "only findable blocks are idle"
         del self._by_hash[content_hash]
-        del self._idle[self.tiers.tier_of(block_id)][block_id]
+        self._idle[self.tiers.tier_of(block_id)].remove(block_id)
         self._discard(block_id)
 
     def _discard(self, block_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -68,6 +69,12 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: give every request an id of its own")
         params = sampling_params if sampling_params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {params!r:.100}")
+        if type(priority) is not int:
+            raise RequestError(f"priority={priority!r}: must be a whole number; lower ones run first")
+        if arrival_time is not None and not (isinstance(arrival_time, int | float) and math.isfinite(arrival_time)):
+            raise RequestError(f"arrival_time={arrival_time!r}: must be seconds on the time.monotonic clock")
         token_ids = self.check_prompt(prompt, prompt_token_ids)
         seq_id = next(self._next_seq_id)
         seq = Sequence(
@@ -98,9 +105,9 @@ class LLMEngine:
                 "prompt or raise max_model_len"
             )
         for token in token_ids:
-            if not isinstance(token, int) or not 0 <= token < self.facts.vocab_size:
+            if type(token) is not int or not 0 <= token < self.facts.vocab_size:
                 raise RequestError(
-                    f"token id {token!r} in the prompt is not one of the model's: ids go from 0 to "
+                    f"token id {token!r} in the prompt is not one of the model's: ids are of type int, from 0 to "
                     f"{self.facts.vocab_size - 1}"
                 )
         return token_ids
@@ -123,19 +130,17 @@ class LLMEngine:
         Raises EngineError if the forward pass failed: the requests that were running end with finish_reason "error",
         waiting ones stay, and the engine can go on.
         """
-        batch = self.scheduler.schedule(time.monotonic())
-        if not batch.sequences:
-            return []
         try:
-            result = self.executor.execute(batch)
+            stepped = self._step()
         except BaseException as error:
+            # An interrupt can come between deciding a block move and carrying it out: nothing in the cache is trusted.
             failed = self.scheduler.fail(time.monotonic())
             for seq in failed:
                 self._forget(seq)
             if not isinstance(error, Exception):  # Ctrl-C and the like pass through as what they are
                 raise
             raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}") from error
-        return [self._output(seq) for seq in self.scheduler.update(batch, result, time.monotonic())]
+        return [self._output(seq) for seq in stepped]
 
     def close(self) -> None:
         """Release what the executor holds. Safe to call twice."""
@@ -143,8 +148,17 @@ class LLMEngine:
 
     # ---- helpers
 
+    def _step(self) -> list[Sequence]:
+        batch = self.scheduler.schedule(time.monotonic())
+        if not batch.sequences:
+            return []
+        result = self.executor.execute(batch)
+        return self.scheduler.update(batch, result, time.monotonic())
+
     def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
         if prompt_token_ids is not None:
+            if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Seq):
+                raise RequestError(f"prompt_token_ids must be a list of token ids, got {prompt_token_ids!r:.100}")
             return list(prompt_token_ids)
         if prompt is None:
             raise RequestError("a request needs a prompt: give text or token ids")

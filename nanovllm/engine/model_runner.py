@@ -74,12 +74,15 @@ class ModelRunner:
         return StepResult(tokens, traffic.h2d_bytes, traffic.d2h_bytes)
 
     def kv_stats(self) -> KVStats:
-        return self.kv_cache.stats()
+        return self._last_stats if self._closed else self.kv_cache.stats()
 
     def close(self) -> None:
-        """End the device's streams. Safe to call twice."""
-        self._closed = True
-        self.device.close()
+        """End the device's streams, release weights and KV memory. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._last_stats = self.kv_cache.stats()
+            self.device.close()
+            del self.model, self.kv_cache
 
     def _input_ids(self, batch: Batch) -> Tensor:
         token_ids = [token for seq in batch.sequences for token in seq.token_ids]

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.errors import RequestError
+from nanovllm.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
+
+# Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
+MAX_TEMPERATURE = 1e30
+MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class Scheduler:
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+        if limits.max_model_len > block_manager.max_sequence_tokens:  # such a sequence could never be resumed
+            raise ConfigError(
+                f"max_model_len={limits.max_model_len}: the KV cache holds sequences of up to "
+                f"{block_manager.max_sequence_tokens} tokens; lower max_model_len or give the cache more blocks"
+            )
         self.limits = limits
         self.block_manager = block_manager
         self.waiting: list[Sequence] = []  # both lists in scheduling order: priority, then arrival
@@ -106,12 +115,14 @@ class Scheduler:
         return None
 
     def fail(self, now: float) -> list[Sequence]:
-        """A step failed half-way: what its blocks hold is unknown. Ends the running sequences, forgets the cache."""
-        failed = list(self.running)
+        """A step failed or was interrupted anywhere: ends all sequences that hold blocks, and forgets all content."""
+        failed = [*self.running, *(seq for seq in self.waiting if seq.block_table and seq not in self.running)]
+        self.waiting = [seq for seq in self.waiting if seq not in failed]
+        self.running = []
+        self.block_manager.reset()
         for seq in failed:
-            self._finish(seq, "error", now)
-        self.block_manager.reset_prefix_cache()
-        self.block_manager.take_moves()
+            seq.block_table = []
+            self._end(seq, "error", now)
         return failed
 
     def _append(self, seq: Sequence, token: int, now: float) -> None:
@@ -131,6 +142,9 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
         (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
         self.block_manager.free(seq)
+        self._end(seq, reason, now)
+
+    def _end(self, seq: Sequence, reason: str, now: float) -> None:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.metrics.finished_time = now
@@ -143,13 +157,14 @@ class Scheduler:
         return self.block_manager.can_allocate(self.waiting[0]) is AllocStatus.OK
 
     def _admit(self, now: float) -> Sequence:
-        seq = self.waiting.pop(0)
+        seq = self.waiting[0]
         self.block_manager.allocate(seq)
         if seq.metrics.first_scheduled_time is None:
             seq.metrics.first_scheduled_time = now
             seq.metrics.cached_tokens = seq.num_computed
         seq.status = SequenceStatus.RUNNING
         bisect.insort(self.running, seq, key=lambda s: s.order)
+        del self.waiting[0]  # last, so that a sequence is in one of the lists whenever an interrupt comes
         return seq
 
     def _grow_running(self) -> None:
@@ -196,8 +211,8 @@ class Scheduler:
 def _sampling_row(seq: Sequence) -> SamplingRow:
     p = seq.params
     return SamplingRow(
-        temperature=0.0 if p.is_greedy else p.temperature,
-        top_k=max(p.top_k, 0),
+        temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
+        top_k=min(max(p.top_k, 0), MAX_TOP_K),
         top_p=p.top_p,
         min_p=p.min_p,
         seed=seq.seed,

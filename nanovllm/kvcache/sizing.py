@@ -70,14 +70,14 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
     if memory.tiers_share_memory and config.enable_cpu_offload:
         budget //= 2
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)
-    if blocks < (MIN_GPU_BLOCKS if config.enable_cpu_offload else 1):
+    if blocks < MIN_GPU_BLOCKS:
         raise ConfigError(
             f"no memory for the KV cache: of {_gib(memory.device_total)} at gpu_memory_utilization="
             f"{config.gpu_memory_utilization}, {_gib(held)} are taken and a step needs {_gib(memory.activation_peak)}, "
             f"which leaves {_gib(max(budget, 0))} for blocks of {_gib(layout.block_bytes)}; raise "
             "gpu_memory_utilization, or lower max_num_batched_tokens or kvcache_block_size"
         )
-    return max(blocks, MIN_GPU_BLOCKS)
+    return blocks
 
 
 def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, num_gpu_blocks: int, useful: int) -> int:

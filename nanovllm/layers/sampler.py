@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+MAX_ROWS = 64  # at a time: sorting takes about ten times the memory of the logits
 _MASK64 = (1 << 64) - 1
 
 
@@ -36,10 +37,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """
     tokens = torch.argmax(logits, dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        scores = _kept_scores(logits[index].float(), [rows[i] for i in drawn])
-        noise = torch.stack([gumbel_noise(rows[i].seed, rows[i].index, logits.shape[-1]) for i in drawn])
+    for start in range(0, len(drawn), MAX_ROWS):
+        part = drawn[start : start + MAX_ROWS]
+        index = torch.tensor(part, device=logits.device)
+        scores = kept_scores(logits[index].float(), [rows[i] for i in part])
+        noise = torch.stack([gumbel_noise(rows[i].seed, rows[i].index, logits.shape[-1]) for i in part])
         tokens[index] = torch.argmax(scores + noise.to(logits.device), dim=-1)
     return [int(token) for token in tokens.tolist()]
 
@@ -64,7 +66,7 @@ def _mix(seed: int, index: int) -> int:
     return z - (1 << 64) if z >= 1 << 63 else z  # torch takes signed seeds
 
 
-def _kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Scaled logits fp32 [rows, vocab], -inf where a row's top_k, top_p or min_p cuts a token off."""
 
     def column(values: Sequence[float]) -> Tensor:
@@ -81,6 +83,7 @@ def _kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     # A token is kept while the ones before it have not reached top_p: the most likely one always is.
     top_p = column([row.top_p for row in rows])
     beyond_p = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
+    beyond_p[:, 0] = False  # also when a tiny top_p is 0 in fp32
     too_small = probs < column([row.min_p for row in rows]) * probs[:, :1]
     ordered = ordered.masked_fill(beyond_k | beyond_p | too_small, float("-inf"))
     return torch.empty_like(scores).scatter_(1, order, ordered)

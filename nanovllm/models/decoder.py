@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import Linear, linear
 from nanovllm.layers.norm import RMSNorm, rms_norm
 from nanovllm.layers.rotary import RotaryEmbedding, rotate
 from nanovllm.layers.weights import NamedSlots, WeightSlot, whole
@@ -109,8 +109,7 @@ class Decoder:
         """Hidden states after the final norm: int64 [tokens] -> [tokens, hidden] in the decoder's dtype.
 
         The KV cache gets contiguous q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim]. Apart
-        from attention a row depends on its own token alone; in float32 on the CPU its last bits may depend on
-        how many rows share a matrix product.
+        from attention a row depends on its own token alone.
         """
         x = F.embedding(input_ids, self.embedding)
         cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
@@ -122,7 +121,7 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> float32 [rows, vocab]; for rows that sample a token, never for all."""
-        return F.linear(hidden, self.lm_head).float()
+        return linear(hidden, self.lm_head).float()
 
     def slots(self) -> NamedSlots:
         """Where each checkpoint tensor lands, by its name in the checkpoint. Tied weights appear once."""

@@ -1,0 +1,470 @@
+"""Blocks: who holds them, what is found again, what is evicted, and on which tier they live."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from nanovllm.engine import block_manager
+from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, AllocStatus, BlockManager
+from nanovllm.engine.sequence import Sequence as TokenSequence
+from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK = 4
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+
+
+def sequence(tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
+    return TokenSequence(0, "r", list(tokens), SamplingParams(), seed=0, arrival_time=0.0, cache_salt=salt)
+
+
+def compute(manager: BlockManager, seq: TokenSequence, upto: int | None = None) -> None:
+    """What a step does to the books: tokens up to `upto` are in the cache now."""
+    before, seq.num_computed = seq.num_computed, len(seq) if upto is None else upto
+    manager.register_computed(seq, before)
+    manager.check()
+
+
+def running(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
+    """A sequence that is admitted and wholly computed."""
+    seq = sequence(tokens, salt)
+    assert manager.can_allocate(seq) is OK
+    manager.allocate(seq)
+    compute(manager, seq)
+    return seq
+
+
+def cache(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> None:
+    """Compute tokens and let go of them."""
+    manager.free(running(manager, tokens, salt))
+    manager.check()
+
+
+def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> int:
+    """How many blocks of a prompt are in the prefix cache, were one token to follow."""
+    return len(manager.find_prefix(sequence([*tokens, 0], salt)))
+
+
+def tiers(manager: BlockManager, seq: TokenSequence) -> str:
+    """D or H for each of its blocks."""
+    return "".join(manager.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_table)
+
+
+@pytest.fixture
+def fresh() -> Iterator[int]:
+    """Tokens that occur nowhere else."""
+    return itertools.count(1000)
+
+
+def new_tokens(source: Iterator[int], blocks: int) -> list[int]:
+    return list(itertools.islice(source, blocks * BLOCK))
+
+
+# ---- allocation
+
+
+def test_device_places_go_first_then_host_places() -> None:
+    manager = BlockManager(3, 4, BLOCK)
+    first, second = running(manager, range(2 * BLOCK)), running(manager, range(100, 100 + 3 * BLOCK + 1))
+    assert manager.places(first, 2 * BLOCK) == [0, 1]
+    assert manager.places(second, 3 * BLOCK + 1) == [2, 3, 4, 5]
+    assert tiers(manager, second) == "DHHH"
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (1, 0, 6)
+
+
+def test_places_cover_exactly_the_tokens_asked_for() -> None:
+    manager = BlockManager(4, 0, BLOCK)
+    seq = running(manager, range(2 * BLOCK + 1))
+    for tokens, blocks in ((1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2), (2 * BLOCK + 1, 3)):
+        assert manager.places(seq, tokens) == [0, 1, 2][:blocks]
+
+
+def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:
+    manager = BlockManager(2, 0, BLOCK)
+    seq = running(manager, range(BLOCK))
+    manager.grow(seq)
+    assert len(seq.block_table) == 1, "its block holds all tokens"
+    seq.token_ids.append(7)
+    assert manager.can_grow(seq)
+    manager.grow(seq)
+    manager.grow(seq)
+    assert len(seq.block_table) == 2
+    seq.token_ids.extend([7] * BLOCK)
+    assert not manager.can_grow(seq), "all blocks are in use"
+
+
+def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 0, BLOCK)
+    cache(manager, new_tokens(fresh, 1))
+    seq = running(manager, range(BLOCK))
+    seq.token_ids.append(7)
+    assert manager.num_free == 0 and manager.can_grow(seq)
+    manager.grow(seq)
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (0, 0, 2)
+
+
+# ---- admission
+
+
+@pytest.mark.parametrize("total", [1, 10, 99, 100, 199, 200, 1000])
+def test_admission_at_the_watermark(total: int) -> None:
+    watermark = total // 100
+    manager = BlockManager(total // 3, total - total // 3, 1)
+    assert manager.watermark == watermark
+    most = total - watermark
+    assert manager.can_allocate(sequence(range(most))) is OK
+    assert manager.can_allocate(sequence(range(most + 1))) is NEVER
+    assert manager.max_sequence_tokens == most
+
+    manager.allocate(sequence(range(5000, 5001)))  # one block in use
+    expected = {most - 1: OK, most: LATER, most + 1: NEVER}
+    for needed, status in expected.items():
+        if needed > 0:
+            assert manager.can_allocate(sequence(range(needed))) is status, needed
+
+
+def test_never_does_not_depend_on_what_is_cached() -> None:
+    manager = BlockManager(4, 0, BLOCK)
+    cache(manager, range(4 * BLOCK))
+    assert manager.can_allocate(sequence(range(4 * BLOCK + 1))) is NEVER
+
+
+def test_cached_blocks_count_as_room_unless_the_sequence_itself_uses_them(fresh: Iterator[int]) -> None:
+    manager = BlockManager(10, 0, BLOCK)
+    prefix = new_tokens(fresh, 6)
+    cache(manager, prefix)
+    assert (manager.num_free, manager.num_cached) == (4, 6)
+    assert manager.can_allocate(sequence(range(10 * BLOCK))) is OK, "all cached blocks can be evicted for it"
+    wanted = sequence([*prefix, *new_tokens(fresh, 4)])
+    assert manager.can_allocate(wanted) is OK, "6 hits and 4 free blocks"
+    other = running(manager, new_tokens(fresh, 1))
+    assert manager.can_allocate(wanted) is LATER, "its own hits are no room for the rest of it"
+    manager.free(other)
+    assert manager.can_allocate(wanted) is OK
+    manager.allocate(wanted)
+    assert wanted.num_computed == 6 * BLOCK and manager.num_allocatable == 0
+
+
+def test_blocks_shared_with_a_running_sequence_cost_nothing(fresh: Iterator[int]) -> None:
+    manager = BlockManager(10, 0, BLOCK)
+    prefix = new_tokens(fresh, 6)
+    running(manager, prefix)
+    assert manager.can_allocate(sequence([*prefix, *new_tokens(fresh, 4)])) is OK
+    assert manager.can_allocate(sequence([*new_tokens(fresh, 5)])) is LATER
+
+
+# ---- prefix cache
+
+
+def test_a_prefix_is_found_allocated_freed_and_found_again(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 3)
+    first = running(manager, prompt)
+    blocks = list(first.block_table)
+    manager.free(first)
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (5, 3, 0)
+    assert first.block_table == [] and first.num_computed == 0
+
+    again = sequence([*prompt, 1, 2])
+    manager.allocate(again)
+    assert again.block_table[:3] == blocks and again.num_computed == 3 * BLOCK
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (4, 0, 4)
+    assert (manager.stats.queried_tokens, manager.stats.hit_tokens) == (3 * BLOCK + 3 * BLOCK + 2, 3 * BLOCK)
+    assert manager.stats.hit_rate == 12 / 26
+
+
+@pytest.mark.parametrize("extra, hits", [(-1, 1), (0, 1), (1, 2), (BLOCK, 2)])
+def test_a_hit_never_covers_the_whole_prompt(extra: int, hits: int, fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 4)
+    cache(manager, prompt[: 2 * BLOCK])
+    seq = sequence(prompt[: 2 * BLOCK + extra])
+    manager.allocate(seq)
+    assert seq.num_computed == hits * BLOCK < len(seq)
+
+
+def test_a_block_is_found_once_its_last_token_is_computed(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    for upto, hits in ((1, 0), (BLOCK - 1, 0), (BLOCK, 1), (2 * BLOCK - 1, 1), (2 * BLOCK, 2)):
+        compute(manager, seq, upto)
+        assert found(manager, prompt) == hits, upto
+
+
+def test_half_written_blocks_are_not_cached(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 3)
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    compute(manager, seq, BLOCK + 2)  # aborted in the middle of a prefill
+    manager.free(seq)
+    assert (manager.num_free, manager.num_cached) == (7, 1)
+    assert found(manager, prompt) == 1
+
+
+def test_one_chunk_may_fill_several_blocks(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 4)
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    compute(manager, seq, 2)
+    compute(manager, seq, 3 * BLOCK + 1)
+    assert found(manager, prompt) == 3
+
+
+def test_shared_blocks_stay_until_the_last_holder_lets_go(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    first = running(manager, [*prompt, 1])
+    second = running(manager, [*prompt, 2])
+    assert first.block_table[:2] == second.block_table[:2] and first.block_table[2] != second.block_table[2]
+    assert manager.num_used == 4
+    manager.free(first)
+    assert (manager.num_used, manager.num_cached) == (3, 0), "the shared blocks are still held"
+    manager.free(second)
+    assert (manager.num_used, manager.num_cached) == (0, 2)
+
+
+def test_the_same_content_computed_twice_is_cached_once(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    first, second = sequence(prompt), sequence(prompt)
+    manager.allocate(first)
+    manager.allocate(second)  # nothing to be found yet
+    assert not set(first.block_table) & set(second.block_table)
+    compute(manager, first)
+    compute(manager, second)
+    manager.free(second)
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (6, 0, 2)
+    manager.free(first)
+    assert (manager.num_cached, found(manager, prompt)) == (2, 2)
+
+
+def test_the_same_block_after_another_prefix_is_another_block(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    a, b, shared = new_tokens(fresh, 1), new_tokens(fresh, 1), new_tokens(fresh, 1)
+    cache(manager, [*a, *shared])
+    assert found(manager, [*b, *shared]) == 0
+    assert found(manager, shared) == 0
+    cache(manager, b)
+    assert found(manager, [*b, *shared]) == 1
+    assert found(manager, [*a, *shared]) == 2
+
+
+def test_the_walk_stops_at_the_first_miss(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 3)
+    cache(manager, prompt)
+    changed = [*prompt[:BLOCK], prompt[BLOCK] + 1, *prompt[BLOCK + 1 :]]
+    assert found(manager, changed) == 1
+
+
+def test_a_salt_separates_equal_prompts(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 0, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    cache(manager, prompt, salt=b"one")
+    assert found(manager, prompt) == found(manager, prompt, salt=b"two") == 0
+    assert found(manager, prompt, salt=b"one") == 2
+
+
+def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_manager, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
+    manager = BlockManager(8, 0, BLOCK)
+    prompt, other = new_tokens(fresh, 2), new_tokens(fresh, 2)
+    cache(manager, prompt)
+    assert found(manager, prompt) >= 1, "the collision is there"
+    assert found(manager, other) == 0
+    cache(manager, other)
+    assert found(manager, other) == 0 and found(manager, prompt) >= 1
+    manager.reset_prefix_cache()
+    manager.check()
+    assert manager.num_free == 8
+
+
+def test_prefixes_are_left_alone_when_caching_is_off(fresh: Iterator[int]) -> None:
+    manager = BlockManager(4, 0, BLOCK, enable_prefix_caching=False)
+    prompt = new_tokens(fresh, 2)
+    cache(manager, prompt)
+    assert manager.num_free == 4 and found(manager, prompt) == 0
+    assert manager.stats.hit_tokens == 0
+
+
+def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Iterator[int]) -> None:
+    manager = BlockManager(4, 4, BLOCK)
+    old, current = new_tokens(fresh, 3), new_tokens(fresh, 2)
+    cache(manager, old)
+    seq = running(manager, current)
+    blocks = list(seq.block_table)
+    manager.reset_prefix_cache()
+    manager.check()
+    assert (manager.num_free, manager.num_cached, manager.num_used) == (6, 0, 2)
+    assert found(manager, old) == found(manager, current) == 0
+    assert seq.block_table == blocks
+    manager.free(seq)
+    assert manager.num_free == 8, "what was forgotten is not cached"
+    cache(manager, old)
+    assert found(manager, old) == 3, "the cache works on"
+
+
+# ---- eviction
+
+
+def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
+    manager = BlockManager(3, 0, BLOCK)
+    a, b, c, d = (new_tokens(fresh, 1) for _ in range(4))
+    for prompt in (a, b, c):
+        cache(manager, prompt)
+    manager.free(running(manager, [*a, 1]))  # uses a again; its own half block takes b's place
+    assert [found(manager, p) for p in (a, b, c)] == [1, 0, 1]
+    cache(manager, d)
+    assert [found(manager, p) for p in (a, b, c, d)] == [1, 0, 1, 1]
+    cache(manager, b)
+    assert [found(manager, p) for p in (a, b, c, d)] == [1, 1, 0, 1]
+
+
+def test_the_end_of_a_prefix_goes_before_its_start(fresh: Iterator[int]) -> None:
+    manager = BlockManager(4, 0, BLOCK)
+    prompt = new_tokens(fresh, 4)
+    cache(manager, prompt)
+    for left in (3, 2, 1):
+        running(manager, new_tokens(fresh, 1))
+        assert found(manager, prompt) == left
+
+
+def test_blocks_in_use_are_never_evicted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 2, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    held = running(manager, prompt)
+    for _ in range(5):
+        cache(manager, new_tokens(fresh, 2))
+    assert manager.find_prefix(sequence([*prompt, 0])) == held.block_table
+
+
+def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 3, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    cache(manager, prompt)
+    seq = running(manager, new_tokens(fresh, 2))
+    # The end of the old prefix left its place first.
+    assert manager.take_moves() == [BlockMove(1, 2), BlockMove(0, 3)]
+    assert manager.take_moves() == []
+    assert tiers(manager, seq) == "DD" and found(manager, prompt) == 2
+    hit = sequence([*prompt, 1])
+    manager.allocate(hit)
+    assert tiers(manager, hit) == "HHH" and hit.num_computed == 2 * BLOCK
+    assert manager.places(hit, len(hit)) == [3, 2, 4]
+
+
+def test_with_a_full_host_something_is_evicted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 1, BLOCK)
+    a, b, c = (new_tokens(fresh, 1) for _ in range(3))
+    for prompt in (a, b, c):
+        cache(manager, prompt)
+    assert [found(manager, p) for p in (a, b, c)] == [0, 1, 1]
+    assert manager.num_cached == 2
+
+
+def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> None:
+    """The start of a long prefix is on the device and its end on the host: the end still goes first."""
+    manager = BlockManager(4, 4, BLOCK)
+    prompt = new_tokens(fresh, 8)
+    cache(manager, prompt)
+    for left in (7, 6, 5, 4, 3, 2, 1, 0):
+        cache(manager, new_tokens(fresh, 1))
+        assert found(manager, prompt) == left
+
+
+def test_without_device_blocks_all_lives_on_the_host(fresh: Iterator[int]) -> None:
+    manager = BlockManager(0, 3, BLOCK)
+    prompt = new_tokens(fresh, 3)
+    cache(manager, prompt)
+    seq = running(manager, new_tokens(fresh, 1))
+    manager.promote([seq])
+    assert tiers(manager, seq) == "H" and manager.take_moves() == []
+    assert found(manager, prompt) == 2
+
+
+# ---- promotion
+
+
+def test_full_host_blocks_of_active_sequences_come_to_free_device_places(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 4, BLOCK, enable_prefix_caching=False)
+    filler = running(manager, new_tokens(fresh, 2))
+    seq = running(manager, [*new_tokens(fresh, 2), 1])
+    assert tiers(manager, seq) == "HHH"
+    manager.promote([seq])
+    assert manager.take_moves() == [], "the device is full"
+    manager.free(filler)
+    manager.promote([seq])
+    assert tiers(manager, seq) == "DDH", "the block being written stays where it is"
+    assert manager.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
+    manager.promote([seq])
+    assert manager.take_moves() == []
+
+
+def test_promotion_sends_cached_blocks_to_the_host(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 2, BLOCK)
+    old = new_tokens(fresh, 1)
+    first = running(manager, old)
+    seq = running(manager, new_tokens(fresh, 1))
+    manager.free(first)
+    assert tiers(manager, seq) == "H"
+    manager.promote([seq])
+    manager.check()
+    assert manager.take_moves() == [BlockMove(0, 2), BlockMove(1, 0)], "room is made before it is taken"
+    assert tiers(manager, seq) == "D" and found(manager, old) == 1
+
+
+def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 8, BLOCK, enable_prefix_caching=False)
+    filler = running(manager, new_tokens(fresh, 8))
+    seq = running(manager, new_tokens(fresh, 8))
+    manager.free(filler)
+    for promoted in (MAX_PROMOTIONS_PER_STEP, 8 - MAX_PROMOTIONS_PER_STEP):
+        manager.promote([seq])
+        assert len(manager.take_moves()) == promoted
+    assert tiers(manager, seq) == "D" * 8
+
+
+def test_blocks_that_are_not_full_are_not_promoted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 4, BLOCK)
+    filler = running(manager, [1, 2])
+    seq = sequence(new_tokens(fresh, 2))
+    manager.allocate(seq)
+    compute(manager, seq, BLOCK - 1)
+    manager.free(filler)
+    manager.promote([seq])
+    assert manager.take_moves() == [] and tiers(manager, seq) == "HH"
+
+
+# ---- places
+
+
+def test_a_place_pool_hands_out_each_place_once() -> None:
+    pool = PlacePool(5, 3)
+    assert [pool.take() for _ in range(3)] == [5, 6, 7] and pool.num_free == 0
+    with pytest.raises(IndexError, match="no free place"):
+        pool.take()
+    pool.give_back(6)
+    assert (pool.num_free, pool.take(), pool.num_free) == (1, 6, 0)
+
+
+def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
+    manager = HybridManager(1, 1)
+    manager.place(7, Tier.DEVICE)
+    with pytest.raises(ValueError, match="block 7 already has place 0"):
+        manager.place(7, Tier.HOST)
+    with pytest.raises(ValueError, match="block 7 is already on the device"):
+        manager.move(7, Tier.DEVICE)
+    with pytest.raises(IndexError):
+        manager.place(8, Tier.DEVICE)
+    assert manager.num_placed == 1
+    assert manager.move(7, Tier.HOST) == BlockMove(0, 1)
+    manager.release(7)
+    assert manager.num_placed == 0 and manager.num_free(Tier.DEVICE) == manager.num_free(Tier.HOST) == 1

@@ -1,0 +1,222 @@
+"""Reading configs: what each family makes of one, and what is refused with its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
+
+from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids
+from nanovllm.models.registry import FAMILIES
+
+ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(root, "qwen3")
+    return root
+
+
+@pytest.fixture
+def single(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "single"))
+
+
+def test_the_registry_holds_the_four_families_and_cannot_be_changed() -> None:
+    assert list(FAMILIES) == ARCHITECTURES
+    with pytest.raises(TypeError):
+        FAMILIES["Other"] = FAMILIES[ARCHITECTURES[0]]  # type: ignore[index]
+
+
+def test_a_spec_says_what_the_config_says(tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path,
+        "qwen3",
+        layers=3,
+        heads=6,
+        kv_heads=3,
+        head_dim=32,
+        vocab=77,
+        sliding_window=5,
+        dtype="bfloat16",
+    )
+    spec = load_decoder_spec(str(tmp_path))
+    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (
+        "Qwen3ForCausalLM",
+        3,
+        6,
+        3,
+    )
+    assert (spec.head_dim, spec.q_size, spec.kv_size, spec.vocab_size) == (32, 192, 96, 77)
+    assert (spec.qk_norm, spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (True, False, False, False)
+    assert spec.sliding_windows == (None, 5, 5)
+    assert (spec.dtype, spec.tie_word_embeddings, spec.max_position_embeddings) == ("bfloat16", False, 256)
+
+
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_old_and_new_rope_configs_give_equal_specs(tmp_path: Path, kind: str, key: str) -> None:
+    make_checkpoint(tmp_path, "llama", rope=ROPES[kind])
+    new = load_decoder_spec(tmp_path)
+    write_old_style_rope(tmp_path, key)
+    assert "rope_parameters" not in json.loads((tmp_path / "config.json").read_text())
+    assert load_decoder_spec(tmp_path) == new
+    assert new.rope.kind == kind and new.rope.theta == ROPES[kind]["rope_theta"]
+
+
+def test_old_dtype_key_and_missing_dtype(single: Path) -> None:
+    edit_config(single, dtype=..., torch_dtype="float16")
+    assert load_decoder_spec(single).dtype == "float16"
+    edit_config(single, torch_dtype=...)
+    assert load_decoder_spec(single).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (ROPES["default"], 256),
+        (ROPES["linear"], 640),  # 256 * 2.5
+        (ROPES["dynamic"], 768),  # 256 * 3
+        (ROPES["llama3"], 256),
+        (ROPES["yarn"], 256),  # 64 * 4
+        ({**ROPES["yarn"], "original_max_position_embeddings": 100}, 400),
+        ({**ROPES["yarn"], "original_max_position_embeddings": 10}, 256),
+    ],
+)
+def test_max_model_len(single: Path, rope: dict[str, Any], longest: int) -> None:
+    edit_config(single, rope_parameters=rope)
+    assert load_decoder_spec(single).max_model_len == longest
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    """A minimal config as Mistral-7B-v0.1 had it: no head_dim, no rope_scaling."""
+    config = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 256,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 2,
+        "sliding_window": 4096,
+        "rope_theta": 1000000.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load_decoder_spec(tmp_path)
+    assert (spec.head_dim, spec.num_kv_heads, spec.rope.theta) == (16, 8, 1e6)
+    assert spec.sliding_windows == (4096, 4096)
+    assert load_eos_token_ids(tmp_path) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (5, None, (5,)),
+        (5, [7, 5, 9], (5, 7, 9)),
+        ([3, 4], 4, (3, 4)),
+        (None, [8], (8,)),
+        (None, None, ()),
+        (..., [8, 9], (8, 9)),
+        (..., None, ()),
+        (..., ..., (2,)),  # neither names one: Llama's default
+        (6, "no file", (6,)),
+    ],
+)
+def test_every_eos_id_counts(
+    tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, eos_token_id=in_config)
+    if in_generation == "no file":
+        (tmp_path / "generation_config.json").unlink()
+    else:
+        edit_config(tmp_path, "generation_config.json", eos_token_id=in_generation)
+    assert load_eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("bad", [-1, "</s>", [1, True], 1.5])
+def test_bad_eos_ids_are_refused(single: Path, bad: Any) -> None:
+    edit_config(single, eos_token_id=bad)
+    message = refusal(lambda: load_eos_token_ids(single))
+    assert "eos_token_id" in message and repr(bad[-1] if isinstance(bad, list) else bad) in message
+
+
+def test_nothing_is_fetched(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    message = refusal(lambda: load_decoder_spec("Qwen/Qwen3-0.6B"))
+    assert "Qwen/Qwen3-0.6B" in message and "local directory" in message
+    assert load_decoder_spec(single).num_layers == 2 and load_eos_token_ids(single) == ()
+
+
+def test_missing_and_broken_configs_are_refused(single: Path) -> None:
+    config = single / "config.json"
+    for content in ("{", "[]", '"text"', ""):
+        config.write_text(content)
+        assert str(config) in refusal(lambda: load_decoder_spec(single))
+    config.write_bytes(b"\xff\xfe")
+    assert str(config) in refusal(lambda: load_decoder_spec(single))
+    config.unlink()
+    assert str(config) in refusal(lambda: load_decoder_spec(single))
+    assert "local directory" in refusal(lambda: load_decoder_spec(single / "model.safetensors"))
+    assert "absent" in refusal(lambda: load_eos_token_ids(single / "absent"))
+
+
+def test_broken_generation_configs_are_refused(single: Path) -> None:
+    (single / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refusal(lambda: load_eos_token_ids(single))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", *ARCHITECTURES]),
+        ({"architectures": []}, ["no architecture", *ARCHITECTURES]),
+        ({"architectures": ...}, ["no architecture", *ARCHITECTURES]),
+        ({"model_type": "llama"}, ["Qwen3ForCausalLM", "'qwen3'", "'llama'"]),
+        ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
+        ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, ["'su'", "yarn"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["factor"]),
+        ({"rope_parameters": {"full_attention": ROPES["default"]}}, ["rope_theta"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
+        ({"dtype": "float64"}, ["float64", "bfloat16"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads", "0"]),
+        ({"num_hidden_layers": 0, "layer_types": []}, ["num_hidden_layers", "0"]),
+        ({"head_dim": 15}, ["15"]),
+        ({"head_dim": 3}, ["even", "3"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
+        ({"hidden_size": "wide"}, ["Qwen3ForCausalLM", "hidden_size"]),
+        ({"layer_types": ["full_attention"]}, ["layer"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window"]),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            ["chunked_attention", "sliding_attention"],
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 0, "layer_types": ["sliding_attention"] * 2},
+            ["sliding_window", "0"],
+        ),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(
+    single: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    edit_config(single, **changes)
+    message = refusal(lambda: load_decoder_spec(single))
+    assert [word for word in (str(single / "config.json"), *words) if word not in message] == []
+    assert "\n" not in message
+
+
+def test_a_mistral_with_mixed_layers_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mistral", sliding_window=8)
+    edit_config(tmp_path, layer_types=["full_attention", "sliding_attention"])
+    assert "layer_types" in refusal(lambda: load_decoder_spec(tmp_path))

@@ -1,0 +1,162 @@
+"""The shape of the house: what imports what, what works without torch, and that no module keeps state."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+
+PACKAGE = Path(nanovllm.__file__).parent
+TORCH_FREE = (
+    "nanovllm",
+    "nanovllm.config",
+    "nanovllm.errors",
+    "nanovllm.outputs",
+    "nanovllm.sampling_params",
+    "nanovllm.tokenizer",
+    "nanovllm.kvcache.budget",
+    "nanovllm.kvcache.hybrid_manager",
+    "nanovllm.kvcache.layout",
+    "nanovllm.kvcache.sizing",
+)
+TENSORS_BEGIN = {"nanovllm.engine.model_runner", "nanovllm.engine.profiling"}
+
+# From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
+ROWS: tuple[set[str], ...] = (
+    {"errors"},
+    {"config", "sampling_params", "outputs", "forward_context", "tokenizer"},
+    {"ops", "comm"},
+    {"device", "layers"},
+    {"kvcache", "models"},
+    {"engine"},
+    {"llm", "recall"},
+    {""},
+    {"demo"},
+)
+
+
+def module_name(path: Path) -> str:
+    parts = ("nanovllm", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+EXTENSIONS = {module_name(path) for path in PACKAGE.rglob("*.pyi")}
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of everything a module imports, `from a import b` as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(name: str) -> set[str]:
+    """The modules of this package that a module imports, inside functions too."""
+    found = set()
+    for imported in imported_names(ast.parse(MODULES[name].read_text())):
+        while imported and imported not in MODULES and imported not in EXTENSIONS:  # a name within a module
+            imported = imported.rpartition(".")[0]
+        if imported:
+            found.add(imported)
+    return found - {name}
+
+
+IMPORTS = {name: own_imports(name) for name in MODULES if name != "nanovllm"}  # the root loads its names on first use
+
+
+def unit(name: str) -> str:
+    return name.removeprefix("nanovllm").removeprefix(".").partition(".")[0]
+
+
+def row(name: str) -> int:
+    for index, units in enumerate(ROWS):
+        if unit(name) in units:
+            return index
+    raise AssertionError(f"{name} has no place in the house: add it to ROWS")
+
+
+@pytest.mark.parametrize("name", sorted(IMPORTS))
+def test_imports_go_down_only(name: str) -> None:
+    for imported in IMPORTS[name]:
+        same_unit = unit(imported) == unit(name)
+        assert same_unit or row(imported) < row(name), f"{name} imports {imported}, which does not lie below it"
+
+
+def test_no_import_cycles() -> None:
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        raise AssertionError(f"modules import each other: {' -> '.join(error.args[1])}") from error
+
+
+def test_engine_and_sizes_import_without_torch() -> None:
+    engine = {name for name in MODULES if unit(name) == "engine"} - TENSORS_BEGIN
+    assert len(engine) >= 5
+    blocked = """
+import importlib, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is blocked")
+sys.meta_path.insert(0, Blocker())
+try:
+    import torch
+except ImportError:
+    pass
+else:
+    raise AssertionError("the blocker does not block")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert "torch" not in sys.modules
+"""
+    arguments = [sys.executable, "-c", blocked, *TORCH_FREE, *sorted(engine)]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_public_names_come_from_the_package() -> None:
+    from nanovllm import LLM, SamplingParams
+
+    assert LLM.__module__ == "nanovllm.llm" and SamplingParams.__module__ == "nanovllm.sampling_params"
+    for name in nanovllm.__all__:
+        assert getattr(nanovllm, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = nanovllm.Nothing
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name | ast.Attribute):
+        called = value.func.id if isinstance(value.func, ast.Name) else value.func.attr
+        return called in {"list", "dict", "set", "bytearray", "deque", "defaultdict", "OrderedDict", "Counter", "count"}
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def bindings(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets = [node.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                yield target.id, node.value
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_module_keeps_state(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text())
+    for bound, value in bindings(tree):
+        constant = bound.isupper() or bound == "__all__"
+        assert constant or not is_mutable(value), f"{name}.{bound} is mutable state at module level"
+    globals_used = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    assert not globals_used, f"{name} has a global statement"
