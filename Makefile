@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # The package accepts a range of torch versions, of which pip would take the newest and whatever build of it comes
-# first. It is pinned here, so that every set-up is the same. TORCH may hold pip options as well, for example
-# TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu' for the small build on a machine without GPU.
+# first. It is pinned here, so that every set-up is the same. TORCH may hold pip options as well, such as an index or a
+# wheel with torch's CPU build, which is a tenth of the size.
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
