@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ConfigError(ValueError):
     """An engine argument that cannot be honoured."""
@@ -16,4 +18,11 @@ class ModelError(ValueError):
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on with what it was asked: it is closed, or a step failed."""
+    """The engine cannot go on with what it was asked: it is closed, or a step failed.
+
+    `outputs`: the requests that a failed step has ended (`RequestOutput`), with what they had generated.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)

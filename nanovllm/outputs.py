@@ -50,7 +50,7 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence. finish_reason: "stop", "length", "abort", "error", or None while it runs.
+    """One generated sequence. finish_reason: "stop", "length", "abort", "error" (a step failed), None while it runs.
 
     stop_reason: the id from stop_token_ids that ended it; None for the model's own end token.
     """
@@ -66,7 +66,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state after a step, and its result once `finished`."""
+    """A request's state after a step, and its result once `finished`.
+
+    Lists and metrics are the engine's own, since copies of a long prompt are dear: read them, do not change them.
+    """
 
     request_id: str
     prompt: str | None
@@ -76,4 +79,3 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: None = None
-    error: str | None = None  # why finish_reason is "error"

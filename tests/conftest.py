@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 
@@ -18,6 +20,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cuda and not _sees_cuda():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory."""
+    runner = sys.modules.get("nanovllm.engine.model_runner")  # loaded, if the test makes engines
+    if runner is not None:
+        from nanovllm.device.ordering import OrderingCheck
+
+        create_device = runner.create_device
+        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name)))
 
 
 def _sees_cuda() -> bool:

@@ -1,67 +1,24 @@
-"""Blocks: who holds them, what is found again, what is evicted, and on which tier they live."""
+"""Blocks of KV memory: who gets them, who holds them, and what is found again by its content. No torch."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from block_bench import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
 
 from nanovllm.engine import block_manager
-from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, AllocStatus, BlockManager
-from nanovllm.engine.sequence import Sequence as TokenSequence
-from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
 
-BLOCK = 4
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
-
-
-def sequence(tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
-    return TokenSequence(0, "r", list(tokens), SamplingParams(), seed=0, arrival_time=0.0, cache_salt=salt)
-
-
-def compute(manager: BlockManager, seq: TokenSequence, upto: int | None = None) -> None:
-    """What a step does to the books: tokens up to `upto` are in the cache now."""
-    before, seq.num_computed = seq.num_computed, len(seq) if upto is None else upto
-    manager.register_computed(seq, before)
-    manager.check()
-
-
-def running(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
-    """A sequence that is admitted and wholly computed."""
-    seq = sequence(tokens, salt)
-    assert manager.can_allocate(seq) is OK
-    manager.allocate(seq)
-    compute(manager, seq)
-    return seq
-
-
-def cache(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> None:
-    """Compute tokens and let go of them."""
-    manager.free(running(manager, tokens, salt))
-    manager.check()
-
-
-def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> int:
-    """How many blocks of a prompt are in the prefix cache, were one token to follow."""
-    return len(manager.find_prefix(sequence([*tokens, 0], salt)))
-
-
-def tiers(manager: BlockManager, seq: TokenSequence) -> str:
-    """D or H for each of its blocks."""
-    return "".join(manager.tiers.tier_of(block_id).value[0].upper() for block_id in seq.block_table)
 
 
 @pytest.fixture
 def fresh() -> Iterator[int]:
     """Tokens that occur nowhere else."""
-    return itertools.count(1000)
-
-
-def new_tokens(source: Iterator[int], blocks: int) -> list[int]:
-    return list(itertools.islice(source, blocks * BLOCK))
+    return count(1000)
 
 
 # ---- allocation
@@ -310,161 +267,3 @@ def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Ite
     assert manager.num_free == 8, "what was forgotten is not cached"
     cache(manager, old)
     assert found(manager, old) == 3, "the cache works on"
-
-
-# ---- eviction
-
-
-def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
-    manager = BlockManager(3, 0, BLOCK)
-    a, b, c, d = (new_tokens(fresh, 1) for _ in range(4))
-    for prompt in (a, b, c):
-        cache(manager, prompt)
-    manager.free(running(manager, [*a, 1]))  # uses a again; its own half block takes b's place
-    assert [found(manager, p) for p in (a, b, c)] == [1, 0, 1]
-    cache(manager, d)
-    assert [found(manager, p) for p in (a, b, c, d)] == [1, 0, 1, 1]
-    cache(manager, b)
-    assert [found(manager, p) for p in (a, b, c, d)] == [1, 1, 0, 1]
-
-
-def test_the_end_of_a_prefix_goes_before_its_start(fresh: Iterator[int]) -> None:
-    manager = BlockManager(4, 0, BLOCK)
-    prompt = new_tokens(fresh, 4)
-    cache(manager, prompt)
-    for left in (3, 2, 1):
-        running(manager, new_tokens(fresh, 1))
-        assert found(manager, prompt) == left
-
-
-def test_blocks_in_use_are_never_evicted(fresh: Iterator[int]) -> None:
-    manager = BlockManager(2, 2, BLOCK)
-    prompt = new_tokens(fresh, 2)
-    held = running(manager, prompt)
-    for _ in range(5):
-        cache(manager, new_tokens(fresh, 2))
-    assert manager.find_prefix(sequence([*prompt, 0])) == held.block_table
-
-
-def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh: Iterator[int]) -> None:
-    manager = BlockManager(2, 3, BLOCK)
-    prompt = new_tokens(fresh, 2)
-    cache(manager, prompt)
-    seq = running(manager, new_tokens(fresh, 2))
-    # The end of the old prefix left its place first.
-    assert manager.take_moves() == [BlockMove(1, 2), BlockMove(0, 3)]
-    assert manager.take_moves() == []
-    assert tiers(manager, seq) == "DD" and found(manager, prompt) == 2
-    hit = sequence([*prompt, 1])
-    manager.allocate(hit)
-    assert tiers(manager, hit) == "HHH" and hit.num_computed == 2 * BLOCK
-    assert manager.places(hit, len(hit)) == [3, 2, 4]
-
-
-def test_with_a_full_host_something_is_evicted(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 1, BLOCK)
-    a, b, c = (new_tokens(fresh, 1) for _ in range(3))
-    for prompt in (a, b, c):
-        cache(manager, prompt)
-    assert [found(manager, p) for p in (a, b, c)] == [0, 1, 1]
-    assert manager.num_cached == 2
-
-
-def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> None:
-    """The start of a long prefix is on the device and its end on the host: the end still goes first."""
-    manager = BlockManager(4, 4, BLOCK)
-    prompt = new_tokens(fresh, 8)
-    cache(manager, prompt)
-    for left in (7, 6, 5, 4, 3, 2, 1, 0):
-        cache(manager, new_tokens(fresh, 1))
-        assert found(manager, prompt) == left
-
-
-def test_without_device_blocks_all_lives_on_the_host(fresh: Iterator[int]) -> None:
-    manager = BlockManager(0, 3, BLOCK)
-    prompt = new_tokens(fresh, 3)
-    cache(manager, prompt)
-    seq = running(manager, new_tokens(fresh, 1))
-    manager.promote([seq])
-    assert tiers(manager, seq) == "H" and manager.take_moves() == []
-    assert found(manager, prompt) == 2
-
-
-# ---- promotion
-
-
-def test_full_host_blocks_of_active_sequences_come_to_free_device_places(fresh: Iterator[int]) -> None:
-    manager = BlockManager(2, 4, BLOCK, enable_prefix_caching=False)
-    filler = running(manager, new_tokens(fresh, 2))
-    seq = running(manager, [*new_tokens(fresh, 2), 1])
-    assert tiers(manager, seq) == "HHH"
-    manager.promote([seq])
-    assert manager.take_moves() == [], "the device is full"
-    manager.free(filler)
-    manager.promote([seq])
-    assert tiers(manager, seq) == "DDH", "the block being written stays where it is"
-    assert manager.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
-    manager.promote([seq])
-    assert manager.take_moves() == []
-
-
-def test_promotion_sends_cached_blocks_to_the_host(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 2, BLOCK)
-    old = new_tokens(fresh, 1)
-    first = running(manager, old)
-    seq = running(manager, new_tokens(fresh, 1))
-    manager.free(first)
-    assert tiers(manager, seq) == "H"
-    manager.promote([seq])
-    manager.check()
-    assert manager.take_moves() == [BlockMove(0, 2), BlockMove(1, 0)], "room is made before it is taken"
-    assert tiers(manager, seq) == "D" and found(manager, old) == 1
-
-
-def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
-    manager = BlockManager(8, 8, BLOCK, enable_prefix_caching=False)
-    filler = running(manager, new_tokens(fresh, 8))
-    seq = running(manager, new_tokens(fresh, 8))
-    manager.free(filler)
-    for promoted in (MAX_PROMOTIONS_PER_STEP, 8 - MAX_PROMOTIONS_PER_STEP):
-        manager.promote([seq])
-        assert len(manager.take_moves()) == promoted
-    assert tiers(manager, seq) == "D" * 8
-
-
-def test_blocks_that_are_not_full_are_not_promoted(fresh: Iterator[int]) -> None:
-    manager = BlockManager(1, 4, BLOCK)
-    filler = running(manager, [1, 2])
-    seq = sequence(new_tokens(fresh, 2))
-    manager.allocate(seq)
-    compute(manager, seq, BLOCK - 1)
-    manager.free(filler)
-    manager.promote([seq])
-    assert manager.take_moves() == [] and tiers(manager, seq) == "HH"
-
-
-# ---- places
-
-
-def test_a_place_pool_hands_out_each_place_once() -> None:
-    pool = PlacePool(5, 3)
-    assert [pool.take() for _ in range(3)] == [5, 6, 7] and pool.num_free == 0
-    with pytest.raises(IndexError, match="no free place"):
-        pool.take()
-    pool.give_back(6)
-    assert (pool.num_free, pool.take(), pool.num_free) == (1, 6, 0)
-
-
-def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
-    manager = HybridManager(1, 1)
-    manager.place(7, Tier.DEVICE)
-    with pytest.raises(ValueError, match="block 7 already has place 0"):
-        manager.place(7, Tier.HOST)
-    with pytest.raises(ValueError, match="block 7 is already on the device"):
-        manager.move(7, Tier.DEVICE)
-    with pytest.raises(IndexError):
-        manager.place(8, Tier.DEVICE)
-    assert manager.num_placed == 1
-    assert manager.move(7, Tier.HOST) == BlockMove(0, 1)
-    manager.release(7)
-    assert manager.num_placed == 0 and manager.num_free(Tier.DEVICE) == manager.num_free(Tier.HOST) == 1

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 def create_device(name: str | None) -> Device:
     """The device called `name`, or the best one that this version can drive."""
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device={name!r}: must be one of cpu, cuda")
     if name == "cuda":
         raise ConfigError("device='cuda': this version has no CUDA device yet; use device='cpu' or leave it out")
     if name is None and torch.cuda.is_available():

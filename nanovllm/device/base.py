@@ -8,6 +8,7 @@ the event's latest record at the time of the call; an event that was never recor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -50,11 +51,11 @@ class Device(ABC):
     def new_event(self) -> Event: ...
 
     @abstractmethod
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised device memory."""
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised device memory. `name` says what it is for."""
 
     @abstractmethod
-    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that copies to and from the device can reach directly (pinned, on CUDA)."""
 
     @abstractmethod
@@ -70,6 +71,13 @@ class Device(ABC):
         stream: Stream,
     ) -> None:
         """Put a copy of `height` rows of `width` bytes on `stream`; rows start `dpitch` and `spitch` bytes apart."""
+
+    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Say what memory a kernel that goes on the compute stream now reads and writes.
+
+        Devices take no notice: the ordering check (`device/ordering.py`) does.
+        """
+        return
 
     @abstractmethod
     def free_memory(self) -> int:

@@ -79,8 +79,9 @@ class WorkerStream(Stream):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        flag = event.flag = Flag()
+        flag = Flag()
         self.put(lambda: flag.set(self._failure))
+        event.flag = flag  # only now: a closed stream refuses, and nobody must wait for what will not happen
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
@@ -152,10 +153,10 @@ class CpuDevice(Device):
     def new_event(self) -> Event:
         return CpuEvent()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
     def copy_2d(

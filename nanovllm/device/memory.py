@@ -6,9 +6,13 @@ import os
 import re
 from pathlib import Path
 
-_CGROUP_FILES = (  # (limit, usage) of version 2, then of version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_CGROUP_FILES = (  # (limit, usage, statistics) of version 2, then of version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
 )
 
 
@@ -23,7 +27,7 @@ def available_bytes() -> int:
     """Memory that could be allocated now without swapping, within the container's limit."""
     limit = _cgroup_limit_and_usage()
     available = _meminfo("MemAvailable")
-    return min(available, limit[0] - limit[1]) if limit else available
+    return max(0, min(available, limit[0] - limit[1])) if limit else available
 
 
 def rss_bytes() -> int:
@@ -46,9 +50,19 @@ def _meminfo(field: str) -> int:
 
 
 def _cgroup_limit_and_usage() -> tuple[int, int] | None:
-    for limit_file, usage_file in _CGROUP_FILES:
+    """Bytes that the container may use, and bytes it uses, file pages that would be dropped when needed left out."""
+    for limit_file, usage_file, stat_file in _CGROUP_FILES:
         try:
-            return int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
+            limit, usage = int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
         except (OSError, ValueError):  # absent, or "max"
             continue
+        return limit, max(0, usage - _droppable(Path(stat_file)))
     return None
+
+
+def _droppable(stat_file: Path) -> int:
+    try:
+        match = re.search(r"^(?:total_)?inactive_file (\d+)", stat_file.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match.group(1)) if match else 0

@@ -127,19 +127,17 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that it advanced, in batch order. Without work it runs nothing.
 
-        Raises EngineError if the forward pass failed: the requests that were running end with finish_reason "error",
-        waiting ones stay, and the engine can go on.
+        Raises EngineError if the forward pass failed: the requests that were running end with finish_reason "error"
+        and are the error's `outputs`, waiting ones stay, and the engine can go on.
         """
         try:
             stepped = self._step()
         except BaseException as error:
             # An interrupt can come between deciding a block move and carrying it out: nothing in the cache is trusted.
-            failed = self.scheduler.fail(time.monotonic())
-            for seq in failed:
-                self._forget(seq)
+            failed = [self._output(seq) for seq in self.scheduler.fail(time.monotonic())]
             if not isinstance(error, Exception):  # Ctrl-C and the like pass through as what they are
                 raise
-            raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}") from error
+            raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}", failed) from error
         return [self._output(seq) for seq in stepped]
 
     def close(self) -> None:

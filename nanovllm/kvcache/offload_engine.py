@@ -36,13 +36,13 @@ class OffloadEngine:
     def __init__(
         self, device: Device, layout: KVLayout, dtype: torch.dtype, split: DeviceSplit, num_host_blocks: int
     ) -> None:
-        self._device = device
+        self.device = device
         self.layout = layout
         self.split = split
         self.num_host_blocks = num_host_blocks
-        self.resident = device.empty(layout.device_pool_shape(split.resident_blocks), dtype)
-        self.ring = device.empty(layout.ring_shape(split.ring_slots), dtype)
-        self.host = device.empty_host(layout.host_pool_shape(num_host_blocks), dtype)
+        self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
+        self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
+        self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self._order = TransferOrder(device, split.ring_slots)
         self._uses: Sequence[RingUse] = ()
         self._next_use = 0
@@ -85,7 +85,7 @@ class OffloadEngine:
         use, slot = self._uses[index], index % self.split.ring_slots
         stream = self._order.before_fill(slot)
         if use.stored_tokens:
-            self._order.before_host_read(stream, use.host_block)
+            self._order.before_load(stream, use.host_block)
             self.load_to_slot_layer(slot, use.layer, use.host_block, use.stored_tokens, stream)
         self._order.after_fill(slot)
 
@@ -127,12 +127,12 @@ class OffloadEngine:
 
     def load_to_slot_all_layers(self, resident_block: int, host_block: int, stream: Stream) -> None:
         """Copy all layers of a host block into a resident block."""
-        self._order.before_host_read(stream, host_block)
+        self._order.before_load(stream, host_block)
         self._copy_layers(self.resident[:, resident_block], self.host[host_block], "h2d", stream)
 
     def offload_slot_to_cpu(self, resident_block: int, host_block: int, stream: Stream) -> None:
         """Copy all layers of a resident block to a host block."""
-        self._order.before_host_read(stream, host_block)  # the place's last store has arrived
+        self._order.before_move_to_host(host_block)
         self._copy_layers(self.host[host_block], self.resident[:, resident_block], "d2h", stream)
         self._order.after_move_to_host(host_block)
 
@@ -157,7 +157,7 @@ class OffloadEngine:
         kind: CopyKind,
         stream: Stream,
     ) -> None:
-        self._device.copy_2d(dst, src, dpitch, spitch, width, height, kind, stream)
+        self.device.copy_2d(dst, src, dpitch, spitch, width, height, kind, stream)
         self._counts[kind][0] += 1
         self._counts[kind][1] += width * height
 

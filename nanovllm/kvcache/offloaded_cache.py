@@ -48,7 +48,7 @@ class OffloadedKVCache(KVRoom):
             if isinstance(item, ResidentRun):
                 pool = self.engine.resident[layer]
                 for visit in item.visits:
-                    _write_new(visit, pool[visit.place], k, v, ctx)
+                    self._write_and_declare(visit, pool[visit.place], k, v, ctx)
                 self._backend.attend(q, pool, item.table, state, self._geometry.scale, window)
             else:
                 self._attend_host(layer, item, q, k, v, ctx, state)
@@ -89,21 +89,22 @@ class OffloadedKVCache(KVRoom):
     ) -> None:
         visit = item.visit
         slot, block = self.engine.acquire()
+        self._write_and_declare(visit, block, k, v, ctx)
         if visit.new_tokens:
-            _write_new(visit, block, k, v, ctx)
             host_block = self._host_block(visit)
             self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
         window = self._geometry.windows[layer]
         self._backend.attend(q, block.unsqueeze(0), item.table, state, self._geometry.scale, window)
         self.engine.release(slot)
 
-
-def _write_new(visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:
-    """Write the visit's new tokens into the block `[2, kv_heads, block_size, head_dim]`."""
-    if not visit.new_tokens:
-        return
-    seq = ctx.sequences[visit.readers[0]]
-    begin, end = visit.stored_tokens, visit.stored_tokens + visit.new_tokens
-    row = seq.query_start + visit.first_position + begin - seq.context_len
-    block[0, :, begin:end] = k[row : row + visit.new_tokens].transpose(0, 1)
-    block[1, :, begin:end] = v[row : row + visit.new_tokens].transpose(0, 1)
+    def _write_and_declare(self, visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:
+        """Write the visit's new tokens into the block `[2, kv_heads, block_size, head_dim]`, which is then attended."""
+        begin, end = visit.stored_tokens, visit.stored_tokens + visit.new_tokens
+        if visit.new_tokens:
+            seq = ctx.sequences[visit.readers[0]]
+            row = seq.query_start + visit.first_position + begin - seq.context_len
+            new = block[:, :, begin:end]
+            self.engine.device.declare_kernel("write K/V", writes=(new,))
+            new[0] = k[row : row + visit.new_tokens].transpose(0, 1)
+            new[1] = v[row : row + visit.new_tokens].transpose(0, 1)
+        self.engine.device.declare_kernel("attend", reads=(block[:, :, :end],))

@@ -32,7 +32,7 @@ class PagedKVCache(KVRoom):
         self._device = device
         self._geometry = geometry
         self._backend = backend
-        self._pool = device.empty(layout.device_pool_shape(num_blocks), dtype)
+        self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
         # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window.
         self._slot_blocks = self._slot_offsets = torch.empty(0, dtype=torch.int64)
         self._tables: dict[int | None, SegmentTable] = {}

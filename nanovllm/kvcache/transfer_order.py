@@ -20,6 +20,23 @@ from nanovllm.device import Device, Event, Stream
 from nanovllm.errors import EngineError
 
 
+class EventsByKey:
+    """One event for each slot or block, made when it is first recorded; before that there is nothing to wait for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._events: dict[int, Event] = {}
+
+    def record(self, stream: Stream, key: int) -> None:
+        if key not in self._events:
+            self._events[key] = self._device.new_event()
+        stream.record(self._events[key])
+
+    def wait(self, stream: Stream, key: int) -> None:
+        if key in self._events:
+            stream.wait(self._events[key])
+
+
 class TransferOrder:
     """One transfer stream per slot, one stream for block moves, and the device's compute stream."""
 
@@ -31,11 +48,10 @@ class TransferOrder:
         self._make_events()
 
     def _make_events(self) -> None:
-        def per_slot() -> list[Event]:
-            return [self._device.new_event() for _ in self._slot_streams]
-
-        self._ring_slot_ready, self._ring_slot_compute_done, self._kv_written = per_slot(), per_slot(), per_slot()
-        self._host_ready: dict[int, Event] = {}
+        self._ring_slot_ready = EventsByKey(self._device)
+        self._ring_slot_compute_done = EventsByKey(self._device)
+        self._kv_written = EventsByKey(self._device)
+        self._host_ready = EventsByKey(self._device)
         self._moves_begin, self._moves_end = self._device.new_event(), self._device.new_event()
 
     # ---- a slot's life, in order
@@ -43,35 +59,34 @@ class TransferOrder:
     def before_fill(self, slot: int) -> Stream:
         """The slot may be overwritten by what is put on the returned stream."""
         stream = self._slot_streams[slot]
-        stream.wait(self._ring_slot_compute_done[slot])
+        self._ring_slot_compute_done.wait(stream, slot)
         return stream
 
-    def before_host_read(self, stream: Stream, host_block: int) -> None:
-        """What is put on `stream` next reads `host_block`."""
-        if host_block in self._host_ready:
-            stream.wait(self._host_ready[host_block])
+    def before_load(self, stream: Stream, host_block: int) -> None:
+        """What is put on `stream` next reads `host_block`: what was stored there has arrived."""
+        self._host_ready.wait(stream, host_block)
 
     def after_fill(self, slot: int) -> None:
-        self._slot_streams[slot].record(self._ring_slot_ready[slot])
+        self._ring_slot_ready.record(self._slot_streams[slot], slot)
 
     def before_compute(self, slot: int) -> None:
         """Compute uses the slot next: what was loaded has arrived, what was stored out has left."""
-        self._compute.wait(self._ring_slot_ready[slot])
+        self._ring_slot_ready.wait(self._compute, slot)
 
     def before_store(self, slot: int, host_block: int) -> Stream:
         """New K/V were written into the slot; the returned stream may copy them to `host_block`."""
-        self._compute.record(self._kv_written[slot])
         stream = self._slot_streams[slot]
-        stream.wait(self._kv_written[slot])
-        self.before_host_read(stream, host_block)  # the same wait: the block's last store has arrived
+        self._kv_written.record(self._compute, slot)
+        self._kv_written.wait(stream, slot)
+        self._host_ready.wait(stream, host_block)
         return stream
 
     def after_store(self, slot: int, host_block: int) -> None:
-        self._record_host_ready(self._slot_streams[slot], host_block)
+        self._host_ready.record(self._slot_streams[slot], host_block)
 
     def after_compute(self, slot: int) -> None:
         """Attention over the slot was put on the compute stream."""
-        self._compute.record(self._ring_slot_compute_done[slot])
+        self._ring_slot_compute_done.record(self._compute, slot)
 
     # ---- block moves
 
@@ -80,8 +95,12 @@ class TransferOrder:
         self._move_stream.wait(self._moves_begin)
         return self._move_stream
 
+    def before_move_to_host(self, host_block: int) -> None:
+        """The move stream overwrites `host_block` next: what was stored there for its last owner has arrived."""
+        self._host_ready.wait(self._move_stream, host_block)
+
     def after_move_to_host(self, host_block: int) -> None:
-        self._record_host_ready(self._move_stream, host_block)
+        self._host_ready.record(self._move_stream, host_block)
 
     def after_moves(self) -> None:
         self._move_stream.record(self._moves_end)
@@ -105,8 +124,3 @@ class TransferOrder:
         with suppress(EngineError):  # whoever resets has already met the failure, or one before it
             self.synchronize()
         self._make_events()
-
-    def _record_host_ready(self, stream: Stream, host_block: int) -> None:
-        if host_block not in self._host_ready:
-            self._host_ready[host_block] = self._device.new_event()
-        stream.record(self._host_ready[host_block])

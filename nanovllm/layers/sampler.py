@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MAX_ROWS = 64  # at a time: sorting takes about ten times the memory of the logits
-_MASK64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class SamplingRow(Protocol):
@@ -47,23 +47,34 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
 
 
 def gumbel_noise(seed: int, index: int, vocab_size: int) -> Tensor:
-    """Gumbel(0, 1) noise fp64 [vocab], named by (seed, index): the same in every batch.
+    """Gumbel(0, 1) noise fp64 [vocab], a function of (seed, index, token) alone: the same in every batch and process.
 
-    -log of an exponential variable is a Gumbel variable. In fp32 an exponential is exactly 0 once in 2^24 draws, which
-    would make a token certain that the distribution all but excludes; hence fp64.
+    Counter-based: token i takes the i-th number of SplitMix64 (Steele, Lea and Flood, 2014) started at a hash of seed
+    and index, as a uniform u of 53 bits, and -log(-log(u)) is a Gumbel variable. fp64, because an fp32 uniform is its
+    smallest value once in 2^24 draws, which would make tokens certain that the distribution all but excludes.
     """
-    generator = torch.Generator().manual_seed(_mix(seed, index))
-    exponential = torch.empty(vocab_size, dtype=torch.float64).exponential_(generator=generator)
-    return -torch.log(exponential.clamp_(min=torch.finfo(torch.float64).tiny))
+    start = _finalise(torch.tensor([_signed(seed * 0xD1B54A32D192ED03)]))
+    start = _finalise(start + _signed(index * _GOLDEN_GAMMA))
+    numbers = _finalise(start + torch.arange(1, vocab_size + 1) * _signed(_GOLDEN_GAMMA))
+    uniform = (_shift(numbers, 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
 
 
-def _mix(seed: int, index: int) -> int:
-    """One 64-bit seed from two numbers, by the finaliser of SplitMix64 (Steele et al., 2014)."""
-    z = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    z ^= z >> 31
-    return z - (1 << 64) if z >= 1 << 63 else z  # torch takes signed seeds
+def _finalise(z: Tensor) -> Tensor:
+    """SplitMix64's mixing of a 64-bit state; int64 stands for the unsigned integers, whose products wrap alike."""
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Unsigned right shift: int64's own would pull the sign in."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The int64 with the low 64 bits of `number`."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

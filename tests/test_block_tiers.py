@@ -1,0 +1,149 @@
+"""What is evicted when blocks run out, and which blocks move between device and host. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+from block_bench import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
+
+from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
+from nanovllm.kvcache.hybrid_manager import BlockMove
+
+
+@pytest.fixture
+def fresh() -> Iterator[int]:
+    """Tokens that occur nowhere else."""
+    return count(1000)
+
+
+# ---- eviction
+
+
+def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
+    manager = BlockManager(3, 0, BLOCK)
+    a, b, c, d = (new_tokens(fresh, 1) for _ in range(4))
+    for prompt in (a, b, c):
+        cache(manager, prompt)
+    manager.free(running(manager, [*a, 1]))  # uses a again; its own half block takes b's place
+    assert [found(manager, p) for p in (a, b, c)] == [1, 0, 1]
+    cache(manager, d)
+    assert [found(manager, p) for p in (a, b, c, d)] == [1, 0, 1, 1]
+    cache(manager, b)
+    assert [found(manager, p) for p in (a, b, c, d)] == [1, 1, 0, 1]
+
+
+def test_the_end_of_a_prefix_goes_before_its_start(fresh: Iterator[int]) -> None:
+    manager = BlockManager(4, 0, BLOCK)
+    prompt = new_tokens(fresh, 4)
+    cache(manager, prompt)
+    for left in (3, 2, 1):
+        running(manager, new_tokens(fresh, 1))
+        assert found(manager, prompt) == left
+
+
+def test_blocks_in_use_are_never_evicted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 2, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    held = running(manager, prompt)
+    for _ in range(5):
+        cache(manager, new_tokens(fresh, 2))
+    assert manager.find_prefix(sequence([*prompt, 0])) == held.block_table
+
+
+def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 3, BLOCK)
+    prompt = new_tokens(fresh, 2)
+    cache(manager, prompt)
+    seq = running(manager, new_tokens(fresh, 2))
+    # The end of the old prefix left its place first.
+    assert manager.take_moves() == [BlockMove(1, 2), BlockMove(0, 3)]
+    assert manager.take_moves() == []
+    assert tiers(manager, seq) == "DD" and found(manager, prompt) == 2
+    hit = sequence([*prompt, 1])
+    manager.allocate(hit)
+    assert tiers(manager, hit) == "HHH" and hit.num_computed == 2 * BLOCK
+    assert manager.places(hit, len(hit)) == [3, 2, 4]
+
+
+def test_with_a_full_host_something_is_evicted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 1, BLOCK)
+    a, b, c = (new_tokens(fresh, 1) for _ in range(3))
+    for prompt in (a, b, c):
+        cache(manager, prompt)
+    assert [found(manager, p) for p in (a, b, c)] == [0, 1, 1]
+    assert manager.num_cached == 2
+
+
+def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> None:
+    """The start of a long prefix is on the device and its end on the host: the end still goes first."""
+    manager = BlockManager(4, 4, BLOCK)
+    prompt = new_tokens(fresh, 8)
+    cache(manager, prompt)
+    for left in (7, 6, 5, 4, 3, 2, 1, 0):
+        cache(manager, new_tokens(fresh, 1))
+        assert found(manager, prompt) == left
+
+
+def test_without_device_blocks_all_lives_on_the_host(fresh: Iterator[int]) -> None:
+    manager = BlockManager(0, 3, BLOCK)
+    prompt = new_tokens(fresh, 3)
+    cache(manager, prompt)
+    seq = running(manager, new_tokens(fresh, 1))
+    manager.promote([seq])
+    assert tiers(manager, seq) == "H" and manager.take_moves() == []
+    assert found(manager, prompt) == 2
+
+
+# ---- promotion
+
+
+def test_full_host_blocks_of_active_sequences_come_to_free_device_places(fresh: Iterator[int]) -> None:
+    manager = BlockManager(2, 4, BLOCK, enable_prefix_caching=False)
+    filler = running(manager, new_tokens(fresh, 2))
+    seq = running(manager, [*new_tokens(fresh, 2), 1])
+    assert tiers(manager, seq) == "HHH"
+    manager.promote([seq])
+    assert manager.take_moves() == [], "the device is full"
+    manager.free(filler)
+    manager.promote([seq])
+    assert tiers(manager, seq) == "DDH", "the block being written stays where it is"
+    assert manager.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
+    manager.promote([seq])
+    assert manager.take_moves() == []
+
+
+def test_promotion_sends_cached_blocks_to_the_host(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 2, BLOCK)
+    old = new_tokens(fresh, 1)
+    first = running(manager, old)
+    seq = running(manager, new_tokens(fresh, 1))
+    manager.free(first)
+    assert tiers(manager, seq) == "H"
+    manager.promote([seq])
+    manager.check()
+    assert manager.take_moves() == [BlockMove(0, 2), BlockMove(1, 0)], "room is made before it is taken"
+    assert tiers(manager, seq) == "D" and found(manager, old) == 1
+
+
+def test_a_step_promotes_a_few_blocks_at_most(fresh: Iterator[int]) -> None:
+    manager = BlockManager(8, 8, BLOCK, enable_prefix_caching=False)
+    filler = running(manager, new_tokens(fresh, 8))
+    seq = running(manager, new_tokens(fresh, 8))
+    manager.free(filler)
+    for promoted in (MAX_PROMOTIONS_PER_STEP, 8 - MAX_PROMOTIONS_PER_STEP):
+        manager.promote([seq])
+        assert len(manager.take_moves()) == promoted
+    assert tiers(manager, seq) == "D" * 8
+
+
+def test_blocks_that_are_not_full_are_not_promoted(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 4, BLOCK)
+    filler = running(manager, [1, 2])
+    seq = sequence(new_tokens(fresh, 2))
+    manager.allocate(seq)
+    compute(manager, seq, BLOCK - 1)
+    manager.free(filler)
+    manager.promote([seq])
+    assert manager.take_moves() == [] and tiers(manager, seq) == "HH"

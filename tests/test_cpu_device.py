@@ -1,0 +1,400 @@
+"""The CPU as a device: streams, events and copies keep CUDA's promises, also when a copy fails or nobody closes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.device import Stream, create_device, memory
+from nanovllm.device.cpu import CpuDevice, WorkerStream
+from nanovllm.errors import ConfigError, EngineError
+
+PATIENCE = 20.0  # seconds after which a test gives up on a thread
+
+
+class Gate:
+    """Holds a stream up until it is opened."""
+
+    def __init__(self, stream: Stream) -> None:
+        assert isinstance(stream, WorkerStream)
+        self._opened = threading.Event()
+        stream.put(lambda: self._opened.wait(PATIENCE) and None)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    with_streams = CpuDevice()
+    yield with_streams
+    with_streams.close()
+
+
+def filled(value: int, size: int = 64) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def copy(device: CpuDevice, dst: Tensor, src: Tensor, stream: Stream) -> None:
+    device.copy_2d(dst, src, src.numel(), src.numel(), src.numel(), 1, "h2d", stream)
+
+
+def fail(device: CpuDevice, stream: Stream) -> None:
+    """A copy that would run past the end of its source."""
+    device.copy_2d(filled(0), filled(0, 8), 64, 64, 64, 1, "h2d", stream)
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def happens(stream: Stream) -> threading.Event:
+    """Set when the stream gets to what is put on it now."""
+    assert isinstance(stream, WorkerStream)
+    reached = threading.Event()
+    stream.put(reached.set)
+    return reached
+
+
+# ---- streams and copies
+
+
+def test_work_on_one_stream_runs_in_order(device: CpuDevice) -> None:
+    stream = device.new_stream("s")
+    buffers = [filled(value) for value in range(30)]
+    for _ in range(20):
+        for dst, src in zip(buffers[1:], buffers, strict=False):
+            copy(device, dst, src, stream)
+    stream.synchronize()
+    assert all(int(buffer[0]) == 0 for buffer in buffers), "each buffer was filled from the one before"
+
+
+def test_a_strided_copy_touches_its_rows_only(device: CpuDevice) -> None:
+    stream = device.new_stream("s")
+    dst, src = filled(0), torch.arange(64, dtype=torch.uint8)
+    device.copy_2d(dst[3:], src[5:], 10, 8, 4, 5, "d2h", stream)
+    stream.synchronize()
+    expected = filled(0)
+    for row in range(5):
+        expected[3 + 10 * row :][:4] = src[5 + 8 * row :][:4]
+    assert torch.equal(dst, expected)
+
+
+def test_copies_run_alongside_the_host_on_a_thread_of_their_own(device: CpuDevice) -> None:
+    stream = device.new_stream("kv-slot-7")
+    gate = Gate(stream)
+    dst = filled(0)
+    copy(device, dst, filled(1), stream)
+    threads: list[str] = []
+    assert isinstance(stream, WorkerStream)
+    stream.put(lambda: threads.append(threading.current_thread().name))
+    assert int(dst[0]) == 0, "the call came back before the copy ran"
+    gate.open()
+    stream.synchronize()
+    assert int(dst[0]) == 1
+    assert threads == ["kv-slot-7"] != [threading.current_thread().name]
+
+
+def test_the_host_runs_while_bytes_are_copied(device: CpuDevice) -> None:
+    """The copy releases the GIL: Python counts on, hundreds of times within one long copy."""
+    stream = device.new_stream("s")
+    big = torch.zeros(1 << 28, dtype=torch.uint8)
+    done = device.new_event()
+    copy(device, torch.empty_like(big), big, stream)
+    stream.record(done)
+    counted = 0
+    while not done.flag.is_set():  # type: ignore[attr-defined]
+        counted += 1
+    assert counted > 100
+
+
+def test_streams_do_not_wait_for_each_other(device: CpuDevice) -> None:
+    held, free = device.new_stream("held"), device.new_stream("free")
+    gate = Gate(held)
+    a, b = filled(0), filled(0)
+    copy(device, a, filled(1), held)
+    copy(device, b, filled(1), free)
+    free.synchronize()
+    assert (int(a[0]), int(b[0])) == (0, 1)
+    gate.open()
+    held.synchronize()
+    assert int(a[0]) == 1
+
+
+def test_an_unused_stream_is_synchronized_at_once(device: CpuDevice) -> None:
+    device.new_stream("s").synchronize()
+    device.compute_stream.synchronize()
+
+
+# ---- events
+
+
+def test_a_wait_orders_two_streams(device: CpuDevice) -> None:
+    first, second = device.new_stream("first"), device.new_stream("second")
+    gate, event = Gate(first), device.new_event()
+    middle, end = filled(0), filled(0)
+    copy(device, middle, filled(5), first)
+    first.record(event)
+    second.wait(event)
+    copy(device, end, middle, second)
+    reached = happens(second)
+    assert not reached.wait(0.05)
+    gate.open()
+    second.synchronize()
+    assert int(end[0]) == 5
+
+
+def test_an_event_that_was_never_recorded_holds_nobody_up(device: CpuDevice) -> None:
+    held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
+    gate = Gate(held)
+    stream.wait(event)
+    device.compute_stream.wait(event)
+    held.record(event)  # too late for the waits above
+    assert happens(stream).wait(PATIENCE)
+    gate.open()
+
+
+def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CpuDevice) -> None:
+    held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
+    gate = Gate(held)
+    held.record(event)
+    stream.wait(event)
+    device.compute_stream.record(event)  # has happened, but the wait stands for the earlier record
+    reached = happens(stream)
+    assert not reached.wait(0.05)
+    gate.open()
+    assert reached.wait(PATIENCE)
+
+
+def test_a_wait_after_a_second_record_waits_for_that_one_only(device: CpuDevice) -> None:
+    held, other, stream = (device.new_stream(name) for name in ("held", "other", "s"))
+    gate, event = Gate(held), device.new_event()
+    held.record(event)
+    other.record(event)
+    stream.wait(event)
+    assert happens(stream).wait(PATIENCE), "the first record is still held up"
+    gate.open()
+
+
+def test_an_event_can_be_recorded_again_and_again(device: CpuDevice) -> None:
+    writer, reader = device.new_stream("writer"), device.new_stream("reader")
+    written, read = device.new_event(), device.new_event()
+    slot, seen = filled(0), [filled(0) for _ in range(200)]
+    for value, into in enumerate(seen):
+        writer.wait(read)
+        copy(device, slot, filled(value % 251), writer)
+        writer.record(written)
+        reader.wait(written)
+        copy(device, into, slot, reader)
+        reader.record(read)
+    reader.synchronize()
+    assert [int(tensor[0]) for tensor in seen] == [value % 251 for value in range(200)]
+
+
+def test_the_host_waits_for_a_stream_and_a_stream_for_the_host(device: CpuDevice) -> None:
+    stream, event = device.new_stream("s"), device.new_event()
+    gate, dst = Gate(stream), filled(0)
+    copy(device, dst, filled(3), stream)
+    stream.record(event)
+    timer = threading.Timer(0.02, gate.open)
+    timer.start()
+    device.compute_stream.wait(event)
+    assert int(dst[0]) == 3
+
+    computed = device.new_event()
+    dst.fill_(9)
+    device.compute_stream.record(computed)
+    stream.wait(computed)
+    out = filled(0)
+    copy(device, out, dst, stream)
+    stream.synchronize()
+    assert int(out[0]) == 9
+    timer.join()
+
+
+# ---- failures
+
+
+def test_a_failed_copy_shows_at_synchronize_once_and_the_stream_works_on(device: CpuDevice) -> None:
+    stream, dst = device.new_stream("kv-slot-2"), filled(0)
+    fail(device, stream)
+    copy(device, dst, filled(1), stream)
+    with pytest.raises(EngineError, match=r"copy on stream kv-slot-2 failed.*past the end of src"):
+        stream.synchronize()
+    assert int(dst[0]) == 0, "what comes after a failure is not copied"
+    stream.synchronize()
+    copy(device, dst, filled(1), stream)
+    stream.synchronize()
+    assert int(dst[0]) == 1
+
+
+def test_a_failed_copy_shows_where_the_host_waits_for_it(device: CpuDevice) -> None:
+    stream, before, after = device.new_stream("s"), device.new_event(), device.new_event()
+    stream.record(before)
+    fail(device, stream)
+    stream.record(after)
+    device.compute_stream.wait(before)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="past the end of src"):
+            device.compute_stream.wait(after)
+    with pytest.raises(EngineError):
+        stream.synchronize()
+    stream.record(after)
+    device.compute_stream.wait(after)
+
+
+def test_a_failure_spreads_to_the_streams_that_wait_for_it(device: CpuDevice) -> None:
+    first, second, bystander = (device.new_stream(name) for name in ("first", "second", "bystander"))
+    event, dst = device.new_event(), filled(0)
+    fail(device, first)
+    first.record(event)
+    second.wait(event)
+    copy(device, dst, filled(1), second)
+    for stream in (first, second):
+        with pytest.raises(EngineError, match="stream first failed"):
+            stream.synchronize()
+    bystander.synchronize()
+    assert int(dst[0]) == 0, "it would have read what never arrived"
+    copy(device, dst, filled(1), second)
+    second.synchronize()
+    assert int(dst[0]) == 1
+
+
+def test_copies_never_run_on_the_compute_stream(device: CpuDevice) -> None:
+    with pytest.raises(AssertionError, match="never on the compute stream"):
+        copy(device, filled(0), filled(1), device.compute_stream)
+
+
+# ---- the end
+
+
+def test_close_ends_the_threads_soon_and_can_be_repeated() -> None:
+    device = CpuDevice()
+    used, unused = device.new_stream("used"), device.new_stream("unused")
+    src, dst, event = filled(1, 1 << 26), filled(0, 1 << 26), device.new_event()
+    for _ in range(2000):
+        copy(device, dst, src, used)
+    used.record(event)
+    start = time.monotonic()
+    device.close()
+    device.close()
+    assert time.monotonic() - start < 2, "what had not begun is dropped"
+    assert not any(thread.name in ("used", "unused") for thread in threading.enumerate())
+    device.compute_stream.wait(event)  # nobody waits for ever for what was dropped
+    for stream in (used, unused):
+        stream.synchronize()
+        with pytest.raises(EngineError, match=r"stream (un)?used is closed"):
+            copy(device, dst, src, stream)
+
+
+def test_a_device_that_is_dropped_ends_its_threads() -> None:
+    device = CpuDevice()
+    happens(device.new_stream("dropped")).wait(PATIENCE)
+    assert any(thread.name == "dropped" for thread in threading.enumerate())
+    del device
+    assert soon(lambda: not any(thread.name == "dropped" for thread in threading.enumerate()))
+
+
+def test_an_event_of_a_closed_stream_is_not_waited_for_in_vain() -> None:
+    device = CpuDevice()
+    stream, event = device.new_stream("s"), device.new_event()
+    stream.record(event)
+    device.close()
+    with pytest.raises(EngineError, match="closed"):
+        stream.record(event)
+    waiter = threading.Thread(target=device.compute_stream.wait, args=(event,), daemon=True)
+    waiter.start()
+    waiter.join(1.0)
+    assert not waiter.is_alive()
+
+
+def test_the_interpreter_exits_cleanly_with_copies_under_way() -> None:
+    program = """
+import torch
+from nanovllm.device.cpu import CpuDevice
+device = CpuDevice()
+src, dst = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+for name in "ab":
+    stream = device.new_stream(name)
+    for _ in range(2000):
+        device.copy_2d(dst, src, 1 << 20, 1 << 20, 1 << 20, 1, "h2d", stream)
+print("leaving")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "leaving\n", "")
+
+
+# ---- memory
+
+
+def test_devices_are_made_by_name() -> None:
+    device = create_device("cpu")
+    assert (device.name, device.torch_device.type) == ("cpu", "cpu")
+    assert 0 < device.free_memory() <= device.total_memory()
+    assert 0 < device.free_host_memory() <= device.total_memory()
+    assert device.empty("x", (2, 3), torch.float16).shape == device.empty_host("y", (2, 3), torch.float16).shape == (2, 3)
+    with pytest.raises(ConfigError, match=r"device='cuda'.*device='cpu'"):
+        create_device("cuda")
+
+
+def test_resident_memory_is_of_this_process() -> None:
+    before = memory.rss_bytes()
+    held = torch.ones(1 << 26, dtype=torch.uint8)
+    grown = memory.rss_bytes() - before
+    assert 0.9 * held.nbytes < grown < 2 * held.nbytes
+    assert memory.peak_rss_bytes() >= memory.rss_bytes()
+    assert memory.peak_rss_bytes() < memory.total_bytes()
+
+
+def cgroup(tmp_path: Path, limit: str | None, usage: str, stat: str | None = None) -> tuple[str, str, str]:
+    files = tmp_path / "limit", tmp_path / "usage", tmp_path / "stat"
+    if limit is not None:
+        files[0].write_text(limit + "\n")
+        files[1].write_text(usage + "\n")
+    if stat is not None:
+        files[2].write_text(stat)
+    return str(files[0]), str(files[1]), str(files[2])
+
+
+@pytest.mark.parametrize("limit", [None, "max", "9223372036854771712"])
+def test_without_a_container_limit_the_machine_counts(
+    limit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP_FILES", (cgroup(tmp_path, limit, "1000000"),))
+    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    assert memory.total_bytes() == int(meminfo["MemTotal"].split()[0]) * 1024
+    assert 0.5 < memory.available_bytes() / (int(meminfo["MemAvailable"].split()[0]) * 1024) < 2
+
+
+def test_a_container_limit_counts_when_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = cgroup(tmp_path, str(300 << 20), str(100 << 20))
+    absent = (str(tmp_path / "absent"),) * 3
+    for variants in ((files, absent), (absent, files)):  # version 2, version 1
+        monkeypatch.setattr(memory, "_CGROUP_FILES", variants)
+        assert (memory.total_bytes(), memory.available_bytes()) == (300 << 20, 200 << 20)
+
+
+@pytest.mark.parametrize("prefix", ["", "total_"])  # version 2, version 1
+def test_file_pages_that_would_be_dropped_are_not_taken(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = f"anon 1\nfile 9\n{prefix}inactive_file {60 << 20}\nactive_file 7\n"
+    files = cgroup(tmp_path, str(300 << 20), str(100 << 20), stat)
+    monkeypatch.setattr(memory, "_CGROUP_FILES", (files,))
+    assert memory.available_bytes() == 260 << 20
+
+
+def test_a_container_above_its_limit_has_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CGROUP_FILES", (cgroup(tmp_path, str(300 << 20), str(310 << 20)),))
+    assert memory.available_bytes() == 0

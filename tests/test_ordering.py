@@ -1,0 +1,196 @@
+"""The ordering check, and the proof that it sees: every wait and record of the engine, taken out one by one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt
+
+from nanovllm import LLM
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.ordering import OrderingCheck, OrderingError
+from nanovllm.errors import EngineError
+from nanovllm.kvcache import offload_engine, transfer_order
+
+BLOCK, VOCAB = 16, 97
+SHAPE = (4, 2, 1, BLOCK, 16)  # four pieces
+
+
+# ---- the check
+
+
+@pytest.fixture
+def device() -> Iterator[OrderingCheck]:
+    device = OrderingCheck(CpuDevice())
+    yield device
+    device.close()
+
+
+def copy(device: OrderingCheck, dst: torch.Tensor, src: torch.Tensor, stream: object) -> None:
+    device.copy_2d(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "h2d", stream)  # type: ignore[arg-type]
+
+
+def test_a_load_must_be_waited_for_before_it_is_read(device: OrderingCheck) -> None:
+    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
+    stream, event = device.new_stream("loads"), device.new_event()
+    copy(device, ring[1], host[2], stream)
+    with pytest.raises(
+        OrderingError, match=r"kernel 'attend' on stream compute reads ring\[1\].*h2d copy on stream loads"
+    ):
+        device.declare_kernel("attend", reads=(ring[1],))
+    device.declare_kernel("attend", reads=(ring[0],))  # another piece
+    stream.record(event)
+    device.compute_stream.wait(event)
+    device.declare_kernel("attend", reads=(ring[1],))
+
+
+def test_memory_must_not_be_overwritten_while_it_is_read(device: OrderingCheck) -> None:
+    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
+    stream, event = device.new_stream("loads"), device.new_event()
+    device.declare_kernel("attend", reads=(ring[3],))
+    with pytest.raises(OrderingError, match=r"h2d copy on stream loads writes ring\[3\].*kernel 'attend'"):
+        copy(device, ring[3], host[0], stream)
+    device.compute_stream.record(event)
+    stream.wait(event)
+    copy(device, ring[3], host[0], stream)
+
+
+def test_a_wait_takes_the_record_at_the_time_of_the_call(device: OrderingCheck) -> None:
+    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
+    stream, event = device.new_stream("loads"), device.new_event()
+    stream.record(event)
+    device.compute_stream.wait(event)
+    copy(device, ring[0], host[0], stream)
+    stream.record(event)  # after the wait: it orders nothing for compute
+    with pytest.raises(OrderingError):
+        device.declare_kernel("attend", reads=(ring[0],))
+
+
+def test_order_passes_through_other_streams_and_the_host(device: OrderingCheck) -> None:
+    ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
+    first, second, event = device.new_stream("first"), device.new_stream("second"), device.new_event()
+    copy(device, ring[0], host[0], first)
+    first.record(event)
+    second.wait(event)
+    second.record(event)
+    device.compute_stream.wait(event)
+    device.declare_kernel("attend", reads=(ring[0],))
+    copy(device, ring[1], host[1], first)
+    first.synchronize()
+    device.declare_kernel("attend", reads=(ring[1],))
+
+
+def test_disjoint_tokens_of_one_block_do_not_conflict(device: OrderingCheck) -> None:
+    ring = device.empty("ring", SHAPE, torch.float32)
+    stream = device.new_stream("loads")
+    host = device.empty_host("host", SHAPE, torch.float32)
+    device.declare_kernel("write", writes=(ring[0][:, :, 4:6],))
+    row = 16 * 4
+    device.copy_2d(ring[0], host[0], BLOCK * row, BLOCK * row, 4 * row, 2, "h2d", stream)  # tokens 0 to 3
+    with pytest.raises(OrderingError):
+        device.copy_2d(ring[0], host[0], BLOCK * row, BLOCK * row, 5 * row, 2, "h2d", stream)  # and 4
+
+
+def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> None:
+    with pytest.raises(OrderingError, match="stream compute waits for an event that was never recorded"):
+        device.compute_stream.wait(device.new_event())
+
+
+# ---- the engine, and the engine with one wait or record less
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32)
+    return path
+
+
+def stress(model_dir: Path) -> tuple[int, int, int]:
+    """Prefill, decode, several sequences, prefix hits, preemption, aborts, block moves, in two engines.
+
+    Returns how often sequences were preempted, how many blocks were moved, and how many accesses were checked.
+    """
+    preemptions = moves = checked = 0
+    for num_gpu_blocks, num_cpu_blocks in ((4, 14), (9, 9)):
+        arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45)
+        random = Random(7)
+        with LLM(model_dir, dtype="float32", max_model_len=120, **arguments) as llm:
+            recorded_moves: list[object] = []
+            move_blocks = llm._runner.kv_cache.engine.move_blocks  # type: ignore[attr-defined]
+            llm._runner.kv_cache.engine.move_blocks = lambda m, r=recorded_moves, f=move_blocks: (r.extend(m), f(m))  # type: ignore[attr-defined]
+            for index in range(60):
+                prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, seed=index % 4)
+                llm.engine.add_request(str(index), None, greedy(random.choice([1, 20])), prompt)
+                for _ in range(random.randrange(4)):
+                    llm.engine.step()
+                if random.random() < 0.3:
+                    llm.engine.abort_request(str(random.randrange(index + 1)))
+            while llm.engine.has_unfinished_requests():
+                llm.engine.step()
+            preemptions += llm.engine.scheduler.num_preemptions
+            moves += len(recorded_moves)
+            assert isinstance(llm._runner.device, OrderingCheck)
+            checked += llm._runner.device.num_checked
+    return preemptions, moves, checked
+
+
+def order_calls() -> list[tuple[int, int, str]]:
+    """Every call that waits or records in `transfer_order`, as (line, column, source)."""
+    source = inspect.getsource(transfer_order)
+    calls = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+    ]
+    return [
+        (call.lineno, call.col_offset, ast.unparse(call))
+        for call in calls
+        if call.func.attr in ("wait", "record") and "self._events[key]" not in ast.unparse(call)  # type: ignore[attr-defined]
+    ]
+
+
+def without_call(line: int, column: int) -> types.ModuleType:
+    """`transfer_order` with one call replaced by nothing."""
+
+    class Remove(ast.NodeTransformer):
+        def visit_Expr(self, node: ast.Expr) -> ast.AST:
+            is_it = (node.value.lineno, node.value.col_offset) == (line, column)
+            return ast.copy_location(ast.Pass(), node) if is_it else node
+
+    module = types.ModuleType("mutant")
+    tree = ast.fix_missing_locations(Remove().visit(ast.parse(inspect.getsource(transfer_order))))
+    exec(compile(tree, "mutant", "exec"), module.__dict__)
+    return module
+
+
+def test_the_engine_orders_everything(model_dir: Path) -> None:
+    preemptions, moves, checked = stress(model_dir)
+    assert min(preemptions, moves) > 0 and checked > 1000
+
+
+def test_there_are_as_many_mutants_as_the_design_has_orderings() -> None:
+    sources = [source for _, _, source in order_calls()]
+    for event in ("kv_written", "host_ready", "ring_slot_ready", "ring_slot_compute_done", "moves_begin", "moves_end"):
+        assert any(f"_{event}" in source and "record" in source for source in sources), event
+        assert any(f"_{event}" in source and "wait" in source for source in sources), event
+
+
+@pytest.mark.parametrize(("line", "column", "source"), order_calls(), ids=lambda value: str(value))
+def test_every_wait_and_record_taken_out_is_noticed(
+    model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
+    with pytest.raises(EngineError) as failed:
+        stress(model_dir)
+    assert isinstance(failed.value.__cause__, OrderingError), source

@@ -1,0 +1,337 @@
+"""The life of a request in the engine: refused, aborted, failed, ended, and what it reports. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from content_model import VOCAB, expected_output
+from engine_bench import BLOCK, Bench, crowd, prompt_of
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.engine.sequence import Sequence as TokenSequence
+from nanovllm.engine.sequence import SequenceStatus
+from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.sampling_params import SamplingParams
+
+# ---- refusals
+
+
+def test_a_request_that_never_fits_is_refused_at_once_and_others_go_on() -> None:
+    manager = BlockManager(200, 50, BLOCK)  # the watermark keeps 2 blocks
+    scheduler = Scheduler(SchedulerLimits(8, 24, manager.max_sequence_tokens), manager)
+    params = SamplingParams()
+    fits = TokenSequence(0, "fits", prompt_of(248 * BLOCK), params, seed=0, arrival_time=0.0)
+    scheduler.add(fits)
+    too_long = TokenSequence(1, "huge", prompt_of(248 * BLOCK + 1), params, seed=0, arrival_time=0.0)
+    with pytest.raises(RequestError) as refusal:
+        scheduler.add(too_long)
+    for number in ("'huge'", "993 tokens", "249 KV blocks", "of 4 tokens", "250", "keeps 2 free", "992 tokens"):
+        assert number in str(refusal.value), number
+    assert scheduler.waiting == [fits] and too_long.block_table == []
+
+
+def test_a_refused_request_leaves_nothing_behind() -> None:
+    bench = Bench(max_model_len=20)
+    bench.add("a", prompt_of(5))
+    with pytest.raises(RequestError, match=r"21 tokens and max_model_len is 20"):
+        bench.add("b", prompt_of(21))
+    bench.run()
+    assert bench.tokens("a") == expected_output(prompt_of(5), 8)
+    bench.add("b", prompt_of(4))
+    assert bench.run()["b"].outputs[0].finish_reason == "length"
+
+
+def test_a_sequence_that_outgrows_the_cache_never_hangs() -> None:
+    """Either such an engine is refused, or its sequences come to an end."""
+    try:
+        bench = Bench(10, max_model_len=1000)
+    except ConfigError as error:
+        assert "1000" in str(error) and "40" in str(error)
+        return
+    bench.add("a", prompt_of(30), max_tokens=100)
+    assert bench.run()["a"].finished
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({}, "needs a prompt"),
+    ({"prompt": "text"}, "no tokenizer"),
+    ({"prompt_token_ids": []}, "empty"),
+    ({"prompt_token_ids": 5}, "5"),
+    ({"prompt_token_ids": "12"}, "'12'"),
+    ({"prompt_token_ids": [1, VOCAB]}, f"{VOCAB} in the prompt is not one of the model's.* 0 to {VOCAB - 1}"),
+    ({"prompt_token_ids": [1, -1]}, "-1 in the prompt"),
+    ({"prompt_token_ids": [1, 2.0]}, "2.0 in the prompt"),
+    ({"prompt_token_ids": [True]}, "True in the prompt"),
+    ({"prompt_token_ids": [1, "a"]}, "'a' in the prompt"),
+    ({"prompt_token_ids": [1], "sampling_params": {"temperature": 0}}, "SamplingParams.*temperature"),
+    ({"prompt_token_ids": [1], "priority": "high"}, "priority.*'high'"),
+    ({"prompt_token_ids": [1], "arrival_time": float("nan")}, "arrival_time.*nan"),
+    ({"prompt_token_ids": [1], "arrival_time": "noon"}, "arrival_time.*'noon'"),
+]
+
+
+@pytest.mark.parametrize("arguments, says", REFUSALS, ids=[str(arguments) for arguments, _ in REFUSALS])
+def test_bad_requests_are_refused_with_a_sentence(arguments: dict[str, Any], says: str) -> None:
+    bench = Bench()
+    bench.add("other", prompt_of(3), 2)
+    with pytest.raises(RequestError) as refusal:
+        bench.engine.add_request("bad", **arguments)
+    assert re.search(says, str(refusal.value))
+    assert bench.engine.abort_request("bad") is None
+    assert list(bench.run()) == ["other"]
+
+
+def test_request_ids_are_used_once_at_a_time() -> None:
+    bench = Bench()
+    bench.add("a", prompt_of(3), 2)
+    with pytest.raises(RequestError, match="'a' is in use"):
+        bench.add("a", prompt_of(4), 2)
+    bench.run()
+    bench.add("a", prompt_of(4), 2)
+    assert bench.run()["a"].prompt_token_ids == prompt_of(4)
+
+
+# ---- aborts and failures
+
+
+def test_abort_in_the_middle_of_a_chunked_prefill() -> None:
+    bench = Bench(3, 20, budget=10)
+    bench.add("a", prompt_of(30))
+    bench.step()
+    assert bench.manager.num_used == 8
+    output = bench.engine.abort_request("a")
+    assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
+    assert output.outputs[0].token_ids == [] and output.metrics.prefill_tokens == 10
+    assert bench.manager.num_used == 0
+    assert bench.manager.num_cached == 2, "the two full blocks are found again, the half-written one is not"
+    assert not bench.engine.has_unfinished_requests() and bench.step() == []
+    bench.add("a", prompt_of(30))
+    assert bench.run()["a"].num_cached_tokens == 8
+    assert bench.tokens("a") == expected_output(prompt_of(30), 8)
+
+
+def test_abort_of_a_waiting_and_of_a_decoding_request() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("a", prompt_of(6))
+    bench.add("b", prompt_of(6, 1))
+    bench.step()
+    waiting = bench.engine.abort_request("b")
+    assert waiting is not None and waiting.outputs[0].token_ids == [] and waiting.metrics.queue_time is None
+    bench.step()
+    decoding = bench.engine.abort_request("a")
+    assert decoding is not None and decoding.outputs[0].token_ids == expected_output(prompt_of(6), 2)
+    assert bench.engine.abort_request("a") is None and bench.engine.abort_request("nobody") is None
+    assert bench.manager.num_used == 0 and not bench.engine.has_unfinished_requests()
+
+
+def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
+    bench = Bench(max_num_seqs=2)
+    for i, name in enumerate("abc"):
+        bench.add(name, prompt_of(9, i))
+    bench.step()
+    assert bench.manager.stats.queried_tokens == 18
+    bench.executor.error = ValueError("the device is on fire")
+    with pytest.raises(EngineError, match=r"ended 2 running requests: the device is on fire"):
+        bench.step()
+    assert bench.manager.num_free == bench.manager.num_blocks, "what a failed step wrote is not found again"
+    assert bench.engine.abort_request("a") is None, "it has ended"
+    bench.add("a", prompt_of(9))
+    bench.run()
+    assert set(bench.finished) == {"a", "c"}
+    assert bench.finished["a"].num_cached_tokens == 0
+    assert bench.tokens("a") == expected_output(prompt_of(9), 8)
+    assert bench.tokens("c") == expected_output(prompt_of(9, 2), 8)
+
+
+def test_a_failed_step_forgets_the_moves_that_it_did_not_make() -> None:
+    bench = Bench(2, 8)
+    old = prompt_of(8)
+    bench.add("old", old, 1)
+    bench.run()
+    bench.add("new", prompt_of(8, 1), 1)
+    bench.executor.error = ValueError("no")
+    with pytest.raises(EngineError):
+        bench.step()  # it was to move old's blocks to the host
+    bench.add("again", [*old, 1], 4)
+    assert bench.run()["again"].num_cached_tokens == 0
+    assert bench.tokens("again") == expected_output([*old, 1], 4)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_interrupts_pass_through_and_the_engine_goes_on(error: BaseException) -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("a", prompt_of(9))
+    bench.add("b", prompt_of(9, 1))
+    bench.step()
+    bench.executor.error = error
+    with pytest.raises(type(error)) as raised:
+        bench.step()
+    assert raised.value is error
+    bench.run()
+    assert set(bench.finished) == {"b"} and bench.tokens("b") == expected_output(prompt_of(9, 1), 8)
+
+
+@pytest.mark.parametrize("where", ["promote", "take_moves", "places", "register_computed"])
+def test_an_interrupt_outside_the_model_leaves_a_usable_engine(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(3, 20)
+    bench.add("old", prompt_of(12), 1)
+    bench.run()
+    bench.add("a", prompt_of(9, 1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bench.manager, where, interrupt)
+        bench.step()
+    bench.engine.abort_request("a")
+    assert not bench.engine.has_unfinished_requests() and bench.manager.num_used == 0
+    for name, prompt in (("a", prompt_of(9, 1)), ("b", [*prompt_of(12), 3]), ("c", prompt_of(20, 2))):
+        bench.add(name, prompt)
+    bench.run()
+    for name, prompt in (("a", prompt_of(9, 1)), ("b", [*prompt_of(12), 3]), ("c", prompt_of(20, 2))):
+        assert bench.tokens(name) == expected_output(prompt, 8)
+
+
+# ---- ends
+
+
+def test_every_end_token_ends_a_request() -> None:
+    prompt = prompt_of(5)
+    free = expected_output(prompt, 20)
+    for eos in ({free[0]}, {free[3], free[7]}, {free[19]}):
+        bench = Bench(eos=sorted(eos))
+        bench.add("a", prompt, 20)
+        bench.run()
+        end = next(i for i, token in enumerate(free) if token in eos)
+        assert bench.tokens("a") == free[: end + 1] and bench.reason("a") == ("stop", None)
+
+
+def test_ignore_eos_goes_past_end_tokens_and_not_past_stop_tokens() -> None:
+    prompt = prompt_of(5)
+    free = expected_output(prompt, 20)
+    eos, stop = free[2], next(token for token in free if token != free[2])
+    bench = Bench(eos=[eos])
+    bench.add("runs", prompt, 20, ignore_eos=True)
+    bench.add("stops", prompt, 20, ignore_eos=True, stop_token_ids=[stop])
+    bench.run()
+    assert bench.tokens("runs") == free and bench.reason("runs") == ("length", None)
+    assert bench.tokens("stops") == free[: free.index(stop) + 1] and bench.reason("stops") == ("stop", stop)
+
+
+def test_max_tokens_ends_a_request() -> None:
+    for max_tokens in (1, 2, 7):
+        bench = Bench()
+        bench.add("a", prompt_of(5), max_tokens)
+        bench.run()
+        assert bench.tokens("a") == expected_output(prompt_of(5), max_tokens)
+        assert bench.reason("a") == ("length", None)
+
+
+@pytest.mark.parametrize("length, generated", [(15, 5), (19, 1), (20, 1)])
+@pytest.mark.parametrize("max_tokens", [None, 100])
+def test_max_model_len_ends_a_request_with_length(length: int, generated: int, max_tokens: int | None) -> None:
+    bench = Bench(max_model_len=20)
+    bench.add("a", prompt_of(length), max_tokens)
+    bench.run()
+    assert bench.reason("a") == ("length", None)
+    assert bench.tokens("a") == expected_output(prompt_of(length), generated)
+    assert max(row.context_len + len(row.token_ids) for row in bench.rows("a")) <= 20
+
+
+def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
+    last = expected_output(prompt_of(5), 4)
+    bench = Bench()
+    stop = last[3]
+    bench.add("a", prompt_of(5), 4, stop_token_ids=[stop])
+    bench.run()
+    assert bench.reason("a") == ("stop", stop)
+
+
+class SpelledOut:
+    """Token 7 is " 7"; end of text is not printed."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(f" {token}" for token in token_ids)
+
+
+def test_text_goes_in_and_comes_out() -> None:
+    bench = Bench(tokenizer=SpelledOut())
+    prompt = prompt_of(6)
+    text = " ".join(map(str, prompt))
+    free = expected_output(prompt, 6)
+    stop = free[-1]
+    bench.engine.add_request("a", text, SamplingParams(temperature=0.0, max_tokens=6))
+    bench.engine.add_request("b", text, SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=[stop]))
+    texts = [output.outputs[0].text for output in itertools.chain(*(bench.step() for _ in range(2)))]
+    assert texts[:2] == [f" {free[0]}"] * 2 and texts[2] == f" {free[0]} {free[1]}"
+    bench.run()
+    assert bench.finished["a"].prompt == text and bench.finished["a"].prompt_token_ids == prompt
+    assert bench.finished["a"].outputs[0].text == "".join(f" {token}" for token in free)
+    until_stop = free[: free.index(stop)]
+    assert bench.finished["b"].outputs[0].text == "".join(f" {token}" for token in until_stop)
+    assert bench.finished["b"].outputs[0].token_ids == [*until_stop, stop], "the token is there, its text is not"
+
+
+# ---- metrics
+
+
+def test_metrics_of_a_plain_request() -> None:
+    bench = Bench(budget=8)
+    bench.add("a", prompt_of(20), 5)
+    metrics = bench.run()["a"].metrics
+    assert (metrics.prefill_tokens, metrics.decode_tokens) == (20, 4)
+    assert (metrics.cached_tokens, metrics.preemptions) == (0, 0)
+    assert (metrics.h2d_bytes, metrics.d2h_bytes) == (10 * 24, 20 * 24)
+    times = [metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time]
+    assert None not in times and times == sorted(times, key=lambda t: t or 0.0)
+    assert metrics.queue_time is not None and metrics.ttft is not None and metrics.tpot is not None
+    assert 0 <= metrics.queue_time <= metrics.ttft
+    assert metrics.tpot == ((metrics.finished_time or 0) - (metrics.first_token_time or 0)) / 4
+
+
+def test_metrics_of_one_token_and_of_cached_and_preempted_requests() -> None:
+    bench = Bench(6)
+    bench.add("first", prompt_of(13), 1)
+    bench.add("unseeded", prompt_of(3, 5), 1)
+    bench.run()
+    assert bench.finished["first"].metrics.tpot is None, "there is no time between tokens"
+    bench.add("second", prompt_of(13), 2)
+    cached = bench.run()["second"]
+    assert (cached.num_cached_tokens, cached.metrics.prefill_tokens) == (12, 1)
+
+    crowded = Bench(6, caching=False)
+    crowd(crowded, {"a": 7, "b": 7, "c": 7})
+    metrics = crowded.run()["c"].metrics
+    assert metrics.preemptions >= 1
+    assert metrics.prefill_tokens == 7 * (1 + metrics.preemptions), "recomputed prompt tokens count again"
+    assert metrics.decode_tokens == 11
+
+
+def test_requests_that_wait_show_it() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("a", prompt_of(3), 3)
+    bench.add("b", prompt_of(3, 1), 1)
+    finished = bench.run()
+    a, b = finished["a"].metrics, finished["b"].metrics
+    assert a.finished_time is not None and b.first_scheduled_time is not None
+    assert b.first_scheduled_time >= a.finished_time
+    assert (b.queue_time or 0) > (a.queue_time or 0)
+
+
+def test_finished_sequences_say_so() -> None:
+    bench = Bench()
+    bench.add("a", prompt_of(3), 2)
+    seq = bench.scheduler.waiting[0]
+    assert seq.status is SequenceStatus.WAITING
+    seen = [(seq.status, outputs[0].finished) for outputs in bench.steps()]
+    assert seen == [(SequenceStatus.RUNNING, False), (SequenceStatus.FINISHED, True)]
+    assert seq.status is SequenceStatus.FINISHED and not seq.block_table

@@ -1,0 +1,213 @@
+"""What the scheduler puts into a step, in which order, and who gives way when blocks run out. No torch."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+from content_model import expected_output
+from engine_bench import BLOCK, Bench, crowd, prompt_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.sampling_params import SamplingParams
+
+# ---- what a step holds
+
+
+def test_several_prompts_share_a_step_and_the_last_is_cut() -> None:
+    bench = Bench(budget=24)
+    for i, name in enumerate("abc"):
+        bench.add(name, prompt_of(10, i))
+    bench.step()
+    assert bench.chunks() == {"a": 10, "b": 10, "c": 4}
+    bench.step()
+    assert bench.chunks() == {"a": 1, "b": 1, "c": 6}, "decodes stand first, the prefill goes on beside them"
+    bench.step()
+    assert bench.chunks() == {"a": 1, "b": 1, "c": 1}
+    bench.run()
+    for i, name in enumerate("abc"):
+        assert bench.tokens(name) == expected_output(prompt_of(10, i), 8)
+    assert [row.context_len for row in bench.rows("c")][:3] == [0, 4, 10]
+
+
+def test_a_token_is_sampled_only_when_the_prompt_is_complete() -> None:
+    bench = Bench(budget=4)
+    bench.add("a", prompt_of(10), max_tokens=2)
+    outputs = [bench.step()[0] for _ in range(4)]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [0, 0, 1, 2]
+    assert [row.sampling is not None for row in bench.rows("a")] == [False, False, True, True]
+
+
+def test_a_long_prefill_never_stalls_a_decode() -> None:
+    bench = Bench(budget=8)
+    bench.add("talker", prompt_of(4), max_tokens=20)
+    bench.step()
+    bench.add("long", prompt_of(100, 1), max_tokens=2)
+    for step in range(2, 15):
+        outputs = {output.request_id: output for output in bench.step()}
+        assert bench.chunks() == {"talker": 1, "long": 7}
+        assert len(outputs["talker"].outputs[0].token_ids) == step
+    bench.run()
+    assert bench.tokens("long") == expected_output(prompt_of(100, 1), 2)
+
+
+def test_freed_room_is_filled_in_the_next_step() -> None:
+    bench = Bench(max_num_seqs=2)
+    for name, tokens in (("a", 1), ("b", 3), ("c", 2)):
+        bench.add(name, prompt_of(3, ord(name)), max_tokens=tokens)
+    names = [set(bench.chunks()) for _ in bench.steps()]
+    assert names == [{"a", "b"}, {"b", "c"}, {"b", "c"}]
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=8),
+    budget=st.integers(1, 20),
+    max_num_seqs=st.integers(1, 4),
+    device=st.integers(0, 12),
+)
+@settings(max_examples=80, deadline=None)
+def test_budgets_hold_and_everybody_is_served(
+    requests: list[tuple[int, int, int]], budget: int, max_num_seqs: int, device: int
+) -> None:
+    bench = Bench(device, 12 - device, budget=budget, max_num_seqs=max_num_seqs)  # the executor checks every batch
+    for i, (length, max_tokens, priority) in enumerate(requests):
+        bench.add(str(i), prompt_of(length, i), max_tokens, priority)
+    bench.run(3000)
+    for i, (length, max_tokens, _) in enumerate(requests):
+        room = bench.limits.max_model_len - length
+        assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), min(max_tokens, room))
+    assert bench.manager.num_used == 0
+
+
+def test_an_empty_schedule_calls_no_model() -> None:
+    bench = Bench()
+    assert bench.step() == [] and bench.executor.num_steps == 0
+    bench.add("a", prompt_of(3), max_tokens=1)
+    bench.run()
+    steps = bench.executor.num_steps
+    assert bench.step() == [] and bench.executor.num_steps == steps
+
+
+def test_batches_are_plain_data() -> None:
+    bench = Bench(3, 20)
+    for i in range(4):
+        bench.add(str(i), prompt_of(9, i))
+    bench.run()
+    assert any(batch.moves for batch in bench.executor.batches)
+    for batch in bench.executor.batches:
+        assert pickle.loads(pickle.dumps(batch)) == batch
+
+
+def test_sampling_rows_say_how_each_token_is_drawn() -> None:
+    bench = Bench()
+    bench.add("a", prompt_of(3), 3, temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-5)
+    bench.add("b", prompt_of(3, 1), 2, temperature=1e-6, top_k=7)
+    bench.run()
+    a, b = ([row.sampling for row in bench.rows(name)] for name in "ab")
+    assert [(r.temperature, r.top_k, r.top_p, r.min_p, r.seed, r.index) for r in a if r] == [
+        (0.7, 0, 0.9, 0.1, -5, index) for index in range(3)
+    ]
+    assert [(r.temperature, r.top_k, r.index) for r in b if r] == [(0.0, 7, 0), (0.0, 7, 1)]
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> None:
+    def seeds(engine_seed: int) -> list[int]:
+        bench = Bench(seed=engine_seed)
+        for name in "abc":
+            bench.add(name, prompt_of(3), 1, temperature=1.0)
+        bench.step()
+        return [seq.sampling.seed for seq in bench.executor.batches[0].sequences if seq.sampling]
+
+    assert len(set(seeds(0))) == 3
+    assert seeds(0) == seeds(0) != seeds(1)
+
+
+# ---- order and preemption
+
+
+def test_priority_then_arrival_decides_who_runs_first() -> None:
+    bench = Bench(max_num_seqs=1)
+    arrivals = {"late": (1, 3.0), "early": (1, 2.0), "urgent": (0, 9.0), "idle": (5, 1.0), "tied": (1, 2.0)}
+    for name, (priority, arrival) in arrivals.items():
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        bench.engine.add_request(name, None, params, prompt_of(3), arrival_time=arrival, priority=priority)
+    bench.run()
+    assert bench.order == ["urgent", "early", "tied", "late", "idle"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("device, host", [(6, 0), (2, 4), (0, 6)])
+def test_preempted_requests_give_what_they_give_alone(caching: bool, device: int, host: int) -> None:
+    bench = Bench(device, host, caching=caching)
+    lengths = {"a": 7, "b": 7, "c": 7, "d": 5}
+    crowd(bench, lengths)
+    bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    for i, (name, length) in enumerate(lengths.items()):
+        assert bench.tokens(name) == expected_output(prompt_of(length, i), 12)
+        draws = [row.sampling.index for row in bench.rows(name) if row.sampling]
+        assert draws == list(range(12)), "every draw is made once, whatever was recomputed"
+
+
+def test_the_lowest_priority_is_preempted_first() -> None:
+    bench = Bench(6)
+    crowd(bench, {"a": 7, "b": 7, "c": 7})  # two blocks each: full; the next block costs somebody all of his
+    bench.step()
+    bench.step()
+    bench.step()
+    assert list(bench.chunks()) == ["a", "b"]
+    assert [seq.request_id for seq in bench.scheduler.waiting] == ["c"]
+    finished = bench.run()
+    preemptions = [finished[name].metrics.preemptions for name in "abc"]
+    assert preemptions[0] == 0 and preemptions[1] <= preemptions[2] and preemptions[2] >= 1
+    assert sum(preemptions) == bench.scheduler.num_preemptions
+
+
+def test_of_equal_priority_the_latest_is_preempted_first() -> None:
+    bench = Bench(6)
+    for i, name in enumerate("abc"):
+        bench.add(name, prompt_of(7, i), 12)
+    finished = bench.run()
+    assert finished["a"].metrics.preemptions == 0 and finished["c"].metrics.preemptions >= 1
+
+
+def test_the_last_in_order_preempts_itself_and_nobody_else() -> None:
+    bench = Bench(4)
+    crowd(bench, {"a": 5, "b": 7}, max_tokens=3)  # b outgrows its blocks while a still has room in its own
+    for _ in range(3):
+        bench.step()
+    assert list(bench.chunks()) == ["a"]
+    finished = bench.run()
+    assert finished["a"].metrics.preemptions == 0 and finished["b"].metrics.preemptions == 1
+
+
+def test_a_preempted_request_waits_in_front() -> None:
+    bench = Bench(6)
+    crowd(bench, {"a": 7, "b": 7, "c": 7})
+    bench.step()
+    bench.add("newcomer", prompt_of(2, 9), 2, priority=2)
+    next(outputs for outputs in bench.steps() if bench.scheduler.num_preemptions)
+    assert [seq.request_id for seq in bench.scheduler.waiting] == ["c", "newcomer"]
+
+
+def test_preemptions_are_logged_with_the_tokens_lost(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(6)
+    crowd(bench, {"a": 7, "b": 7, "c": 7})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            bench.step()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == bench.scheduler.num_preemptions == 1
+    assert "'c'" in messages[0] and "2 KV blocks" in messages[0] and "8 computed tokens" in messages[0]
+
+
+def test_what_the_prefix_cache_still_holds_is_not_recomputed() -> None:
+    bench = Bench(8, caching=True)
+    bench.add("a", prompt_of(9), 20)
+    bench.add("b", prompt_of(9, 1), 20, priority=1)
+    bench.run()
+    assert bench.finished["b"].metrics.preemptions == 1
+    resumed = next(row for row in bench.rows("b")[1:] if len(row.token_ids) > 1)
+    assert resumed.context_len > 0 and resumed.context_len % BLOCK == 0
