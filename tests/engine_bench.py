@@ -1,0 +1,129 @@
+"""An engine on the model of KV content, with named requests and steps that can be looked at. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+from content_model import VOCAB, ContentExecutor
+
+from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK = 4
+
+
+class WatchedExecutor(ContentExecutor):
+    """Keeps the batches, checks the budgets, and charges 10 h2d and 20 d2h bytes for each token."""
+
+    def __init__(self, device: int, host: int, limits: SchedulerLimits) -> None:
+        super().__init__(device, host, BLOCK)
+        self.limits = limits
+        self.batches: list[Batch] = []
+        self.error: BaseException | None = None
+
+    def execute(self, batch: Batch) -> StepResult:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.batches.append(batch)
+        assert 0 < batch.num_tokens <= self.limits.max_num_batched_tokens
+        assert 0 < len(batch.sequences) <= self.limits.max_num_seqs
+        tokens = super().execute(batch).token_ids
+        lengths = [len(seq.token_ids) for seq in batch.sequences]
+        return StepResult(tokens, [10 * n for n in lengths], [20 * n for n in lengths])
+
+
+class Bench:
+    """An engine whose requests are named and whose steps can be looked at."""
+
+    def __init__(
+        self,
+        device: int = 64,
+        host: int = 0,
+        *,
+        max_num_seqs: int = 8,
+        budget: int = 24,
+        max_model_len: int | None = None,
+        eos: Sequence[int] = (),
+        caching: bool = True,
+        seed: int = 0,
+        tokenizer: Any = None,
+    ) -> None:
+        self.manager = BlockManager(device, host, BLOCK, caching)
+        length = max_model_len or self.manager.max_sequence_tokens
+        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos))
+        self.executor = WatchedExecutor(device, host, self.limits)
+        self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
+        self.names: dict[int, str] = {}
+        self.finished: dict[str, RequestOutput] = {}
+        self.order: list[str] = []  # in which requests finished
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    def add(
+        self, name: str, prompt: Sequence[int], max_tokens: int | None = 8, priority: int = 0, **params: Any
+    ) -> None:
+        greedy = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
+        self.engine.add_request(name, None, greedy, prompt, priority=priority)
+
+    def step(self) -> list[RequestOutput]:
+        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
+            self.names[seq.seq_id] = seq.request_id
+            self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
+        outputs = self.engine.step()
+        self.manager.check()
+        for output in outputs:
+            if output.finished:
+                self.finished[output.request_id] = output
+                self.order.append(output.request_id)
+        return outputs
+
+    def steps(self, most: int = 500) -> Iterator[list[RequestOutput]]:
+        """The outputs of each step, until nothing is left to do."""
+        for _ in range(most):
+            if not self.engine.has_unfinished_requests():
+                return
+            yield self.step()
+        raise AssertionError(f"still unfinished after {most} steps")
+
+    def run(self, most: int = 500) -> dict[str, RequestOutput]:
+        """Step until nothing is left to do; the outputs of all finished requests."""
+        for _ in self.steps(most):
+            pass
+        return self.finished
+
+    def chunks(self) -> dict[str, int]:
+        """Tokens of each sequence in the last step, in batch order."""
+        return {self.names[seq.seq_id]: len(seq.token_ids) for seq in self.executor.batches[-1].sequences}
+
+    def rows(self, name: str) -> list[ScheduledSequence]:
+        """One request's share of every step."""
+        everything = (seq for batch in self.executor.batches for seq in batch.sequences)
+        return [seq for seq in everything if self.names[seq.seq_id] == name]
+
+    def tokens(self, name: str) -> list[int]:
+        return self.finished[name].outputs[0].token_ids
+
+    def reason(self, name: str) -> tuple[str | None, int | str | None]:
+        output = self.finished[name].outputs[0]
+        return output.finish_reason, output.stop_reason
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random tokens, the same for the same arguments."""
+    random = Random(seed * 1000 + length)
+    return [random.randrange(VOCAB) for _ in range(length)]
+
+
+def crowd(bench: Bench, lengths: dict[str, int], max_tokens: int = 12) -> None:
+    """Requests of one prompt length each; the first in the dict has the highest priority."""
+    for priority, (name, length) in enumerate(lengths.items()):
+        bench.add(name, prompt_of(length, priority), max_tokens, priority)
