@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.device import Stream, create_device, memory
+from nanovllm.device import PitchedCopy, Stream, create_device, memory
 from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.errors import ConfigError, EngineError
 
@@ -44,12 +44,12 @@ def filled(value: int, size: int = 64) -> Tensor:
 
 
 def copy(device: CpuDevice, dst: Tensor, src: Tensor, stream: Stream) -> None:
-    device.copy_2d(dst, src, src.numel(), src.numel(), src.numel(), 1, "h2d", stream)
+    device.copy_2d(PitchedCopy(dst, src, src.numel(), src.numel(), src.numel(), 1, "h2d"), stream)
 
 
 def fail(device: CpuDevice, stream: Stream) -> None:
     """A copy that would run past the end of its source."""
-    device.copy_2d(filled(0), filled(0, 8), 64, 64, 64, 1, "h2d", stream)
+    device.copy_2d(PitchedCopy(filled(0), filled(0, 8), 64, 64, 64, 1, "h2d"), stream)
 
 
 def soon(condition: Callable[[], bool]) -> bool:
@@ -83,7 +83,7 @@ def test_work_on_one_stream_runs_in_order(device: CpuDevice) -> None:
 def test_a_strided_copy_touches_its_rows_only(device: CpuDevice) -> None:
     stream = device.new_stream("s")
     dst, src = filled(0), torch.arange(64, dtype=torch.uint8)
-    device.copy_2d(dst[3:], src[5:], 10, 8, 4, 5, "d2h", stream)
+    device.copy_2d(PitchedCopy(dst[3:], src[5:], 10, 8, 4, 5, "d2h"), stream)
     stream.synchronize()
     expected = filled(0)
     for row in range(5):
@@ -322,13 +322,14 @@ def test_an_event_of_a_closed_stream_is_not_waited_for_in_vain() -> None:
 def test_the_interpreter_exits_cleanly_with_copies_under_way() -> None:
     program = """
 import torch
+from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 device = CpuDevice()
 src, dst = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
 for name in "ab":
     stream = device.new_stream(name)
     for _ in range(2000):
-        device.copy_2d(dst, src, 1 << 20, 1 << 20, 1 << 20, 1, "h2d", stream)
+        device.copy_2d(PitchedCopy(dst, src, 1 << 20, 1 << 20, 1 << 20, 1, "h2d"), stream)
 print("leaving")
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
@@ -343,7 +344,9 @@ def test_devices_are_made_by_name() -> None:
     assert (device.name, device.torch_device.type) == ("cpu", "cpu")
     assert 0 < device.free_memory() <= device.total_memory()
     assert 0 < device.free_host_memory() <= device.total_memory()
-    assert device.empty("x", (2, 3), torch.float16).shape == device.empty_host("y", (2, 3), torch.float16).shape == (2, 3)
+    assert (
+        device.empty("x", (2, 3), torch.float16).shape == device.empty_host("y", (2, 3), torch.float16).shape == (2, 3)
+    )
     with pytest.raises(ConfigError, match=r"device='cuda'.*device='cpu'"):
         create_device("cuda")
 

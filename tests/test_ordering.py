@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
 
 from nanovllm import LLM
+from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.errors import EngineError
@@ -35,7 +36,7 @@ def device() -> Iterator[OrderingCheck]:
 
 
 def copy(device: OrderingCheck, dst: torch.Tensor, src: torch.Tensor, stream: object) -> None:
-    device.copy_2d(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "h2d", stream)  # type: ignore[arg-type]
+    device.copy_2d(PitchedCopy(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, "h2d"), stream)  # type: ignore[arg-type]
 
 
 def test_a_load_must_be_waited_for_before_it_is_read(device: OrderingCheck) -> None:
@@ -94,9 +95,9 @@ def test_disjoint_tokens_of_one_block_do_not_conflict(device: OrderingCheck) -> 
     host = device.empty_host("host", SHAPE, torch.float32)
     device.declare_kernel("write", writes=(ring[0][:, :, 4:6],))
     row = 16 * 4
-    device.copy_2d(ring[0], host[0], BLOCK * row, BLOCK * row, 4 * row, 2, "h2d", stream)  # tokens 0 to 3
+    device.copy_2d(PitchedCopy(ring[0], host[0], BLOCK * row, BLOCK * row, 4 * row, 2, "h2d"), stream)  # tokens 0 to 3
     with pytest.raises(OrderingError):
-        device.copy_2d(ring[0], host[0], BLOCK * row, BLOCK * row, 5 * row, 2, "h2d", stream)  # and 4
+        device.copy_2d(PitchedCopy(ring[0], host[0], BLOCK * row, BLOCK * row, 5 * row, 2, "h2d"), stream)  # and 4
 
 
 def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> None:

@@ -9,12 +9,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 CopyKind = Literal["h2d", "d2h", "d2d", "h2h"]
+
+
+@dataclass(frozen=True, slots=True)
+class PitchedCopy:
+    """`height` rows of `width` bytes; rows start `dpitch` bytes apart in dst and `spitch` bytes apart in src."""
+
+    dst: Tensor
+    src: Tensor
+    dpitch: int
+    spitch: int
+    width: int
+    height: int
+    kind: CopyKind
 
 
 class Event:
@@ -59,18 +73,8 @@ class Device(ABC):
         """Uninitialised host memory that copies to and from the device can reach directly (pinned, on CUDA)."""
 
     @abstractmethod
-    def copy_2d(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        dpitch: int,
-        spitch: int,
-        width: int,
-        height: int,
-        kind: CopyKind,
-        stream: Stream,
-    ) -> None:
-        """Put a copy of `height` rows of `width` bytes on `stream`; rows start `dpitch` and `spitch` bytes apart."""
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
+        """Put a copy on `stream`, which is not the compute stream."""
 
     def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Say what memory a kernel that goes on the compute stream now reads and writes.

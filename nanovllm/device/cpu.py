@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.comm import memcpy_2d_async
 from nanovllm.device import memory
-from nanovllm.device.base import CopyKind, Device, Event, Stream
+from nanovllm.device.base import Device, Event, PitchedCopy, Stream
 from nanovllm.errors import EngineError
 
 
@@ -68,12 +68,12 @@ class WorkerStream(Stream):
             self._thread.start()
         self._queue.put(work)
 
-    def copy(self, dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
+    def copy(self, copy: PitchedCopy) -> None:
         """Put a copy between two spans of ordinary memory on the queue."""
 
         def work() -> None:
             if self._failure is None and not self._closed:
-                memcpy_2d_async(dst, src, dpitch, spitch, width, height, "h2h", 0)
+                memcpy_2d_async(copy.dst, copy.src, copy.dpitch, copy.spitch, copy.width, copy.height, "h2h", 0)
 
         self.put(work)
 
@@ -159,19 +159,9 @@ class CpuDevice(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def copy_2d(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        dpitch: int,
-        spitch: int,
-        width: int,
-        height: int,
-        kind: CopyKind,
-        stream: Stream,
-    ) -> None:
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
-        stream.copy(dst, src, dpitch, spitch, width, height)
+        stream.copy(copy)
 
     def free_memory(self) -> int:
         return memory.available_bytes()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import CopyKind, Device, Event, Stream
+from nanovllm.device.base import Device, Event, PitchedCopy, Stream
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
 
@@ -131,21 +131,12 @@ class OrderingCheck(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._shadowed(name, self.inner.empty_host(name, shape, dtype))
 
-    def copy_2d(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        dpitch: int,
-        spitch: int,
-        width: int,
-        height: int,
-        kind: CopyKind,
-        stream: Stream,
-    ) -> None:
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
         assert isinstance(stream, CheckedStream)
-        reads = [Rows(src.data_ptr(), spitch, width, height)]
-        self._check(f"{kind} copy", stream, reads, [Rows(dst.data_ptr(), dpitch, width, height)])
-        self.inner.copy_2d(dst, src, dpitch, spitch, width, height, kind, stream.inner)
+        reads = [Rows(copy.src.data_ptr(), copy.spitch, copy.width, copy.height)]
+        writes = [Rows(copy.dst.data_ptr(), copy.dpitch, copy.width, copy.height)]
+        self._check(f"{copy.kind} copy", stream, reads, writes)
+        self.inner.copy_2d(copy, stream.inner)
 
     def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._check(f"kernel {name!r}", self._compute, [rows_of(t) for t in reads], [rows_of(t) for t in writes])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.comm.sgdma import MAX_PITCH
-from nanovllm.device import CopyKind, Device, Stream
+from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.transfer_order import TransferOrder
@@ -105,7 +105,7 @@ class OffloadEngine:
         """Tokens are contiguous within a head, so each head of K and V is one row of a strided copy."""
         layout = self.layout
         pitch, width, height = layout.head_pitch, count * layout.row_bytes, layout.rows_per_token
-        self._copy(dst[0, 0, first:], src[0, 0, first:], pitch, pitch, width, height, kind, stream)
+        self._copy(PitchedCopy(dst[0, 0, first:], src[0, 0, first:], pitch, pitch, width, height, kind), stream)
 
     # ---- copies of whole blocks
 
@@ -141,25 +141,15 @@ class OffloadEngine:
         width = self.layout.block_layer_bytes
         dpitch, spitch = (t.stride(0) * t.element_size() for t in (dst, src))
         if max(dpitch, spitch) <= MAX_PITCH:
-            self._copy(dst, src, dpitch, spitch, width, self.layout.num_layers, kind, stream)
+            self._copy(PitchedCopy(dst, src, dpitch, spitch, width, self.layout.num_layers, kind), stream)
             return
         for dst_layer, src_layer in zip(dst, src, strict=True):
-            self._copy(dst_layer, src_layer, width, width, width, 1, kind, stream)
+            self._copy(PitchedCopy(dst_layer, src_layer, width, width, width, 1, kind), stream)
 
-    def _copy(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        dpitch: int,
-        spitch: int,
-        width: int,
-        height: int,
-        kind: CopyKind,
-        stream: Stream,
-    ) -> None:
-        self.device.copy_2d(dst, src, dpitch, spitch, width, height, kind, stream)
-        self._counts[kind][0] += 1
-        self._counts[kind][1] += width * height
+    def _copy(self, copy: PitchedCopy, stream: Stream) -> None:
+        self.device.copy_2d(copy, stream)
+        self._counts[copy.kind][0] += 1
+        self._counts[copy.kind][1] += copy.width * copy.height
 
     def synchronize(self) -> None:
         """Block the host until no copy is under way."""
