@@ -3,7 +3,8 @@
 // The unit of all arithmetic is the KV tile: up to kTileKeys keys of one block, counted from the block's start. A tile
 // and a query row give a partial state (accumulator, maximum, sum), and partial states are merged into the row's
 // normalised state (output, LSE) one tile after the other, in the order of the keys. Nothing else carries over from one
-// tile to the next, so no result can depend on how blocks are grouped into calls, rows into tasks or tiles over threads.
+// tile to the next, so no result can depend on how blocks are grouped into calls, rows into tasks or tiles over
+// threads.
 #pragma once
 
 #include <cstddef>

@@ -27,7 +27,9 @@ struct PairsOfBf16 : Avx512 {
     static U splat_unit(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
     static F dot(F sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
-    static void pack_row(const T* source, int count, uint32_t* dst) { __builtin_memcpy(dst, source, count * sizeof(T)); }
+    static void pack_row(const T* source, int count, uint32_t* dst) {
+        __builtin_memcpy(dst, source, count * sizeof(T));
+    }
     static void store_units(uint32_t* p, U v) { _mm512_storeu_si512(p, v); }
     static void key_columns(const T* k, int64_t stride, int keys, int units, U columns[W]) {
         const __mmask16 mask = __mmask16((1u << units) - 1);
@@ -38,8 +40,8 @@ struct PairsOfBf16 : Avx512 {
     static U value_columns(const T* v, int64_t stride, int keys) {
         return _mm512_or_si512(values(v, keys > 0), _mm512_slli_epi32(values(v + stride, keys > 1), 16));
     }
-    // N vectors of value pairs. Two vectors come from one load of each row, interleaved within 128-bit lanes, which is cheaper
-    // than across them; restore_order puts the sums right.
+    // N vectors of value pairs. Two vectors come from one load of each row, interleaved within 128-bit lanes, which is
+    // cheaper than across them; restore_order puts the sums right.
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
         if constexpr (N == 1) {

@@ -21,8 +21,8 @@ static inline float widen_scalar(uint32_t bits) {
 static inline float widen_scalar(float value) { return value; }
 static inline float widen_scalar(Bf16 value) { return widen_scalar(uint32_t(value.bits) << 16); }
 
-// Exponent and fraction move into fp32's places and are rebiased by a product with 2^112, which is exact and turns fp16's
-// subnormals into normal numbers. The exponent of infinity and NaN is set apart: no finite product reaches it.
+// Exponent and fraction move into fp32's places and are rebiased by a product with 2^112, which is exact and turns
+// fp16's subnormals into normal numbers. Infinity and NaN are set apart: no finite product reaches their exponent.
 static inline float widen_scalar(Fp16 value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16, magnitude = uint32_t(value.bits & 0x7fff) << 13;
     if ((value.bits & 0x7c00) == 0x7c00) return widen_scalar(sign | 0x7f800000 | magnitude);

@@ -1,6 +1,7 @@
 // The tile kernel: query rows times KV tiles, for any instruction set X.
 //
-// More rows than one register tile go over packed keys and values, packed once per tile; few rows go over them directly.
+// More rows than one register tile go over packed keys and values, packed once per tile; few rows go over them where
+// they lie.
 //
 // Included once by each instruction set's file, inside its anonymous namespace, after its X is defined.
 
@@ -69,6 +70,7 @@ class TileKernel {
     // The tile at hand.
     const T *key_ = nullptr, *value_ = nullptr;
     const T *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile after it
+    Ahead ahead_keys_, ahead_values_;
     int64_t tile_position_ = 0;
     int tile_keys_ = 0;
     uint64_t packed_keys_ = 0;  // a bit per panel
@@ -151,6 +153,8 @@ class TileKernel {
         const int64_t next = tile + 1 < task_.tile_end ? tile + 1 : tile;
         next_key_ = first_element(next, k.k_offset);
         next_value_ = first_element(next, k.v_offset);
+        ahead_keys_ = {reinterpret_cast<const char*>(next_key_)};
+        ahead_values_ = {reinterpret_cast<const char*>(next_value_)};
         packed_keys_ = 0;
         packed_values_ = false;
     }
@@ -214,8 +218,8 @@ class TileKernel {
     template <int M, int N>
     void score_at(int key) {
         const int64_t offset = int64_t(key) * head_dim_;
-        score_keys<X, M, N>(work_.query, units_, key_ + offset, next_key_ + offset, tile_keys_ - key, work_.scores + key,
-                            kTileKeys);
+        score_keys<X, M, N>(work_.query, units_, key_ + offset, tile_keys_ - key, work_.scores + key, kTileKeys,
+                            ahead_keys_, ahead_values_);
     }
 
     void weigh_direct() {
@@ -241,22 +245,24 @@ class TileKernel {
     template <int M, int N>
     void weigh_at(int column) {
         const Span keys = visible_vectors(0, M);
-        const int first = keys.begin / X::kStep, steps = (keys.end - keys.begin) / X::kStep;
-        const int64_t offset = int64_t(keys.begin) * head_dim_ + column;
+        const int count = keys.end - keys.begin;
+        const uint32_t* p = work_.probabilities + keys.begin / X::kStep;
+        const T* v = value_ + int64_t(keys.begin) * head_dim_ + column;
         with_epilogue(0, column, [&](const auto& epilogue) {
-            weigh_columns<X, M, N>(work_.probabilities + first, kTileKeys / X::kStep, steps, value_ + offset,
-                                   next_value_ + offset, head_dim_, tile_keys_ - keys.begin, epilogue);
+            weigh_columns<X, M, N>(p, kTileKeys / X::kStep, count / X::kStep, v, head_dim_,
+                                   tile_keys_ - keys.begin, ahead_values_, epilogue);
         });
     }
 
-    // Calls `product` with what becomes of its sums, columns from `column` on of rows from r on: merged into the state, or
-    // kept as a partial state.
+    // Calls `product` with what becomes of its sums, columns from `column` on of rows from r on: merged into the
+    // state, or kept as a partial state.
     template <class Product>
     void with_epilogue(int r, int column, const Product& product) {
         const int64_t offset = int64_t(r) * head_dim_ + column, stride = head_dim_;
         if (task_.partials != nullptr) {
             float* accumulator = accumulator_ + offset;
-            return product([=](int m, int n, typename X::F sum) { X::store(accumulator + m * stride + n * X::W, sum); });
+            return product(
+                [=](int m, int n, typename X::F sum) { X::store(accumulator + m * stride + n * X::W, sum); });
         }
         float* output = work_.output + offset;
         const float *maximum = maximum_ + r, *old_weight = work_.old_weight + r, *tile_weight = work_.tile_weight + r;
@@ -355,8 +361,9 @@ class TileKernel {
             prefetch(next_value_ + int64_t(key) * head_dim_, X::kStep * head_dim_);
             for (int column = 0; column < head_dim_; column += X::W) {
                 const int64_t step = int64_t(column / kPanel) * (kTileKeys / X::kStep) + key / X::kStep;
+                const T* v = value_ + int64_t(key) * head_dim_ + column;
                 X::store_units(work_.values + step * kPanel + column % kPanel,
-                               X::value_columns(value_ + int64_t(key) * head_dim_ + column, head_dim_, tile_keys_ - key));
+                               X::value_columns(v, head_dim_, tile_keys_ - key));
             }
         }
     }
@@ -374,7 +381,8 @@ class TileKernel {
             float* state = work_.output + int64_t(r) * head_dim_;
             const float* accumulator = accumulator_ + int64_t(r) * head_dim_;
             for (int d = 0; d < head_dim_; d += X::W)
-                X::store(state + d, merged_output<X>(X::load(state + d), old_weight, X::load(accumulator + d), tile_weight));
+                X::store(state + d,
+                         merged_output<X>(X::load(state + d), old_weight, X::load(accumulator + d), tile_weight));
         }
     }
 };

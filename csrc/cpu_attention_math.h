@@ -48,8 +48,8 @@ inline typename X::F log_f32(typename X::F x) {
 }
 
 // Merges the tile states (maximum in base 2, sum) of `rows` rows into their LSE, and leaves the two weights:
-// output = old_weight * output + tile_weight * accumulator. A row that sees no key of the tile keeps its LSE; its weights
-// mean nothing. Arrays are padded to whole vectors.
+// output = old_weight * output + tile_weight * accumulator. A row that sees no key of the tile keeps its LSE; its
+// weights mean nothing. Arrays are padded to whole vectors.
 template <class X>
 inline void merge_weights(int rows, const float* tile_max, const float* tile_sum, float* lse, float* old_weight,
                           float* tile_weight) {

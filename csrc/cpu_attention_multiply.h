@@ -56,19 +56,35 @@ inline void multiply(int rows, int vectors, const uint32_t* a, int64_t a_stride,
 }
 
 // Direct products: the same sums in the same order, from keys and values where they lie. With few rows there is nothing
-// to gain from packing, and the bytes go through the core once. `next` is the same place in the next tile: it is brought
-// towards the core meanwhile, because decode lives on memory bandwidth.
+// to gain from packing, and the bytes go through the core once. Meanwhile the next tile is brought towards the core,
+// line after line, because decode lives on memory bandwidth.
+
+constexpr int kLine = 64;
 
 template <class T>
 inline void prefetch(const T* from, int count) {
     const char* begin = reinterpret_cast<const char*>(from);
-    for (int64_t i = 0; i < int64_t(count * sizeof(T)); i += 64) __builtin_prefetch(begin + i, 0, 2);
+    for (int64_t i = 0; i < int64_t(count * sizeof(T)); i += kLine) __builtin_prefetch(begin + i, 0, 2);
 }
+
+// A place that moves through memory and prefetches what it passes.
+struct Ahead {
+    const char* at = nullptr;
+    int owed = 0;
+
+    void move(int bytes) {
+        for (owed += bytes; owed >= kLine; owed -= kLine, at += kLine) __builtin_prefetch(at, 0, 2);
+    }
+};
+
+// Scoring takes about twice as long as weighing for the same bytes, so it also prefetches some of the next values: the
+// memory should be asked at an even pace.
+constexpr int kEarlyValues = 3;  // eighths of the values that are prefetched while scoring
 
 // q [M, units] times N * W keys, of which `keys` are there.
 template <class X, int M, int N>
-inline void score_keys(const uint32_t* q, int units, const typename X::T* k, const typename X::T* next, int keys,
-                       float* scores, int64_t scores_stride) {
+inline void score_keys(const uint32_t* q, int units, const typename X::T* k, int keys, float* scores,
+                       int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
     const int64_t stride = int64_t(units) * X::kStep;
     typename X::F sums[M][N];
     for (int m = 0; m < M; ++m)
@@ -78,7 +94,9 @@ inline void score_keys(const uint32_t* q, int units, const typename X::T* k, con
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const int64_t offset = n * X::W * stride + unit * X::kStep;
-            for (int i = 0; i < X::W; ++i) prefetch(next + offset + i * stride, 1);
+            const int bytes = X::W * count * X::kStep * int(sizeof(typename X::T));
+            next_keys.move(bytes);
+            next_values.move(bytes * kEarlyValues / 8);
             typename X::U columns[X::W];
             X::key_columns(k + offset, stride, keys - n * X::W, count, columns);
 #pragma GCC unroll 16
@@ -95,14 +113,14 @@ inline void score_keys(const uint32_t* q, int units, const typename X::T* k, con
 
 // p [M, steps] times N vectors of `steps` steps of values, of which `keys` keys are there.
 template <class X, int M, int N, class Epilogue>
-inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const typename X::T* v,
-                          const typename X::T* next, int64_t stride, int keys, const Epilogue& epilogue) {
+inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const typename X::T* v, int64_t stride,
+                          int keys, Ahead& next_values, const Epilogue& epilogue) {
     typename X::F sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
     for (int s = 0; s < steps; ++s) {
         const int64_t offset = int64_t(s) * X::kStep * stride;
-        for (int i = 0; i < X::kStep; ++i) prefetch(next + offset + i * stride, N * X::W);
+        next_values.move(X::kStep * N * X::W * int(sizeof(typename X::T)) * (8 - kEarlyValues) / 8);
         typename X::U columns[N];
         X::template value_vectors<N>(v + offset, stride, keys - s * X::kStep, columns);
         for (int m = 0; m < M; ++m) {

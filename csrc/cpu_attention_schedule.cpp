@@ -133,7 +133,8 @@ Plan make_plan(const Batch& batch, int threads) {
 
 size_t workspace_bytes(const std::vector<Task>& tasks, const Kernel& kernel) {
     size_t bytes = 0;
-    for (const Task& task : tasks) bytes = std::max(bytes, kernel.workspace_bytes(task.rows.rows(), task.keys.head_dim));
+    for (const Task& task : tasks)
+        bytes = std::max(bytes, kernel.workspace_bytes(task.rows.rows(), task.keys.head_dim));
     return bytes;
 }
 

@@ -1,4 +1,4 @@
-"""The CPU attention of csrc/cpu_attention.cpp. Use it through nanovllm.ops.cpu_attention, which checks its arguments."""
+"""csrc/cpu_attention.cpp. Use it through nanovllm.ops.cpu_attention, which checks its arguments."""
 
 def instruction_sets() -> list[str]:
     """Instruction sets that this machine runs, best first: of avx512bf16, avx512, avx2, portable."""
@@ -14,8 +14,10 @@ def attend(
     lse: int,
     lse_strides: tuple[int, int],
     blocks: int,
+    block_count: int,
     sequences: int,
     sequence_count: int,
+    tokens: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -25,4 +27,7 @@ def attend(
     carry: bool,
     threads: int,
 ) -> None:
-    """Addresses of q, out, lse, int64 block addresses and int64 [sequence_count, 7]; strides are (token, head)."""
+    """Addresses of q, out, lse, int64 block addresses and int64 [sequence_count, 7]; strides are (token, head).
+
+    Raises ValueError for sequences whose rows or blocks lie outside of what is given.
+    """

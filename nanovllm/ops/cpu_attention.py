@@ -1,9 +1,9 @@
 """Attention on the CPU over KV blocks that may lie anywhere in memory: exact, resumable, and the same to the bit.
 
-One KV block is one contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, and is given by its
-address. Calls that carry on from each other's (out, LSE) give the same bits as one call over all blocks; neither the place
-of the blocks, the chunking of the query rows, the number of threads nor the rest of the batch changes any. Another
-instruction set does, within rounding.
+One KV block is one contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, and is given by
+its address. Calls that carry on from each other's (out, LSE) give the same bits as one call over all blocks;
+neither the place of the blocks, the chunking of the query rows, the number of threads nor the rest of the batch
+changes any. Another instruction set or block size does, within rounding.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ def attend_batch(
 ) -> None:
     """Attend the rows of many sequences, each over its own blocks, in one call.
 
-    q: [tokens, heads, head_dim] bf16, fp16 or fp32, the dtype of the blocks; head_dim a multiple of 16, heads of kv_heads.
+    q: [tokens, heads, head_dim] bf16, fp16 or fp32, the dtype of the blocks; head_dim a multiple of 16.
     blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive; spans: `span_table(...)`.
-    out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no span are left alone.
+    out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no span are left alone;
+    no two spans share a row.
     window: keys in (p - window, p] are visible to position p; 0 means all up to p. The mask is causal.
     carry: (out, lse) hold the state over earlier blocks of the same rows and are updated in place; otherwise they are
     overwritten. A row that sees no key keeps its state, or gets output 0 and LSE -inf.
@@ -125,8 +126,9 @@ def attend_batch(
     Raises ValueError for arguments that do not fit each other.
     """
     _check_tensors(q, out, lse)
-    _check_sizes(q, kv_heads, block_size, scale, window)
-    _check_spans(q, blocks, spans, block_size)
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    _check_sizes(q, kv_heads, block_size, scale, window, threads)
+    _check_tables(blocks, spans)
     _cpu_attention.attend(
         isa=_choose_isa(isa),
         dtype=_DTYPES[q.dtype],
@@ -137,8 +139,10 @@ def attend_batch(
         lse=lse.data_ptr(),
         lse_strides=(lse.stride(1), lse.stride(0)),
         blocks=blocks.data_ptr(),
+        block_count=blocks.numel(),
         sequences=spans.data_ptr(),
         sequence_count=spans.shape[0],
+        tokens=q.shape[0],
         heads=q.shape[1],
         kv_heads=kv_heads,
         head_dim=q.shape[2],
@@ -146,7 +150,7 @@ def attend_batch(
         window=window,
         scale=scale,
         carry=carry,
-        threads=torch.get_num_threads() if num_threads is None else num_threads,
+        threads=threads,
     )
 
 
@@ -172,19 +176,23 @@ def _check_tensors(q: Tensor, out: Tensor, lse: Tensor) -> None:
         raise ValueError(f"head_dim must be contiguous, got strides {q.stride()} of q and {out.stride()} of out.")
 
 
-def _check_sizes(q: Tensor, kv_heads: int, block_size: int, scale: float, window: int) -> None:
+def _check_sizes(q: Tensor, kv_heads: int, block_size: int, scale: float, window: int, threads: int) -> None:
     _, heads, head_dim = q.shape
     if not supports_head_dim(head_dim):
-        raise ValueError(f"head_dim must be a positive multiple of {_HEAD_DIM_MULTIPLE}, got {head_dim}; pad the heads.")
+        raise ValueError(
+            f"head_dim must be a positive multiple of {_HEAD_DIM_MULTIPLE}, got {head_dim}; pad the heads."
+        )
     if kv_heads < 1 or heads == 0 or heads % kv_heads:
         raise ValueError(f"The number of heads must be a positive multiple of kv_heads, got {heads} and {kv_heads}.")
     if block_size < 1 or window < 0:
         raise ValueError(f"block_size must be positive and window not negative, got {block_size} and {window}.")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive and finite, got {scale}.")
+    if threads < 1:
+        raise ValueError(f"num_threads must be positive, got {threads}.")
 
 
-def _check_spans(q: Tensor, blocks: Tensor, spans: Tensor, block_size: int) -> None:
+def _check_tables(blocks: Tensor, spans: Tensor) -> None:
     for name, table, dims in (("blocks", blocks, 1), ("spans", spans, 2)):
         if table.dtype != torch.int64 or table.dim() != dims or not table.is_contiguous() or not table.is_cpu:
             raise ValueError(
@@ -193,13 +201,3 @@ def _check_spans(q: Tensor, blocks: Tensor, spans: Tensor, block_size: int) -> N
             )
     if spans.shape[1] != _SEQUENCE_FIELDS:
         raise ValueError(f"spans must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(spans.shape)}; use span_table().")
-    for row in spans.tolist():
-        span = KVSpan(*row)
-        if min(row) < 0:
-            raise ValueError(f"A span holds no negative number, got {span}.")
-        if span.query_start + span.query_len > q.shape[0]:
-            raise ValueError(f"A span's query rows must lie within the {q.shape[0]} rows of q, got {span}.")
-        if span.block_start + span.block_count > blocks.numel():
-            raise ValueError(f"A span's blocks must lie within the {blocks.numel()} given, got {span}.")
-        if span.kv_end > span.first_position + span.block_count * block_size:
-            raise ValueError(f"A span's kv_end must lie within its blocks of {block_size} tokens, got {span}.")

@@ -1,0 +1,1 @@
+"""Model shapes, timing and reporting that the benchmark scripts share."""
