@@ -1,0 +1,72 @@
+"""The C++ extensions, built with address and undefined-behaviour sanitizers, through their own tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pybind11
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+EXTENSIONS = {  # module -> (sources, tests that exercise it)
+    "nanovllm/comm/_sgdma": ("sgdma*.cpp", "test_sgdma.py"),
+    "nanovllm/ops/_cpu_attention": ("cpu_attention*.cpp", "test_cpu_attention.py"),
+}
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-g",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+]
+
+
+def build(package_parent: Path, module: str, sources: str) -> None:
+    """Compile an extension with the sanitizers into a copy of the package."""
+    target = package_parent / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+    files = sorted(str(path) for path in (REPOSITORY / "csrc").glob(sources))
+    subprocess.run(["g++", *FLAGS, *includes, *files, "-o", str(target)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build with")
+@pytest.mark.parametrize("module", EXTENSIONS)
+def test_no_bad_access_and_no_undefined_behaviour(module: str, tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "nanovllm", tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
+    sources, tests = EXTENSIONS[module]
+    build(tmp_path, module, sources)
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "LD_PRELOAD": " ".join(libraries),
+        # Python itself is not built with the sanitizers: what it keeps until exit is not a leak of ours.
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    # One test starts a process without the sanitizers' libraries, in which the extension cannot be loaded.
+    skipped = ["-k", "not test_extension_needs_neither_torch_nor_cuda_libraries"]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", *skipped, str(REPOSITORY / "tests" / tests)]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
