@@ -99,11 +99,15 @@ def _check_fits(name: str, blocks: int, layout: KVLayout, free: int, where: str)
 
 
 def _check_capacity(config: EngineConfig, layout: KVLayout, total: int, capacity: int) -> None:
-    if capacity < 1 or (config.max_model_len is not None and capacity < config.max_model_len):
-        if not config.enable_cpu_offload:
-            way_out = "set enable_cpu_offload=True to let the cache reach into host memory, or raise num_gpu_blocks"
-        else:
-            way_out = "raise num_cpu_blocks or num_gpu_blocks"
+    way_out = "raise num_cpu_blocks or num_gpu_blocks"
+    if not config.enable_cpu_offload:
+        way_out = "set enable_cpu_offload=True to let the cache reach into host memory, or raise num_gpu_blocks"
+    if capacity < 1:
+        raise ConfigError(
+            f"num_gpu_blocks={config.num_gpu_blocks}, num_cpu_blocks={config.num_cpu_blocks}: the ring takes all KV "
+            f"blocks and leaves none for a sequence; {way_out}"
+        )
+    if config.max_model_len is not None and capacity < config.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len}: the KV cache holds {total} blocks of {layout.block_size} tokens, "
             f"which is {capacity} tokens for the longest sequence; lower max_model_len to that, or {way_out}"
