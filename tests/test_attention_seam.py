@@ -21,7 +21,7 @@ from nanovllm.ops.torch_attention import TorchAttention
 
 BACKENDS: tuple[AttentionBackend, ...] = (NativeAttention(), TorchAttention())
 # Absolute bounds on (output, LSE) against fp64 on the same inputs, for keys, queries and values of size 1.
-BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1.5e-2, 2e-4)}
+BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-4)}
 BOTH_DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
 

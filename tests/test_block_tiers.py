@@ -86,6 +86,28 @@ def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> 
         assert found(manager, prompt) == left
 
 
+def test_an_old_device_block_goes_before_a_younger_host_block(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 1, BLOCK)
+    old, young = new_tokens(fresh, 1), new_tokens(fresh, 1)
+    on_device, on_host = running(manager, old), running(manager, young)
+    manager.free(on_device)
+    manager.free(on_host)
+    running(manager, new_tokens(fresh, 1))
+    assert (found(manager, old), found(manager, young)) == (0, 1)
+    assert manager.take_moves() == []
+
+
+def test_a_block_that_moved_to_the_host_is_as_old_as_before(fresh: Iterator[int]) -> None:
+    manager = BlockManager(1, 3, BLOCK)
+    prompts = [new_tokens(fresh, 1) for _ in range(3)]
+    for seq in [running(manager, prompt) for prompt in prompts]:
+        manager.free(seq)
+    running(manager, new_tokens(fresh, 1))
+    assert manager.take_moves() == [BlockMove(0, 3)]
+    running(manager, new_tokens(fresh, 1))
+    assert [found(manager, prompt) for prompt in prompts] == [0, 1, 1]
+
+
 def test_without_device_blocks_all_lives_on_the_host(fresh: Iterator[int]) -> None:
     manager = BlockManager(0, 3, BLOCK)
     prompt = new_tokens(fresh, 3)

@@ -52,3 +52,11 @@ def test_the_oldest_idle_block_is_the_one_used_longest_ago(touched: list[int]) -
         assert idle.oldest() == expected
         idle.remove(expected[1])
     assert not idle
+
+
+def test_idle_blocks_take_room_for_what_is_idle_only() -> None:
+    idle = IdleBlocks()
+    for time in range(5000):
+        idle.add(time % 7, time)
+        idle.remove(time % 7)
+    assert len(idle) == 0 and len(idle._heap) < 100

@@ -16,6 +16,7 @@ from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 # ---- refusals
@@ -136,8 +137,12 @@ def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
     bench.step()
     assert bench.manager.stats.queried_tokens == 18
     bench.executor.error = ValueError("the device is on fire")
-    with pytest.raises(EngineError, match=r"ended 2 running requests: the device is on fire"):
+    with pytest.raises(EngineError, match=r"ended 2 running requests: the device is on fire") as failure:
         bench.step()
+    for output, name in zip(failure.value.outputs, "ab", strict=True):
+        assert isinstance(output, RequestOutput) and output.finished and output.request_id == name
+        assert output.outputs[0].finish_reason == "error"
+        assert output.outputs[0].token_ids == expected_output(output.prompt_token_ids, 1), "what it had generated"
     assert bench.manager.num_free == bench.manager.num_blocks, "what a failed step wrote is not found again"
     assert bench.engine.abort_request("a") is None, "it has ended"
     bench.add("a", prompt_of(9))

@@ -40,11 +40,12 @@ def test_a_token_is_sampled_only_when_the_prompt_is_complete() -> None:
     assert [row.sampling is not None for row in bench.rows("a")] == [False, False, True, True]
 
 
-def test_a_long_prefill_never_stalls_a_decode() -> None:
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_long_prefill_never_stalls_a_decode(priority: int) -> None:
     bench = Bench(budget=8)
     bench.add("talker", prompt_of(4), max_tokens=20)
     bench.step()
-    bench.add("long", prompt_of(100, 1), max_tokens=2)
+    bench.add("long", prompt_of(100, 1), max_tokens=2, priority=priority)
     for step in range(2, 15):
         outputs = {output.request_id: output for output in bench.step()}
         assert bench.chunks() == {"talker": 1, "long": 7}
@@ -207,7 +208,10 @@ def test_what_the_prefix_cache_still_holds_is_not_recomputed() -> None:
     bench = Bench(8, caching=True)
     bench.add("a", prompt_of(9), 20)
     bench.add("b", prompt_of(9, 1), 20, priority=1)
-    bench.run()
-    assert bench.finished["b"].metrics.preemptions == 1
+    bench.step()
+    first_scheduled = bench.scheduler.running[1].metrics.first_scheduled_time
+    metrics = bench.run()["b"].metrics
+    assert metrics.preemptions == 1
+    assert metrics.first_scheduled_time == first_scheduled and metrics.cached_tokens == 0, "only the first time counts"
     resumed = next(row for row in bench.rows("b")[1:] if len(row.token_ids) > 1)
     assert resumed.context_len > 0 and resumed.context_len % BLOCK == 0

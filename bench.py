@@ -1,0 +1,63 @@
+"""Prefill and decode with the whole KV cache on the device: random weights, random prompts, no checkpoint needed.
+
+    python bench.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
+
+Each prompt length is run --repeats times after --warmup runs that do not count; figures are medians with the extremes
+beside them. Shares are of what torch.mm and torch.sum reach in the same run. Defaults take about a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from benchmarks.engine import Work, attention_backend, device_name, generate, timing_of
+from benchmarks.options import Parser, add_device_option, exit_status
+from benchmarks.report import machine_facts
+from benchmarks.resident import Engine, add_options, report
+from benchmarks.shapes import open_shape
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all prompt lengths in one engine."""
+    with ExitStack() as stack:
+        shape = stack.enter_context(open_shape(args.model, args.num_layers, args.dtype))
+        work = Work(
+            shape=shape,
+            prompt_len=max(args.prompt_len),
+            output_len=args.output_len,
+            num_prompts=args.num_prompts,
+            block_size=args.block_size,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            device=args.device,
+            seed=args.seed,
+        )
+
+        def open_engine() -> Engine:
+            llm = stack.enter_context(work.open(**work.on_device()))
+            return Engine(
+                run=lambda prompts: timing_of(generate(llm, prompts, args.output_len)),
+                kv_device_bytes=llm.kv_stats().device_bytes,
+            )
+
+        facts = machine_facts(device_name(args.device)) | {"attention": attention_backend(shape)}
+        report(args, shape, facts, open_engine)
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="bench.py", description="Prefill and decode with the whole KV cache on the device.")
+    add_options(parser, block_size=256)
+    add_device_option(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_status("bench.py", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""nanovllm with random weights and a KV cache of exactly the size that the work needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from benchmarks.shapes import Shape
+from benchmarks.timing import RequestTiming, RunTiming
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.config import MIN_GPU_BLOCKS
+from nanovllm.device import create_device
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.budget import split_device
+from nanovllm.ops import select_cpu_backend
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine is opened for. Lengths in tokens; every repeat computes everything, so nothing is cached."""
+
+    shape: Shape
+    prompt_len: int
+    output_len: int
+    num_prompts: int
+    block_size: int
+    max_num_batched_tokens: int
+    device: str | None
+    seed: int
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that hold all sequences at once, with those that the block manager keeps free."""
+        total = self.num_prompts * -(-(self.prompt_len + self.output_len) // self.block_size)
+        needed = total
+        while total - int(WATERMARK * total) < needed:
+            total += 1
+        return max(total, MIN_GPU_BLOCKS)
+
+    def open(self, **placement: Any) -> LLM:
+        """An engine for it; `placement` says where its blocks live."""
+        return LLM(
+            self.shape.path,
+            load_format="dummy",
+            dtype=str(self.shape.dtype).removeprefix("torch."),
+            device=self.device,
+            max_model_len=self.prompt_len + self.output_len,
+            max_num_seqs=self.num_prompts,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kvcache_block_size=self.block_size,
+            enable_prefix_caching=False,
+            seed=self.seed,
+            **placement,
+        )
+
+    def on_device(self) -> dict[str, Any]:
+        """Everything resident, without offload."""
+        return {"num_gpu_blocks": self.num_blocks}
+
+    def resident(self) -> dict[str, Any]:
+        """Everything resident, under offload: its code path with nothing to copy."""
+        return {
+            "enable_cpu_offload": True,
+            "num_gpu_blocks": self.num_blocks + self._ring_blocks(),
+            "num_cpu_blocks": 0,
+        }
+
+    def offloaded(self, share: Fraction) -> dict[str, Any]:
+        """`share` of the blocks on the device, ring included, and the rest on the host. Raises ConfigError."""
+        device_blocks = int(self.num_blocks * share)
+        if device_blocks < MIN_GPU_BLOCKS:
+            raise ConfigError(
+                f"--device-share {share} of {self.num_blocks} blocks is {device_blocks} on the device, and it takes"
+                f" {MIN_GPU_BLOCKS}: name a longer prompt, smaller blocks or a larger share"
+            )
+        resident = device_blocks - self._ring_blocks()
+        return {
+            "enable_cpu_offload": True,
+            "num_gpu_blocks": device_blocks,
+            "num_cpu_blocks": max(0, self.num_blocks - resident),
+        }
+
+    def _ring_blocks(self) -> int:
+        return -split_device(0, self.shape.spec.num_layers).resident_blocks
+
+
+def device_name(device: str | None) -> str:
+    """What --device comes to. Raises ConfigError where it cannot be had."""
+    opened = create_device(device)
+    opened.close()
+    return opened.name
+
+
+def attention_backend(shape: Shape) -> str:
+    """What computes attention on the CPU."""
+    return select_cpu_backend(shape.spec.head_dim).name
+
+
+def generate(llm: LLM, prompts: list[list[int]], output_len: int) -> list[RequestOutput]:
+    """Greedy, and never shorter than asked."""
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def timing_of(outputs: Sequence[RequestOutput]) -> RunTiming:
+    return RunTiming(tuple(map(_request_timing, outputs)))
+
+
+def _request_timing(output: RequestOutput) -> RequestTiming:
+    metrics = output.metrics
+    scheduled, first, finished = metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
+    assert scheduled is not None and first is not None and finished is not None, "the request has finished"
+    return RequestTiming(
+        prompt_tokens=len(output.prompt_token_ids),
+        output_tokens=len(output.outputs[0].token_ids),
+        arrival=metrics.arrival_time,
+        scheduled=scheduled,
+        first_token=first,
+        finished=finished,
+    )

@@ -1,0 +1,96 @@
+"""Command-line options that the benchmarks share. A wrong one costs one sentence and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import NoReturn
+
+from nanovllm.config import DEVICES, DTYPES
+from nanovllm.errors import ConfigError, ModelError, RequestError
+
+
+class Parser(argparse.ArgumentParser):
+    """Without the usage lines before an error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None) -> None:
+    """Which network, in which dtype."""
+    add = parser.add_argument
+    add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
+    kept = "all" if num_layers is None else str(num_layers)
+    add("--num-layers", type=positive, default=num_layers, help=f"layers to keep of the model (default: {kept})")
+    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, block_size: int | None, max_batched: int) -> None:
+    """How the engine runs it."""
+    add = parser.add_argument
+    add("--max-num-batched-tokens", type=positive, default=max_batched, help="tokens in a step (default: %(default)s)")
+    add("--block-size", type=positive, default=block_size, help="tokens in a KV block (default: %(default)s)")
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=DEVICES, help="else CUDA where there is one")
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, output_len: int, repeats: int) -> None:
+    """How much is generated, how often, and where the figures go."""
+    add = parser.add_argument
+    add("--output-len", type=positive, default=output_len, help="tokens to generate (default: %(default)s)")
+    add("--repeats", type=positive, default=repeats, help="runs that count (default: %(default)s)")
+    add("--warmup", type=not_negative, default=1, help="runs before them that do not (default: %(default)s)")
+    add("--seed", type=not_negative, default=0, help="of weights and prompts")
+    add_json_option(parser)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output-json", type=new_file, help="file to write all figures to")
+
+
+def positive(text: str) -> int:
+    return _whole_number(text, 1)
+
+
+def not_negative(text: str) -> int:
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def share(text: str) -> Fraction:
+    """A share of a whole, as 1/8 or 0.125."""
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1, such as 1/8 or 0.125")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """Refused before the work is done, not after it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: give a file in a directory that exists")
+    return path
+
+
+def exit_status(prog: str, run: Callable[[], int]) -> int:
+    """What `run` returns; 2, after one sentence, when the engine refuses what it was asked."""
+    try:
+        return run()
+    except (ConfigError, ModelError, RequestError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,28 @@
+"""How much of the processors other processes took while something was measured: what to trust a figure with."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+class OtherLoad:
+    """Counts from when it is made. Linux only."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._others = _others_seconds()
+
+    def share(self) -> float:
+        """Of all processors' time since then; 0.5 on two processors is one of them busy with something else."""
+        elapsed = (time.monotonic() - self._start) * (os.cpu_count() or 1)
+        return max(0.0, _others_seconds() - self._others) / elapsed if elapsed else 0.0
+
+
+def _others_seconds() -> float:
+    """Processor seconds since boot that went neither to idleness nor to this process."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:2])

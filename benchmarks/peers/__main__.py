@@ -1,0 +1,111 @@
+"""nanovllm beside the engines that a user would pick instead: the same random checkpoint on the CPU, in one run.
+
+    python -m benchmarks.peers [--engines nanovllm vllm] [--prompt-lens 512 8192] [--output-dir DIR]
+
+Engines: nanovllm, vLLM's CPU wheel, llama.cpp through llama-cpp-python, Transformers, each in a virtual environment
+that is made under --work-dir on first use. They take turns, one process at a time; prompts above 8192 tokens are
+nanovllm's alone. An engine that cannot be installed or fails is named with its error, and the others go on; the exit
+status is then 1. With nothing else running, defaults take about 40 minutes on two cores, and 15 more to make the
+environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import Parser, exit_status, not_negative, positive
+from benchmarks.peers.checkpoint import make_checkpoint
+from benchmarks.peers.driver import RUNNERS, Findings, Plan, Workshop, job_of, report_failure, take_turns
+from benchmarks.peers.env import TORCH
+from benchmarks.peers.failure import EngineFailure
+from benchmarks.peers.plot import draw
+from benchmarks.peers.summary import rows, verdicts
+from benchmarks.peers.table import markdown
+from benchmarks.report import machine_facts, write_json
+from benchmarks.shapes import Shape, open_shape
+
+NAME = "python -m benchmarks.peers"
+WORK_DIR = Path("build/peers")
+
+
+def run(args: argparse.Namespace) -> int:
+    args.work_dir = args.work_dir.resolve()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop(args.work_dir, shlex.split(args.torch))
+    with open_shape(args.model, args.num_layers, "bfloat16") as shape:
+        layers = shape.spec.num_layers
+        checkpoint = make_checkpoint(shape, args.work_dir / f"{shape.name}-{layers}-layers", args.seed)
+        findings = measure(args, shape, checkpoint, workshop)
+    return 1 if findings.failures else 0
+
+
+def measure(args: argparse.Namespace, shape: Shape, checkpoint: Path, workshop: Workshop) -> Findings:
+    """Install, convert, run, and report after each round, so that an interrupted run leaves what it found."""
+    findings, gguf = Findings(), None
+    pythons = workshop.pythons(args.engines, findings.failures)
+    if "llama.cpp" in pythons:
+        try:
+            gguf = workshop.gguf(checkpoint, pythons["llama.cpp"])
+        except EngineFailure as error:
+            report_failure(findings.failures, "llama.cpp", error)
+            del pythons["llama.cpp"]
+    plan = plan_of(args, list(pythons))
+    jobs = {n: job_of(shape, checkpoint, gguf, plan, n, workshop.threads) for n in plan.prompt_lens}
+    text = ""
+    for _ in take_turns(plan, jobs, workshop.runner(pythons), workshop.ceilings, findings):
+        text = report(args, shape, findings)
+    print(f"\n{text}")
+    return findings
+
+
+def plan_of(args: argparse.Namespace, engines: Sequence[str]) -> Plan:
+    return Plan(engines, sorted(set(args.prompt_lens)), args.output_len, args.repeats, args.seed)
+
+
+def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
+    """Write the tables, which are returned, the figures and the picture."""
+    plan = plan_of(args, args.engines)
+    facts = machine_facts("cpu") | {"cores": len(os.sched_getaffinity(0))}
+    found, judged = rows(shape, plan, findings), verdicts(shape, plan, findings)
+    text = markdown(shape, plan, findings, facts, found, judged)
+    (args.output_dir / "peers.md").write_text(text)
+    runs = [{"engine": engine, "prompt_len": n, "rounds": done} for (engine, n), done in findings.runs.items()]
+    parts: dict[str, Any] = {"rows": found, "bars": judged, "failures": findings.failures, "runs": runs}
+    write_json(args.output_dir / "peers.json", args, facts, model=shape.facts(), ceilings=findings.ceilings, **parts)
+    if not draw(shape, plan, findings, found, args.output_dir / "peers.png"):
+        text += "\nNo plot: matplotlib cannot be imported here.\n"
+    return text
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog=NAME, description="nanovllm beside other engines: the same random checkpoint on the CPU.")
+    add = parser.add_argument
+    add("--engines", nargs="+", choices=list(RUNNERS), default=list(RUNNERS), help="which to run (default: all)")
+    add("--prompt-lens", type=positive, nargs="+", default=[512, 2048, 8192, 32768], help="tokens")
+    add("--output-len", type=positive, default=32, help="tokens to generate (default: %(default)s)")
+    add("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
+    add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
+    add("--num-layers", type=positive, help="layers to keep of the model (default: all)")
+    add("--work-dir", type=Path, default=WORK_DIR, help="of environments and checkpoint (default: %(default)s)")
+    add("--output-dir", type=Path, default=Path("benchmarks/results"), help="for peers.json, peers.md and peers.png")
+    add("--torch", default=TORCH, help="pip arguments that install torch (default: %(default)s)")
+    add("--seed", type=not_negative, default=0, help="of weights and prompts")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_status(NAME, lambda: run(args))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine under way is ended too
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A checkpoint with random weights in Hugging Face format: config, weights and tokenizer, enough for every engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.shapes import Shape
+
+
+def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
+    """Write `shape` with weights drawn from `seed` to `directory`, unless it already holds just that; returns it."""
+    facts = json.dumps(shape.facts() | {"seed": seed, "config": _config(shape)}, sort_keys=True)
+    stamp = directory / "facts.json"
+    if not (stamp.is_file() and stamp.read_text() == facts):
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
+        _write_tokenizer(directory, shape.spec.vocab_size)
+        save_file(random_weights(shape, seed), directory / "model.safetensors", metadata={"format": "pt"})
+        stamp.write_text(facts)
+    return directory
+
+
+def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor under its Hugging Face name.
+
+    Matrices have variance 1 / columns, so that a normalized input gives outputs of size 1; norm weights are within 0.1
+    of 1 and biases within 0.1 of 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, size in _tensor_shapes(shape).items():
+        noise = torch.empty(size).uniform_(-1, 1, generator=generator)
+        if len(size) == 2:
+            noise *= (3 / size[1]) ** 0.5
+        else:
+            noise = noise * 0.1 + (0 if name.endswith("bias") else 1)
+        weights[name] = noise.to(shape.dtype)
+    return weights
+
+
+def _tensor_shapes(shape: Shape) -> dict[str, torch.Size]:
+    """What Transformers, whose format this is, would save for the config."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape.path))
+    tied = {"lm_head.weight"} if shape.spec.tie_word_embeddings else set()
+    return {name: value.shape for name, value in model.state_dict().items() if name not in tied}
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    config = json.loads((shape.path / "config.json").read_text())
+    return {**config, "torch_dtype": str(shape.dtype).removeprefix("torch.")}
+
+
+def vocabulary(size: int) -> list[str]:
+    """Bytes as byte-level BPE writes them, then names: no merges, so every text has a tokenization."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
+    return alphabet + [f"token{index}" for index in range(len(alphabet), size)]
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    names = vocabulary(vocab_size)
+    tokenizer = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config) + "\n")

@@ -1,0 +1,95 @@
+"""One engine, one prompt, one process: nothing of an earlier run is in its memory, and its peak memory is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.env import ROOT
+from benchmarks.peers.failure import EngineFailure, last_line
+from benchmarks.peers.runner import Job
+
+RUN_SECONDS = 3600
+# The source tree comes last on the path, so that nanovllm is the one that its environment holds. Runners are modules
+# with a name, since some engines start processes that import them again.
+LAUNCH = """
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def command(python: Path, module: str, *arguments: str) -> list[str]:
+    """Runs `module` of the source tree with an environment's Python, that environment's packages coming first."""
+    return [str(python), "-I", "-c", LAUNCH, str(ROOT), module, *arguments]
+
+
+def run_job(engine: str, python: Path, module: str, job: Job, work_dir: Path) -> dict[str, Any]:
+    """What the runner `module` printed for `job`. Raises EngineFailure."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", dir=work_dir) as file:
+        json.dump(dataclasses.asdict(job), file)
+        file.flush()
+        return json_of(engine, command(python, module, file.name), work_dir, job.threads)
+
+
+def json_of(engine: str, arguments: list[str], work_dir: Path, threads: int) -> dict[str, Any]:
+    """The JSON object on the last line of a command's stdout. Raises EngineFailure with the last line of its stderr."""
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=work_dir,
+        env=variables(Path(arguments[0]), work_dir, threads),
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=RUN_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise EngineFailure(f"{engine} took longer than {RUN_SECONDS} s") from error
+    finally:
+        _end_all(process)
+    (work_dir / f"{engine}.stderr").write_text(stderr)
+    if process.returncode != 0:
+        how = f"exit status {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
+        raise EngineFailure(f"{engine} failed with {how}: {last_line(stderr)}")
+    return parse(engine, stdout)
+
+
+def parse(engine: str, stdout: str) -> dict[str, Any]:
+    """The result among whatever else was printed. Raises EngineFailure where there is none."""
+    lines = stdout.strip().splitlines()
+    try:
+        result = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        result = None
+    if not isinstance(result, dict):
+        raise EngineFailure(f"{engine} ended without a result: {last_line(stdout)}")
+    return result
+
+
+def variables(python: Path, work_dir: Path, threads: int) -> dict[str, str]:
+    """The environment: as many threads for all, nothing fetched, nothing reported, caches in the work folder."""
+    return os.environ | {
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CACHE_ROOT": str(work_dir / "cache-vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(work_dir / "cache-inductor"),
+    }
+
+
+def _end_all(process: subprocess.Popen[str]) -> None:
+    """The runner and what it started: the next engine must have the machine to itself."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

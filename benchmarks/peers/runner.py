@@ -1,0 +1,110 @@
+"""What every engine's runner does: load, warm up, generate once under the clock, print one JSON line.
+
+Runs in the engine's own environment, so it needs nothing but the standard library. A runner module has a function that
+loads the engine and calls `run` with it; what differs between engines stands there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Emit = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt for one process. Lengths in tokens."""
+
+    model: str  # directory in Hugging Face format
+    gguf: str | None  # the same weights for llama.cpp
+    prompt: list[int]
+    warmup: list[int]  # other tokens, so that no cache helps the prompt
+    output_len: int
+    threads: int
+    kv_bytes: int  # of the whole sequence
+
+    @property
+    def max_len(self) -> int:
+        return len(self.prompt) + self.output_len
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine, ready. `generate` runs one prompt greedily, past any end token, for so many tokens.
+
+    It calls `emit` with each token as soon as it is known.
+    """
+
+    version: str
+    settings: dict[str, Any]  # that are not the engine's defaults
+    generate: Callable[[list[int], int, Emit], None]
+
+
+def run(load: Callable[[Job], Loaded]) -> None:
+    """The whole of a runner's process: the job's file is the only argument, the result the only line on stdout."""
+    result_file = os.fdopen(os.dup(1), "w")  # not inherited by processes that the engine starts
+    os.dup2(2, 1)  # engines print to stdout as they please
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    start = time.perf_counter()
+    loaded = load(job)
+    load_s = time.perf_counter() - start
+    warmup_len = min(8, job.output_len)
+    timed_tokens(loaded, job.warmup, warmup_len)
+    tokens, times = timed_tokens(loaded, job.prompt, job.output_len)
+    result = {
+        "version": loaded.version,
+        "settings": loaded.settings,
+        "load_s": load_s,
+        "prefill_s": times[0],
+        "tpot_s": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        "tokens": tokens,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    print(json.dumps(result), file=result_file, flush=True)
+
+
+def timed_tokens(loaded: Loaded, prompt: list[int], output_len: int) -> tuple[list[int], list[float]]:
+    """The tokens, and when each was there, in seconds after the prompt was handed over."""
+    tokens: list[int] = []
+    times: list[float] = []
+
+    def emit(token: int) -> None:
+        times.append(time.perf_counter() - start)
+        tokens.append(token)
+
+    start = time.perf_counter()
+    loaded.generate(prompt, output_len, emit)
+    if len(tokens) != output_len:
+        raise RuntimeError(f"the engine generated {len(tokens)} tokens, not {output_len}")
+    return tokens, times
+
+
+def peak_rss_bytes() -> int:
+    """Most resident memory that this process and those that it started ever had, added up.
+
+    Pages of files, such as libraries, count for the largest process only: the others map the same ones.
+    """
+    parents = {path.name: _status(path, "PPid") for path in Path("/proc").iterdir() if path.name.isdecimal()}
+    family = {str(os.getpid())}
+    while grown := {pid for pid, parent in parents.items() if str(parent) in family} - family:
+        family |= grown
+    processes = sorted((Path("/proc") / pid for pid in family), key=lambda process: _status(process, "VmHWM"))
+    others = sum(max(0, _status(process, "VmHWM") - _status(process, "RssFile")) for process in processes[:-1])
+    return (others + _status(processes[-1], "VmHWM")) * 1024
+
+
+def _status(process: Path, name: str) -> int:
+    """A number of /proc/PID/status; 0 where the process has gone or has no such line."""
+    try:
+        match = re.search(rf"^{name}:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return int(match.group(1)) if match else 0

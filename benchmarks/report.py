@@ -1,0 +1,119 @@
+"""Figures for people, and the same as JSON with all that it takes to read them later."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanovllm
+from benchmarks.timing import Rates, Spread
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "cpu": _cpu_model(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nanovllm": nanovllm.__version__,
+        "commit": _commit(),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Most resident memory that this process ever had. Read here, so that it needs no part of any engine."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None, "/proc/self/status has no VmHWM"
+    return int(match.group(1)) * 1024
+
+
+def _cpu_model() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return match.group(1) if match else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, marked where files differ from it; None outside a git repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+# ---- for people
+
+
+def print_row(label: str, value: str, note: str = "") -> None:
+    print(f"{label:<30}{value:>16}   {note}".rstrip(), flush=True)
+
+
+def print_facts(facts: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """The head of a report."""
+    network = f"{model['name']}, {model['num_layers']} layers, {model['dtype']}"
+    print(f"{network}, random weights of {mib(model['weight_bytes'])}")
+    print(f"{facts['device']}: {facts['cpu']}, {facts['threads']} threads; {facts['date']}")
+    engine = f"nanovllm {facts['nanovllm']} ({facts['commit'] or 'no git commit'})"
+    print(f"{engine}, torch {facts['torch']}, Python {facts['python']}\n", flush=True)
+
+
+def print_other_load(share: float) -> None:
+    print_row("other processes", f"{share:.0%}", "of all processors while this was measured")
+
+
+def print_rates(rates: Rates) -> None:
+    """Both speeds and both latencies, with their spread."""
+    print_spread("prefill", rates.prefill_tok_s, "{:,.1f}", "tok/s")
+    print_spread("decode", rates.decode_tok_s, "{:,.1f}", "tok/s")
+    print_spread("TTFT", rates.ttft_s, "{:,.3f}", "s")
+    print_spread("TPOT", scaled(rates.tpot_s, 1e3), "{:,.1f}", "ms")
+
+
+def print_spread(label: str, spread: Spread | None, form: str, unit: str = "") -> None:
+    """The median, and the extremes where they differ from it; a dash where the work has no such figure."""
+    if spread is None:
+        print_row(label, "-")
+        return
+    extremes = "" if spread.low == spread.high else f"{form.format(spread.low)} to {form.format(spread.high)}"
+    print_row(label, f"{form.format(spread.median)} {unit}".rstrip(), extremes)
+
+
+def scaled(spread: Spread | None, factor: float) -> Spread | None:
+    return spread and Spread(spread.median * factor, spread.low * factor, spread.high * factor)
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:,.1f} MiB"
+
+
+# ---- for programs
+
+
+def write_json(path: Path | None, args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> None:
+    """One object: arguments, machine, and the parts; nothing where no path was given."""
+    if path is not None:
+        report = {"arguments": vars(args), "machine": facts, **parts}
+        path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: object) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)

@@ -1,0 +1,134 @@
+"""The work of bench.py and bench_vllm.py, whichever engine does it: prompts of some lengths, all KV on the device."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.options import add_engine_options, add_model_options, add_run_options, positive
+from benchmarks.other_load import OtherLoad
+from benchmarks.peaks import matmul_gflop_s, read_gb_s
+from benchmarks.report import (
+    mib,
+    peak_rss_bytes,
+    print_facts,
+    print_other_load,
+    print_rates,
+    print_row,
+    write_json,
+)
+from benchmarks.shapes import Shape
+from benchmarks.timing import Rates, RunTiming, repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine, loaded. `run` takes prompts as token ids and generates --output-len tokens for each."""
+
+    run: Callable[[list[list[int]]], RunTiming]
+    kv_device_bytes: int | None  # allocated, where the engine tells
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The machine's best, in 1e9 operations and 1e9 bytes per second."""
+
+    matmul_gflop_s: float
+    read_gb_s: float
+
+    @classmethod
+    def now(cls, shape: Shape) -> Peaks:
+        return cls(matmul_gflop_s(shape.dtype), read_gb_s())
+
+    def better_of(self, other: Peaks) -> Peaks:
+        return Peaks(max(self.matmul_gflop_s, other.matmul_gflop_s), max(self.read_gb_s, other.read_gb_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One prompt length. What decode reads is known for one prompt at a time only."""
+
+    prompt_len: int
+    output_len: int
+    num_prompts: int
+    rates: Rates
+    kv_bytes: int  # that the sequences fill
+    prefill_gflop_s: float
+    decode_gb_s: float | None
+
+
+def measure(args: argparse.Namespace, shape: Shape, engine: Engine, prompt_len: int) -> Result:
+    """Run one prompt length."""
+    prompts = shape.prompts(args.num_prompts, prompt_len, args.seed)
+    rates = Rates.of(repeat(lambda: engine.run(prompts), args.warmup, args.repeats))
+    assert rates.prefill_tok_s is not None, "every run has a prefill"
+    decode_gb_s = None
+    if args.num_prompts == 1 and rates.tpot_s is not None:
+        decode_gb_s = shape.decode_bytes(prompt_len + args.output_len // 2) / rates.tpot_s.median / 1e9
+    return Result(
+        prompt_len=prompt_len,
+        output_len=args.output_len,
+        num_prompts=args.num_prompts,
+        rates=rates,
+        kv_bytes=args.num_prompts * (prompt_len + args.output_len - 1) * shape.kv_token_bytes,
+        prefill_gflop_s=shape.prefill_operations(prompt_len) / prompt_len * rates.prefill_tok_s.median / 1e9,
+        decode_gb_s=decode_gb_s,
+    )
+
+
+def show(result: Result, peaks: Peaks | None) -> None:
+    """Print one prompt length, with shares of the peaks where they are known."""
+
+    def share(value: float, peak: str, what: str) -> str:
+        return f"{value / getattr(peaks, peak):.0%} of {what}" if peaks else ""
+
+    print(f"{result.num_prompts} x {result.prompt_len:,} tokens in, {result.output_len:,} out")
+    print_rates(result.rates)
+    rate = result.prefill_gflop_s
+    print_row("prefill computes", f"{rate:,.0f} GFLOP/s", share(rate, "matmul_gflop_s", "torch.mm"))
+    if result.decode_gb_s is not None:
+        rate = result.decode_gb_s
+        print_row("decode reads", f"{rate:,.1f} GB/s", share(rate, "read_gb_s", "torch.sum"))
+    print_row("KV cache", mib(result.kv_bytes))
+    print()
+
+
+def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], open_engine: Callable[[], Engine]) -> None:
+    """Measure every prompt length, print, and write JSON. The peaks are taken before and after; the better counts."""
+    print_facts(facts, shape.facts())
+    on_cpu = facts["device"] == "cpu"
+    peaks = Peaks.now(shape) if on_cpu else None
+    engine = open_engine()
+    load = OtherLoad()
+    results = [measure(args, shape, engine, prompt_len) for prompt_len in args.prompt_len]
+    other_load, peak_rss = load.share(), peak_rss_bytes()
+    if peaks is not None:
+        peaks = peaks.better_of(Peaks.now(shape))
+    for result in results:
+        show(result, peaks)
+    if peaks is not None:
+        print_row("torch.mm", f"{peaks.matmul_gflop_s:,.0f} GFLOP/s")
+        print_row("torch.sum", f"{peaks.read_gb_s:,.1f} GB/s")
+    if engine.kv_device_bytes is not None:
+        print_row("KV memory on the device", mib(engine.kv_device_bytes))
+    print_row("peak process memory", mib(peak_rss), f"{mib(shape.weight_bytes)} of it weights")
+    print_other_load(other_load)
+    parts = {"peaks": peaks, "kv_device_bytes": engine.kv_device_bytes, "results": results, "other_load": other_load}
+    write_json(args.output_json, args, facts, model=shape.facts(), peak_rss_bytes=peak_rss, **parts)
+
+
+def add_options(parser: argparse.ArgumentParser, *, block_size: int | None) -> None:
+    """Options of the work; `block_size` is the engine's default, None where it chooses."""
+    add_model_options(parser, num_layers=None)
+    add = parser.add_argument
+    add("--prompt-len", type=positive, nargs="+", default=[512, 2048], help="tokens; several are run in turn")
+    add("--num-prompts", type=positive, default=1, help="requests at once (default: %(default)s)")
+    add_run_options(parser, output_len=32, repeats=3)
+    add_engine_options(parser, block_size=block_size, max_batched=16384)
+
+
+def longest(prompt_lens: Sequence[int], output_len: int) -> int:
+    """Tokens of the longest sequence."""
+    return max(prompt_lens) + output_len

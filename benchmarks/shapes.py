@@ -1,0 +1,130 @@
+"""Networks to measure: published configs, cut to fewer layers if need be, with random weights and prompts.
+
+configs/*.json hold what the config.json of the published checkpoints say. Qwen2.5-7B-1M's dual chunk attention is left
+out: it is plain attention up to 262,144 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.errors import ConfigError
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.spec import DecoderSpec
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def shape_names() -> list[str]:
+    """The models that come with the benchmarks."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model directory without weights or tokenizer, and the network that it describes."""
+
+    name: str
+    path: Path
+    spec: DecoderSpec
+    dtype: torch.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        return Decoder(self.spec, self.dtype, torch.device("meta")).weight_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token over all layers."""
+        return self.spec.num_layers * 2 * self.spec.kv_size * self.dtype.itemsize
+
+    def prefill_operations(self, prompt_len: int) -> float:
+        """Operations of one prompt's prefill, a multiply-add being two: projections, attention, one row of logits."""
+        spec = self.spec
+        layer = (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size) * spec.hidden_size
+        keys = sum(_visible_keys(prompt_len, window) for window in spec.sliding_windows)
+        projections = 2.0 * layer * spec.num_layers * prompt_len
+        return projections + 4.0 * spec.q_size * keys + 2.0 * spec.vocab_size * spec.hidden_size
+
+    def decode_bytes(self, context_len: int) -> int:
+        """Bytes that one sequence's decode step reads at the least: weights but the embedding table, and visible KV."""
+        spec = self.spec
+        table = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * self.dtype.itemsize
+        keys = sum(min(context_len, window or context_len) for window in spec.sliding_windows)
+        return self.weight_bytes - table + keys * self.kv_token_bytes // spec.num_layers
+
+    def facts(self) -> dict[str, Any]:
+        """What the report says of it."""
+        return {
+            "name": self.name,
+            "architecture": self.spec.architecture,
+            "num_layers": self.spec.num_layers,
+            "hidden_size": self.spec.hidden_size,
+            "num_heads": self.spec.num_heads,
+            "num_kv_heads": self.spec.num_kv_heads,
+            "head_dim": self.spec.head_dim,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "weight_bytes": self.weight_bytes,
+        }
+
+    def prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
+        """Random token ids, the same for the same arguments."""
+        rng = random.Random(f"{seed}-{length}")
+        return [rng.choices(range(self.spec.vocab_size), k=length) for _ in range(count)]
+
+
+def _visible_keys(tokens: int, window: int | None) -> int:
+    """Keys that the rows of a causal prefill see, summed over its rows."""
+    full = min(tokens, window or tokens)
+    return full * (full + 1) // 2 + (tokens - full) * full
+
+
+@contextmanager
+def open_shape(model: str, num_layers: int | None, dtype: str) -> Iterator[Shape]:
+    """The shape called `model`, or that of the directory `model`, in a directory that goes when the context closes.
+
+    num_layers: keep so many layers, or all. dtype: a torch dtype's name, or "auto" for the config's.
+    Raises ConfigError or ModelError.
+    """
+    config = _load_config(model)
+    if num_layers is not None:
+        _cut(config, num_layers)
+    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as directory:
+        path = Path(directory)
+        (path / "config.json").write_text(json.dumps(config))
+        spec = load_decoder_spec(path)
+        yield Shape(Path(model).name, path, spec, getattr(torch, spec.dtype if dtype == "auto" else dtype))
+
+
+def _load_config(model: str) -> dict[str, Any]:
+    path = CONFIGS / f"{model}.json" if model in shape_names() else Path(model) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"--model {model!r} is neither one of {', '.join(shape_names())} nor a directory with a config.json"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"--model {model!r}: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--model {model!r}: {path} must hold a JSON object, it holds a {type(config).__name__}")
+    return config
+
+
+def _cut(config: dict[str, Any], num_layers: int) -> None:
+    available = config.get("num_hidden_layers")
+    if not isinstance(available, int) or num_layers > available:
+        raise ConfigError(f"--num-layers {num_layers}: the model has {available} layers; name fewer")
+    config["num_hidden_layers"] = num_layers
+    if isinstance(config.get("layer_types"), list):
+        config["layer_types"] = config["layer_types"][:num_layers]

@@ -1,0 +1,290 @@
+"""The benchmark scripts from end to end on a tiny network: what they promise to report is there, and adds up."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPT_LEN, OUTPUT_LEN, LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 160, 5, 3, 2, 16, 101, 64, 96
+TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2  # bfloat16
+MACHINE_FIELDS = {"date", "device", "cpu", "threads", "python", "torch", "nanovllm", "commit"}
+SMALL = ["--output-len", str(OUTPUT_LEN), "--repeats", "2", "--warmup", "1", "--dtype", "bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+
+
+@pytest.fixture(autouse=True)
+def small_peaks(scripts_can_be_imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's peaks are not what is tested, and take a second each."""
+    peaks = importlib.import_module("benchmarks.peaks")
+    for name, value in (("MATRIX", 64), ("BUFFER_BYTES", 4096), ("ROUNDS", 1)):
+        monkeypatch.setattr(peaks, name, value)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory that holds nothing but a config."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def main_of(script: str) -> Callable[[list[str]], int]:
+    main: Callable[[list[str]], int] = importlib.import_module(script).main
+    return main
+
+
+def report_of(script: str, model: Path, *options: str) -> dict[str, Any]:
+    """Run a script to its end and return what it wrote."""
+    output = model.parent / f"{script}.json"
+    status = main_of(script)(["--model", str(model), "--output-json", str(output), *options])
+    assert status == 0
+    report: dict[str, Any] = json.loads(output.read_text())
+    assert set(report["machine"]) >= MACHINE_FIELDS
+    assert report["model"]["num_layers"] <= LAYERS
+    assert 0 <= report["other_load"] <= 1
+    return report
+
+
+def check_rates(rates: dict[str, Any], prompt_len: int) -> None:
+    """Each figure lies between its extremes, and prefill and TTFT tell of the same seconds."""
+    for name in ("prefill_tok_s", "decode_tok_s", "ttft_s", "tpot_s"):
+        assert 0 < rates[name]["low"] <= rates[name]["median"] <= rates[name]["high"]
+    assert prompt_len / rates["prefill_tok_s"]["high"] <= rates["ttft_s"]["low"]
+    assert rates["decode_tok_s"]["high"] == pytest.approx(1 / rates["tpot_s"]["low"])
+
+
+# ---- bench.py
+
+
+def test_bench_runs_as_a_script(model: Path) -> None:
+    """From the repository root, as the manual has it, with everything that the report promises."""
+    output = model.parent / "report.json"
+    command = [sys.executable, "bench.py", "--model", str(model), "--prompt-len", "33", str(PROMPT_LEN), *SMALL]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*command, "--output-json", str(output)], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in ("prefill", "decode", "TTFT", "TPOT", "KV cache", "peak process memory", "torch", "threads"):
+        assert word in done.stdout
+    report = json.loads(output.read_text())
+    assert [result["prompt_len"] for result in report["results"]] == [33, PROMPT_LEN]
+    for result in report["results"]:
+        check_rates(result["rates"], result["prompt_len"])
+        assert result["kv_bytes"] == (result["prompt_len"] + OUTPUT_LEN - 1) * TOKEN_BYTES
+    assert report["kv_device_bytes"] <= report["peak_rss_bytes"]
+    assert report["peaks"]["matmul_gflop_s"] > 0 and report["peaks"]["read_gb_s"] > 0
+
+
+def test_bench_runs_several_prompts_at_once(model: Path) -> None:
+    report = report_of("bench", model, "--prompt-len", "40", "--num-prompts", "3", "--num-layers", "2", *SMALL)
+    (result,) = report["results"]
+    assert result["num_prompts"] == 3
+    assert result["kv_bytes"] == 3 * (40 + OUTPUT_LEN - 1) * TOKEN_BYTES * 2 // 3
+    assert result["decode_gb_s"] is None  # how much of it the three share is not known
+    assert report["model"]["num_layers"] == 2
+
+
+def test_bench_has_no_decode_for_one_token(model: Path) -> None:
+    report = report_of("bench", model, "--prompt-len", "20", *SMALL, "--output-len", "1")
+    (result,) = report["results"]
+    assert result["rates"]["decode_tok_s"] is None and result["rates"]["tpot_s"] is None
+
+
+# ---- bench_offload.py
+
+OFFLOAD = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-batched-tokens", "48", "--num-layers", "3"]
+
+
+def test_bench_offload_compares_and_counts(model: Path) -> None:
+    report = report_of("bench_offload", model, *OFFLOAD, "--device-share", "0.4", *SMALL)
+    assert report["outputs_equal"] is True
+    for name in ("on device", "resident", "offload"):
+        check_rates(report["rates"][name], PROMPT_LEN)
+    for other in ("on device", "resident"):
+        for phase in ("prefill", "decode"):
+            ratio = report["ratios"][other][phase]
+            assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
+    assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
+    traffic = report["traffic"]
+    for name, count in traffic["counted"].items():
+        assert count == traffic["prefill"][name] + traffic["decode"][name] > 0
+    on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
+    assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
+    assert traffic["copy_peak_gb_s"] > 0
+
+
+def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = importlib.import_module("bench_offload")
+    generate = script.generate
+
+    def lie_once(llm: Any, *rest: Any) -> Any:
+        outputs = generate(llm, *rest)
+        if llm.kv_stats().host_bytes:
+            outputs[0].outputs[0].token_ids[-1] += 1
+        return outputs
+
+    monkeypatch.setattr(script, "generate", lie_once)
+    assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
+
+
+def test_bench_offload_fails_when_transfers_are_not_as_predicted(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = importlib.import_module("bench_offload")
+    predict = script.predict_request
+    monkeypatch.setattr(script, "predict_request", lambda *a: predict(*a) + script.TransferCount(h2d_copies=1))
+    assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+# ---- prefill memory
+
+
+@pytest.mark.parametrize("placement", [[], ["--device-share", "1/2"]])
+def test_prefill_memory_adds_up(model: Path, placement: list[str]) -> None:
+    options = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-batched-tokens", "48", *placement]
+    report = report_of("benchmarks.prefill_memory", model, *options, "--dtype", "bfloat16")
+    memory = report["memory"]
+    assert memory["peak"] >= memory["peak_before"] >= memory["before"] > 0
+    assert memory["peak"] == (
+        memory["weights"] + memory["kv_device"] + memory["kv_host"] + report["beyond_weights_and_kv"]
+    )
+    assert (memory["kv_host"] > 0) == bool(placement)
+
+
+# ---- bench_vllm.py
+
+
+def fake_vllm(seen: dict[str, Any]) -> dict[str, ModuleType]:
+    """Modules with as much of vLLM's offline API as bench_vllm.py uses."""
+
+    class LLM:
+        def __init__(self, **arguments: Any) -> None:
+            seen.update(arguments)
+            assert json.loads((Path(arguments["model"]) / "config.json").read_text())["hidden_size"] == HIDDEN
+
+        def generate(self, prompts: list[dict[str, list[int]]], params: Any, use_tqdm: bool) -> list[Any]:
+            start = time.monotonic()
+            stamps = SimpleNamespace(
+                queued_ts=start, scheduled_ts=start + 1, first_token_ts=start + 3, last_token_ts=start + 4
+            )
+            tokens = SimpleNamespace(token_ids=[0] * params.max_tokens)
+            return [
+                SimpleNamespace(prompt_token_ids=p["prompt_token_ids"], outputs=[tokens], metrics=stamps)
+                for p in prompts
+            ]
+
+    vllm, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    vars(vllm).update(LLM=LLM, SamplingParams=lambda **params: SimpleNamespace(**params), __version__="0.0")
+    vars(platforms).update(current_platform=SimpleNamespace(device_type="cpu"))
+    return {"vllm": vllm, "vllm.platforms": platforms}
+
+
+def test_bench_vllm_reports_what_bench_reports(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    for name, module in fake_vllm(seen).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    report = report_of("bench_vllm", model, "--prompt-len", "20", "40", *SMALL)
+    assert [result["prompt_len"] for result in report["results"]] == [20, 40]
+    for result in report["results"]:
+        assert result["rates"]["prefill_tok_s"]["median"] == pytest.approx(result["prompt_len"] / 2)
+        assert result["rates"]["ttft_s"]["median"] == pytest.approx(3)
+        assert result["rates"]["tpot_s"]["median"] == pytest.approx(1 / (OUTPUT_LEN - 1))
+    assert report["machine"]["vllm"] == "0.0"
+    assert seen["max_model_len"] == 40 + OUTPUT_LEN and seen["dtype"] == "bfloat16"
+    assert seen["enable_prefix_caching"] is False and "block_size" not in seen
+
+
+def test_bench_vllm_without_vllm_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    assert main_of("bench_vllm")([]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install vllm" in error
+
+
+# ---- refusals
+
+REFUSED: dict[str, tuple[str, list[str], str]] = {
+    "a model of no such name": ("bench", ["--model", "qwen9"], "qwen3-0.6b"),
+    "more layers than there are": ("bench", ["--num-layers", "99"], "28 layers"),
+    "no tokens": ("bench", ["--prompt-len", "0"], "whole number"),
+    "beyond the model's positions": ("bench", ["--prompt-len", "50000", "--num-layers", "1"], "40960"),
+    "nowhere to write": ("bench", ["--output-json", "/no/such/place.json"], "directory that exists"),
+    "an unknown option": ("bench", ["--prompt-length", "5"], "--prompt-length"),
+    "too small a share": ("bench_offload", ["--device-share", "1/1000"], "larger share"),
+    "a share above one": ("bench_offload", ["--device-share", "9/8"], "at most 1"),
+    "a share of nothing": ("bench_offload", ["--device-share", "1/0"], "at most 1"),
+    "too small a block": ("benchmarks.prefill_memory", ["--block-size", "3"], "16"),
+    "an unknown dtype": ("bench_vllm", ["--dtype", "int3"], "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments_cost_one_sentence(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script, options, told = REFUSED[case]
+    try:
+        status: object = main_of(script)(options)
+    except SystemExit as stopped:
+        status = stopped.code
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.count("\n") == 1 and told in error
+
+
+# ---- shapes
+
+
+def test_every_shape_is_a_model_that_the_engine_knows() -> None:
+    """Parameter counts as published, so that a typing error in a config shows."""
+    shapes = importlib.import_module("benchmarks.shapes")
+    billions = {"llama-3.1-8b": 8.03, "qwen2.5-7b-1m": 7.62, "qwen3-0.6b": 0.596, "qwen3-4b": 4.02, "qwen3-8b": 8.19}
+    assert shapes.shape_names() == sorted(billions)
+    for name, published in billions.items():
+        with shapes.open_shape(name, None, "auto") as shape:
+            assert shape.weight_bytes / shape.dtype.itemsize / 1e9 == pytest.approx(published, rel=0.002)
+
+
+def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:
+    """Against a count by hand, projection by projection and row by row."""
+    shapes = importlib.import_module("benchmarks.shapes")
+    with shapes.open_shape(str(model), None, "bfloat16") as shape:
+        per_token = 2 * HIDDEN * (4 * HEAD_DIM + 2 * KV_HEADS * HEAD_DIM + 4 * HEAD_DIM + 3 * INTERMEDIATE)
+        attention = sum(2 * 2 * 4 * HEAD_DIM * row for row in range(1, 8))
+        assert shape.prefill_operations(7) == LAYERS * (7 * per_token + attention) + 2 * VOCAB * HIDDEN
+        assert shape.kv_token_bytes == TOKEN_BYTES
+        assert shape.decode_bytes(50) == shape.weight_bytes + 50 * TOKEN_BYTES

@@ -1,0 +1,159 @@
+"""Engine arguments: the defaults of the API, and a sentence for everything that cannot be honoured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.config import EngineConfig, engine_config
+from nanovllm.errors import ConfigError
+
+# The keyword arguments of LLM(model, ...). kvcache_block_size=None stands for 4096 under offload.
+DEFAULTS = {
+    "device": None,
+    "dtype": "auto",
+    "max_model_len": None,
+    "max_num_seqs": 512,
+    "max_num_batched_tokens": 16384,
+    "kvcache_block_size": None,
+    "gpu_memory_utilization": 0.9,
+    "enable_cpu_offload": False,
+    "num_gpu_blocks": -1,
+    "num_cpu_blocks": -1,
+    "enable_prefix_caching": True,
+    "seed": 0,
+    "load_format": "auto",
+    "enforce_eager": False,
+    "tensor_parallel_size": 1,
+}
+
+
+def test_defaults(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, {})
+    assert {field.name: getattr(config, field.name) for field in fields(config)} == {"model": str(tmp_path), **DEFAULTS}
+
+
+def test_the_block_size_follows_from_offload_unless_it_is_named(tmp_path: Path) -> None:
+    assert engine_config(tmp_path, {"enable_cpu_offload": True}).block_size == 4096
+    resident = engine_config(tmp_path, {}).block_size
+    assert 16 <= resident < 4096
+    for offload in (True, False):
+        arguments = {"enable_cpu_offload": offload, "kvcache_block_size": 48}
+        assert engine_config(tmp_path, arguments).block_size == 48
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("kvcache_blocksize", "kvcache_block_size"),
+        ("max_seq_len", "max_model_len"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("enable_offload", "enable_cpu_offload"),
+        ("num_gpu_block", "num_gpu_blocks"),
+        ("Seed", "seed"),
+        ("tensor_parallel", "tensor_parallel_size"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(tmp_path, {name: 1})
+    message = str(refusal.value)
+    assert repr(name) in message
+    assert f"did you mean {nearest!r}?" in message
+
+
+def test_a_name_like_no_other_is_refused_with_all_of_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(tmp_path, {"zzz": 1})
+    assert "'zzz'" in str(refusal.value) and all(name in str(refusal.value) for name in DEFAULTS)
+
+
+def test_model_is_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    for path in (tmp_path / "absent", file, "Qwen/Qwen3-0.6B"):
+        with pytest.raises(ConfigError, match="is not a directory") as refusal:
+            engine_config(path, {})
+        assert str(path) in str(refusal.value)
+
+
+NOT_BOOLS: list[Any] = [0, 1, None, "True"]
+NOT_INTS: list[Any] = [1.5, 8.0, "8", True, [8], math.nan]
+
+# field -> (rule in the message, values that are refused)
+REFUSED: dict[str, tuple[str, list[Any]]] = {
+    "device": ("must be one of None, cpu, cuda", ["gpu", "cuda:0", "", 0]),
+    "dtype": ("must be one of auto, bfloat16, float16, float32", ["int8", "fp16", None, "torch.float16"]),
+    "load_format": ("must be one of auto, safetensors, dummy", ["pt", None, ""]),
+    "max_model_len": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
+    "max_num_seqs": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "max_num_batched_tokens": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "kvcache_block_size": ("must be a whole number of at least 16", [15, 0, -1, *NOT_INTS]),
+    "gpu_memory_utilization": (
+        "must be a number above 0 and at most 1",
+        [0, 0.0, -0.1, 1.01, 90, math.nan, "0.9", True],
+    ),
+    "enable_cpu_offload": ("must be True or False", NOT_BOOLS),
+    "enable_prefix_caching": ("must be True or False", NOT_BOOLS),
+    "enforce_eager": ("must be True or False", NOT_BOOLS),
+    "num_gpu_blocks": (
+        "must be a whole number of at least 4 or -1 to size it from memory",
+        [0, 3, -2, None, *NOT_INTS],
+    ),
+    "num_cpu_blocks": ("must be a whole number of at least 0 or -1 to size it from memory", [-2, None, *NOT_INTS]),
+    "seed": ("must be a whole number of at least 0", [-1, None, *NOT_INTS]),
+    "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+}
+CASES = [(field, value) for field in REFUSED for value in REFUSED[field][1]]
+
+
+def test_every_argument_has_a_rule() -> None:
+    assert set(REFUSED) == set(DEFAULTS)
+
+
+@pytest.mark.parametrize("field, value", CASES, ids=[f"{field}={value!r}" for field, value in CASES])
+def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(tmp_path, {field: value})
+    assert str(refusal.value) == f"{field}={value!r}: {REFUSED[field][0]}"
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: only 1 is supported"),
+        ({"num_cpu_blocks": 8}, r"num_cpu_blocks=8: needs enable_cpu_offload=True"),
+        ({"seed": 2**63}, r"seed=9223372036854775808: "),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engine_config(tmp_path, arguments)
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"device": "cpu", "dtype": "float32", "load_format": "dummy"},
+    {"max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
+    {"kvcache_block_size": 16, "num_gpu_blocks": 4},
+    {"kvcache_block_size": 17, "gpu_memory_utilization": 1},
+    {"enable_cpu_offload": True, "num_cpu_blocks": 0, "gpu_memory_utilization": 0.01},
+    {"enable_cpu_offload": True, "num_cpu_blocks": 10**6, "num_gpu_blocks": 10**6},
+    {"num_cpu_blocks": 0, "seed": 2**63 - 1, "enforce_eager": True, "enable_prefix_caching": False},
+]
+
+
+@pytest.mark.parametrize("arguments", ACCEPTED, ids=str)
+def test_valid_values_are_kept(arguments: dict[str, Any], tmp_path: Path) -> None:
+    config = engine_config(tmp_path, arguments)
+    assert {name: getattr(config, name) for name in arguments} == arguments
+
+
+def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path))
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]

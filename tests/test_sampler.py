@@ -1,0 +1,199 @@
+"""Sampling draws from exactly the distribution that its parameters name, and from nothing but its own row."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.engine.batch import SamplingRow
+from nanovllm.layers import sampler
+from nanovllm.layers.sampler import gumbel_noise, sample
+
+LOGITS = (-4.0, 1.0, 0.5, 0.5, 2.0, 0.0, -0.5, -1.0, -1.5, -2.5, 1.9, -0.25)  # the likeliest is token 4
+DRAWS = 6000
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, "index": 0}
+
+
+def row(**changes: Any) -> SamplingRow:
+    return SamplingRow(**{**OFF, **changes})
+
+
+def draws(logits: Sequence[float], count: int, **params: Any) -> list[int]:
+    """The draws of one request at index 0, 1, ..."""
+    rows = [row(index=index, **params) for index in range(count)]
+    return sample(torch.tensor(logits).expand(count, -1), rows)
+
+
+def exact(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """Probabilities in fp64: softmax, cut to top_k, renormalized, cut to top_p, cut to min_p, renormalized."""
+    weights = [math.exp(value / temperature) for value in logits]
+    order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
+    kept = order[: top_k or len(order)]
+    total, before = sum(weights[token] for token in kept), 0.0
+    nucleus = []
+    for token in kept:
+        if before / total < top_p or not nucleus:
+            nucleus.append(token)
+        before += weights[token]
+    likely = [token for token in nucleus if weights[token] >= min_p * weights[order[0]]]
+    total = sum(weights[token] for token in likely)
+    return [weights[token] / total if token in likely else 0.0 for token in range(len(logits))]
+
+
+def critical_chi_square(freedom: int) -> float:
+    """The 0.999 quantile, by the Wilson-Hilferty approximation."""
+    spread = 2 / (9 * freedom)
+    return float(freedom * (1 - spread + 3.09 * spread**0.5) ** 3)
+
+
+CUTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_k": 4},  # of two equal logits the first is kept
+    {"top_k": 100},
+    {"top_p": 0.3},
+    {"top_p": 0.75},
+    {"top_p": 0.999},
+    {"min_p": 0.1},
+    {"min_p": 0.5},
+    {"min_p": 1.0},
+    {"top_k": 6, "top_p": 0.8},
+    {"top_k": 8, "min_p": 0.1},
+    {"top_p": 0.9, "min_p": 0.2},
+    {"temperature": 0.8, "top_k": 9, "top_p": 0.95, "min_p": 0.05},
+    {"temperature": 2.5, "top_k": 5, "top_p": 0.6, "min_p": 0.3},
+]
+
+
+@pytest.fixture(scope="module")
+def noise_made_once() -> Callable[[int, int, int], Tensor]:
+    """The sampler's own noise, kept from test to test: making it is nearly all of their time."""
+    return cache(gumbel_noise)
+
+
+@pytest.mark.parametrize("params", CUTS, ids=str)
+def test_draws_follow_the_exact_distribution(
+    params: dict[str, Any], noise_made_once: Callable[[int, int, int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "gumbel_noise", noise_made_once)
+    cut = {name: OFF[name] for name in ("temperature", "top_k", "top_p", "min_p")} | params
+    probabilities = exact(LOGITS, **cut)
+    counts = Counter(draws(LOGITS, DRAWS, **params))
+    possible = {token for token, p in enumerate(probabilities) if p > 0}
+    assert set(counts) <= possible, "a token that was cut off was drawn"
+    expected = {token: probabilities[token] * DRAWS for token in possible}
+    if len(possible) > 1:
+        chi_square = sum((counts[token] - mean) ** 2 / mean for token, mean in expected.items())
+        assert chi_square < critical_chi_square(len(possible) - 1)
+    assert {token for token, mean in expected.items() if mean > 10} <= set(counts)
+
+
+def test_neighbouring_seeds_draw_independently() -> None:
+    """Pairs of draws of seeds s and s + 1, and of indices i and i + 1, are spread as independent ones are."""
+    logits = (0.5, 0.0, -0.5)
+    first, second = draws(logits, DRAWS, seed=10), draws(logits, DRAWS, seed=11)
+    probabilities = exact(logits, 1.0, 0, 1.0, 0.0)
+    for pairs in (zip(first, second, strict=True), pairwise(first)):
+        counts = Counter(pairs)
+        total = sum(counts.values())
+        chi_square = 0.0
+        for a in range(3):
+            for b in range(3):
+                mean = probabilities[a] * probabilities[b] * total
+                chi_square += (counts[a, b] - mean) ** 2 / mean
+        assert chi_square < critical_chi_square(8)
+
+
+def test_greedy_takes_the_largest_logit_and_needs_no_seed() -> None:
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    best = logits.argmax(-1).tolist()
+    for params in ({}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.9}, {"seed": 99, "index": 5}):
+        assert sample(logits, [row(temperature=0.0, **params)] * 7) == best
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (2 * torch.randn(40, 300, generator=generator)).to(dtype)
+    kinds = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.7}]
+    rows = [row(seed=i // 2, index=i % 7, **kinds[i % len(kinds)]) for i in range(40)]
+    alone = [sample(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
+    assert sample(logits, rows) == alone
+    order = torch.randperm(40, generator=generator).tolist()
+    assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+    monkeypatch.setattr(sampler, "MAX_ROWS", 3)
+    assert sample(logits, rows) == alone
+
+
+def test_a_draw_is_named_by_seed_and_index() -> None:
+    flat = [0.0] * 1000
+    a, b = draws(flat, 200, seed=3), draws(flat, 200, seed=4)
+    assert draws(flat, 200, seed=3) == a
+    assert len(set(a)) > 150 and sum(x == y for x, y in zip(a, b, strict=True)) < 10
+    parts = draws(flat, 50, seed=3), sample(torch.zeros(1, 1000), [row(seed=3, index=120)])
+    assert (parts[0], parts[1]) == (a[:50], [a[120]])
+
+
+@pytest.mark.parametrize("seed", [0, -1, 1, 2**31, 2**32, -(2**63), 2**63 - 1])
+def test_any_64_bit_seed_is_its_own(seed: int) -> None:
+    others = [s for s in (0, -1, 1, 2**31, 2**32, -(2**63), 2**63 - 1) if s != seed]
+    own = draws([0.0] * 500, 50, seed=seed)
+    for other in others:
+        assert sum(x == y for x, y in zip(own, draws([0.0] * 500, 50, seed=other), strict=True)) < 10
+
+
+@pytest.mark.parametrize("index", [0, 1, 2**31, 2**40])
+def test_noise_is_finite_and_of_mean_and_variance_of_gumbel(index: int) -> None:
+    noise = gumbel_noise(5, index, 40_000)
+    assert noise.dtype == torch.float64 and noise.shape == (40_000,) and noise.isfinite().all()
+    assert abs(noise.mean().item() - 0.5772) < 0.03
+    assert abs(noise.var().item() - math.pi**2 / 6) < 0.08
+
+
+@pytest.mark.parametrize("bits", [0, -1, 1, 2**63 - 1, -(2**63)])
+def test_the_outermost_random_numbers_give_finite_noise(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uniform that rounds to 0 or 1 would make a token impossible or certain."""
+    monkeypatch.setattr(sampler, "_finalise", lambda z: torch.full_like(z, bits))
+    assert gumbel_noise(1, 1, 5).isfinite().all()
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9, 0.01])
+@pytest.mark.parametrize("others", [{}, {"top_k": 4}, {"min_p": 0.3}], ids=str)
+def test_a_tiny_top_p_keeps_the_most_likely_token(top_p: float, others: dict[str, Any]) -> None:
+    assert set(draws(LOGITS, 50, top_p=top_p, **others)) == {4}
+
+
+def test_top_p_includes_the_token_that_crosses_it() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().tolist()
+    for top_p, kept in ((0.4, {0}), (0.5, {0}), (0.51, {0, 1}), (0.75, {0, 1}), (0.76, {0, 1, 2}), (0.9, {0, 1, 2, 3})):
+        assert set(draws(logits, 300, top_p=top_p)) == kept, top_p
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e30, 3e38])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    drawn = set(draws(LOGITS, 400, temperature=temperature, top_p=0.9999))
+    assert drawn == ({4} if temperature < 1 else set(range(len(LOGITS))))
+
+
+def test_tokens_that_the_model_excludes_are_never_drawn() -> None:
+    logits = [-math.inf, 0.0, -math.inf, 0.0]
+    for params in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}):
+        assert set(draws(logits, 200, **params)) == {1, 3}
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits = torch.randn(4, 30)
+    before: Tensor = logits.clone()
+    sample(logits, [row(), row(temperature=0.0), row(top_k=2), row(top_p=0.2, min_p=0.1)])
+    assert torch.equal(logits, before)

@@ -1,0 +1,275 @@
+"""KV memory in numbers: layout, split of the device, sizing of both tiers, and what a step must move. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.config import engine_config
+from nanovllm.engine.block_manager import WATERMARK, BlockManager
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers, split_device
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.sizing import KVPlan, MemoryFacts, plan_kv_cache
+
+LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
+BLOCK = LAYOUT.block_bytes
+# Of 1000 blocks of memory 100 are taken, and a step needs 50.
+MEMORY = MemoryFacts(
+    device_total=1000 * BLOCK,
+    device_free=900 * BLOCK,
+    host_free=5000 * BLOCK,
+    tiers_share_memory=False,
+    activation_peak=50 * BLOCK,
+)
+SHARED = replace(MEMORY, host_free=900 * BLOCK, tiers_share_memory=True)
+MODEL_LEN = 16_000  # 1000 blocks
+
+
+def plan(
+    memory: MemoryFacts = MEMORY, layout: KVLayout = LAYOUT, model_max_len: int = MODEL_LEN, **arguments: Any
+) -> KVPlan:
+    return plan_kv_cache(engine_config(Path(__file__).parent, arguments), layout, model_max_len, memory, WATERMARK)
+
+
+# ---- layout
+
+
+@given(
+    layout=st.builds(
+        KVLayout,
+        num_layers=st.integers(1, 5),
+        num_kv_heads=st.integers(1, 4),
+        head_dim=st.sampled_from([16, 64, 80]),
+        block_size=st.integers(1, 40),
+        itemsize=st.sampled_from([2, 4]),
+    ),
+    blocks=st.integers(0, 9),
+)
+@settings(max_examples=40, deadline=None)
+def test_bytes_follow_from_shapes(layout: KVLayout, blocks: int) -> None:
+    assert layout.block_layer_bytes == prod(layout.block_shape) * layout.itemsize
+    assert layout.token_layer_bytes * layout.block_size == layout.block_layer_bytes
+    assert layout.token_bytes == layout.num_layers * layout.token_layer_bytes
+    assert layout.head_pitch * layout.rows_per_token == layout.block_layer_bytes
+    pool_bytes = blocks * layout.block_bytes
+    assert prod(layout.device_pool_shape(blocks)) * layout.itemsize == pool_bytes
+    assert prod(layout.host_pool_shape(blocks)) * layout.itemsize == pool_bytes
+    assert prod(layout.ring_shape(blocks)) * layout.itemsize == blocks * layout.block_layer_bytes
+    assert layout.device_pool_shape(blocks)[0] == layout.host_pool_shape(blocks)[1] == layout.num_layers
+
+
+# ---- the device
+
+
+@given(num_gpu_blocks=st.integers(4, 1000), num_layers=st.integers(1, 130))
+@settings(max_examples=100, deadline=None)
+def test_ring_and_resident_blocks_stay_within_the_device(num_gpu_blocks: int, num_layers: int) -> None:
+    split = split_device(num_gpu_blocks, num_layers)
+    ring_blocks = num_gpu_blocks - split.resident_blocks
+    assert 0 <= split.resident_blocks < num_gpu_blocks
+    assert 4 <= split.ring_slots <= 16
+    assert (ring_blocks - 1) * num_layers < split.ring_slots <= ring_blocks * num_layers
+
+
+@pytest.mark.parametrize(
+    "layers, ring_slots, resident", [(1, 4, 0), (2, 4, 2), (3, 4, 2), (4, 4, 3), (12, 12, 3), (28, 16, 3)]
+)
+def test_the_smallest_device(layers: int, ring_slots: int, resident: int) -> None:
+    split = split_device(4, layers)
+    assert (split.ring_slots, split.resident_blocks) == (ring_slots, resident)
+
+
+# ---- sizing from memory
+
+
+def test_device_blocks_are_what_utilization_leaves() -> None:
+    resident = plan()  # 0.9 * 1000 - 100 - 50
+    assert (resident.num_gpu_blocks, resident.num_cpu_blocks) == (750, 0)
+    assert (resident.split.resident_blocks, resident.split.ring_slots) == (750, 0)
+    assert plan(gpu_memory_utilization=0.5).num_gpu_blocks == 350
+    assert plan(replace(MEMORY, activation_peak=0)).num_gpu_blocks == 800
+
+
+def test_host_blocks_are_what_utilization_leaves_of_the_host() -> None:
+    offloaded = plan(enable_cpu_offload=True)
+    assert (offloaded.num_gpu_blocks, offloaded.num_cpu_blocks) == (750, 4500)
+    assert (offloaded.split.ring_slots, offloaded.split.resident_blocks) == (8, 749)
+    assert offloaded.num_sequence_blocks == 749 + 4500
+
+
+def test_tiers_that_share_memory_are_not_given_it_twice() -> None:
+    shared = plan(SHARED, enable_cpu_offload=True)
+    assert shared.num_gpu_blocks == 375, "half of the budget"
+    assert shared.num_cpu_blocks == int(0.9 * (900 - 375 - 50))
+    assert plan(SHARED).num_gpu_blocks == 750
+    named = plan(SHARED, enable_cpu_offload=True, num_gpu_blocks=100)
+    assert (named.num_gpu_blocks, named.num_cpu_blocks) == (100, int(0.9 * (900 - 100 - 50)))
+
+
+def test_no_more_is_taken_than_sequences_can_use() -> None:
+    few = plan(max_num_seqs=2, max_model_len=160)  # two sequences of 10 blocks, and a margin
+    assert 20 <= few.num_gpu_blocks <= 26
+    both = plan(max_num_seqs=2, max_model_len=160, enable_cpu_offload=True)
+    assert 20 <= both.num_sequence_blocks <= 26 and both.num_cpu_blocks == 0
+    assert few.max_model_len == both.max_model_len == 160
+
+
+@given(gpu=st.integers(4, 700), cpu=st.integers(0, 700), layers=st.integers(1, 30), offload=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_the_longest_sequence_is_the_block_managers(gpu: int, cpu: int, layers: int, offload: bool) -> None:
+    layout = replace(LAYOUT, num_layers=layers)
+    tiers: dict[str, Any] = {"num_gpu_blocks": gpu}
+    if offload:
+        tiers |= {"num_cpu_blocks": cpu, "enable_cpu_offload": True}
+    try:
+        made = plan(replace(MEMORY, device_free=10**12, host_free=10**12), layout, 10**9, **tiers)
+    except ConfigError as error:
+        assert offload and gpu == 4 and cpu == 0 and layers == 1 and "num_cpu_blocks" in str(error)
+        return
+    manager = BlockManager(made.split.resident_blocks, made.num_cpu_blocks, layout.block_size)
+    assert made.num_sequence_blocks == manager.num_blocks
+    assert made.max_model_len == manager.max_sequence_tokens >= layout.block_size
+
+
+def test_max_model_len_is_the_models_or_what_the_cache_holds() -> None:
+    assert plan(model_max_len=3000).max_model_len == 3000
+    assert plan(num_gpu_blocks=100).max_model_len == 99 * 16, "the watermark keeps a block"
+    assert plan(num_gpu_blocks=100, max_model_len=99 * 16).max_model_len == 99 * 16
+    assert plan(max_model_len=50).max_model_len == 50
+
+
+# ---- refusals
+
+REFUSALS: list[tuple[MemoryFacts, dict[str, Any], tuple[str, ...]]] = [
+    (MEMORY, {"max_model_len": MODEL_LEN + 1}, ("max_model_len=16001", "positions end at 16000")),
+    (MEMORY, {"num_gpu_blocks": 901}, ("num_gpu_blocks=901", "at most 900 blocks of 16 tokens", "0.01 GiB")),
+    (
+        MEMORY,
+        {"enable_cpu_offload": True, "num_cpu_blocks": 5001},
+        ("num_cpu_blocks=5001", "the host has", "at most 5000 blocks"),
+    ),
+    (
+        SHARED,
+        {"enable_cpu_offload": True, "num_gpu_blocks": 800, "num_cpu_blocks": 51},
+        ("num_cpu_blocks=51", "at most 50 blocks"),
+    ),
+    (
+        replace(MEMORY, device_free=105 * BLOCK),
+        {},
+        (
+            "no memory for the KV cache",
+            "gpu_memory_utilization=0.9",
+            "raise gpu_memory_utilization",
+            "kvcache_block_size",
+        ),
+    ),
+    (
+        replace(MEMORY, activation_peak=797 * BLOCK),
+        {"enable_cpu_offload": True},
+        ("no memory for the KV cache", "lower max_num_batched_tokens"),
+    ),
+    (
+        MEMORY,
+        {"num_gpu_blocks": 100, "max_model_len": 99 * 16 + 1},
+        ("max_model_len=1585", "100 blocks of 16 tokens", "1584 tokens", "enable_cpu_offload=True", "num_gpu_blocks"),
+    ),
+    (
+        MEMORY,
+        {"enable_cpu_offload": True, "num_gpu_blocks": 11, "num_cpu_blocks": 20, "max_model_len": 481},
+        ("max_model_len=481", "30 blocks of 16 tokens", "480 tokens", "raise num_cpu_blocks"),
+    ),
+]
+
+
+@pytest.mark.parametrize("memory, arguments, says", REFUSALS, ids=[says[0] for _, _, says in REFUSALS])
+def test_what_cannot_be_sized_is_refused_with_numbers_and_a_way_out(
+    memory: MemoryFacts, arguments: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        plan(memory, **arguments)
+    for words in says:
+        assert words in str(refusal.value)
+    assert ("enable_cpu_offload=True" in str(refusal.value)) == ("enable_cpu_offload=True" in says)
+
+
+def test_a_cache_without_a_block_for_sequences_is_refused() -> None:
+    """One layer: the smallest ring takes the whole device, and there is no host pool."""
+    layout = replace(LAYOUT, num_layers=1)
+    with pytest.raises(ConfigError) as refusal:
+        plan(layout=layout, enable_cpu_offload=True, num_gpu_blocks=4, num_cpu_blocks=0)
+    assert "num_cpu_blocks" in str(refusal.value) and "max_model_len=None" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4])
+def test_memory_for_fewer_blocks_than_the_smallest_cache_is_not_overdrawn(left: int) -> None:
+    tight = replace(MEMORY, activation_peak=(800 - left) * BLOCK)
+    if left == 4:
+        assert plan(tight).num_gpu_blocks == 4
+        return
+    with pytest.raises(ConfigError, match="no memory for the KV cache"):
+        plan(tight)
+
+
+# ---- transfers
+
+
+def walked(layout: KVLayout, resident_blocks: int, context_len: int, query_len: int) -> TransferCount:
+    """The same, by going through blocks and tokens one by one."""
+    h2d = d2h = h2d_tokens = d2h_tokens = 0
+    for index in range(resident_blocks, -(-(context_len + query_len) // layout.block_size)):
+        positions = range(index * layout.block_size, (index + 1) * layout.block_size)
+        old = sum(position < context_len for position in positions)
+        new = sum(context_len <= position < context_len + query_len for position in positions)
+        for _ in range(layout.num_layers):
+            h2d, h2d_tokens = h2d + (old > 0), h2d_tokens + old
+            d2h, d2h_tokens = d2h + (new > 0), d2h_tokens + new
+    per_token = layout.token_layer_bytes
+    return TransferCount(h2d, h2d_tokens * per_token, d2h, d2h_tokens * per_token)
+
+
+LAYOUTS = st.builds(
+    KVLayout,
+    num_layers=st.integers(1, 4),
+    num_kv_heads=st.just(2),
+    head_dim=st.just(16),
+    block_size=st.integers(1, 20),
+    itemsize=st.just(2),
+)
+
+
+@given(layout=LAYOUTS, resident=st.integers(0, 12), context=st.integers(0, 120), query=st.integers(1, 90))
+@settings(max_examples=300, deadline=None)
+def test_predicted_transfers_are_those_of_a_walk(layout: KVLayout, resident: int, context: int, query: int) -> None:
+    assert predict_transfers(layout, resident, context, query) == walked(layout, resident, context, query)
+
+
+@given(
+    layout=LAYOUTS,
+    resident=st.integers(0, 8),
+    prompt=st.integers(1, 90),
+    output=st.integers(1, 20),
+    budget=st.integers(1, 100),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_request_is_the_sum_of_its_steps(
+    layout: KVLayout, resident: int, prompt: int, output: int, budget: int
+) -> None:
+    total, context = TransferCount(), 0
+    while context < prompt + output - 1:  # the last token is sampled and never computed
+        query = min(budget, prompt - context) if context < prompt else 1
+        total += walked(layout, resident, context, query)
+        context += query
+    assert predict_request(layout, resident, prompt, output, budget) == total
+
+
+def test_counts_add_and_subtract() -> None:
+    a, b = TransferCount(1, 20, 3, 40), TransferCount(5, 6, 7, 8)
+    assert a + b == TransferCount(6, 26, 10, 48)
+    assert a + b - b == a
