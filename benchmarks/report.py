@@ -109,7 +109,9 @@ def mib(num_bytes: float) -> str:
 def write_json(path: Path | None, args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> None:
     """One object: arguments, machine, and the parts; nothing where no path was given."""
     if path is not None:
-        report = {"arguments": vars(args), "machine": facts, **parts}
+        # Where the file goes says nothing about what was measured.
+        arguments = {name: value for name, value in vars(args).items() if name != "output_json"}
+        report = {"arguments": arguments, "machine": facts, **parts}
         path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
 
 

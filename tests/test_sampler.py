@@ -33,19 +33,18 @@ def draws(logits: Sequence[float], count: int, **params: Any) -> list[int]:
 
 
 def exact(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """Probabilities in fp64: softmax, cut to top_k, renormalized, cut to top_p, cut to min_p, renormalized."""
+    """Probabilities in fp64: softmax, cut to min_p and top_k, renormalized, cut to top_p, renormalized."""
     weights = [math.exp(value / temperature) for value in logits]
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
-    kept = order[: top_k or len(order)]
+    kept = [token for token in order[: top_k or len(order)] if weights[token] >= min_p * weights[order[0]]]
     total, before = sum(weights[token] for token in kept), 0.0
     nucleus = []
     for token in kept:
         if before / total < top_p or not nucleus:
             nucleus.append(token)
         before += weights[token]
-    likely = [token for token in nucleus if weights[token] >= min_p * weights[order[0]]]
-    total = sum(weights[token] for token in likely)
-    return [weights[token] / total if token in likely else 0.0 for token in range(len(logits))]
+    total = sum(weights[token] for token in nucleus)
+    return [weights[token] / total if token in nucleus else 0.0 for token in range(len(logits))]
 
 
 def critical_chi_square(freedom: int) -> float:

@@ -103,7 +103,8 @@ class WorkerStream(Stream):
         was_closed, self._closed = self._closed, True
         if self._thread is not None and not was_closed:
             self._queue.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # garbage collection may run in this very thread
+                self._thread.join()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -32,8 +32,9 @@ class SamplingRow(Protocol):
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """The next token of each row. logits: floating [rows, vocab].
 
-    Sampling draws from softmax(logits / temperature) cut to the tokens that top_k, then top_p, then min_p leave. The
-    draw is the largest of log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i).
+    Sampling draws from softmax(logits / temperature), cut to the tokens that min_p and top_k leave, and of these to the
+    ones within top_p: vLLM's order. The draw is the largest of log-probability plus Gumbel noise (Gumbel-max:
+    P(i is largest) = p_i).
     """
     tokens = torch.argmax(logits, dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
@@ -50,13 +51,14 @@ def gumbel_noise(seed: int, index: int, vocab_size: int) -> Tensor:
     """Gumbel(0, 1) noise fp64 [vocab], a function of (seed, index, token) alone: the same in every batch and process.
 
     Counter-based: token i takes the i-th number of SplitMix64 (Steele, Lea and Flood, 2014) started at a hash of seed
-    and index, as a uniform u of 53 bits, and -log(-log(u)) is a Gumbel variable. fp64, because an fp32 uniform is its
-    smallest value once in 2^24 draws, which would make tokens certain that the distribution all but excludes.
+    and index, as a uniform u of 52 bits (one more, and the largest would round to 1), and -log(-log(u)) is a Gumbel
+    variable. fp64, because an fp32 uniform is its smallest value once in 2^24 draws, which would make tokens certain
+    that the distribution all but excludes.
     """
     start = _finalise(torch.tensor([_signed(seed * 0xD1B54A32D192ED03)]))
     start = _finalise(start + _signed(index * _GOLDEN_GAMMA))
     numbers = _finalise(start + torch.arange(1, vocab_size + 1) * _signed(_GOLDEN_GAMMA))
-    uniform = (_shift(numbers, 11).double() + 0.5) * 2.0**-53
+    uniform = (_shift(numbers, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 
@@ -90,11 +92,11 @@ def kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     vocab_size = scores.shape[-1]
     top_k = torch.tensor([row.top_k or vocab_size for row in rows], device=logits.device).unsqueeze(1)
     beyond_k = torch.arange(vocab_size, device=logits.device) >= top_k
-    probs = torch.softmax(ordered.masked_fill(beyond_k, float("-inf")), dim=-1)
+    too_small = torch.exp(ordered - ordered[:, :1]) < column([row.min_p for row in rows])
+    ordered = ordered.masked_fill(beyond_k | too_small, float("-inf"))
     # A token is kept while the ones before it have not reached top_p: the most likely one always is.
+    probs = torch.softmax(ordered, dim=-1)
     top_p = column([row.top_p for row in rows])
     beyond_p = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
     beyond_p[:, 0] = False  # also when a tiny top_p is 0 in fp32
-    too_small = probs < column([row.min_p for row in rows]) * probs[:, :1]
-    ordered = ordered.masked_fill(beyond_k | beyond_p | too_small, float("-inf"))
-    return torch.empty_like(scores).scatter_(1, order, ordered)
+    return torch.empty_like(scores).scatter_(1, order, ordered.masked_fill(beyond_p, float("-inf")))

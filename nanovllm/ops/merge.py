@@ -21,4 +21,4 @@ def merge_states_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
     total = weight + other_weight
     out.mul_((weight / total).T.unsqueeze(-1))
     out.addcmul_(other_out.to(out.dtype), (other_weight / total).T.unsqueeze(-1))
-    lse.copy_(top + torch.log(total)).masked_fill_(top == float("-inf"), float("-inf"))
+    lse.copy_(top + torch.log(total))
