@@ -7,7 +7,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from block_bench import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
+from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
 
 from nanovllm.engine import block_manager
 from nanovllm.engine.block_manager import AllocStatus, BlockManager

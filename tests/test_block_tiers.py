@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
-from block_bench import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
+from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
 
 from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
 from nanovllm.kvcache.hybrid_manager import BlockMove

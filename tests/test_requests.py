@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from content_model import VOCAB, expected_output
-from engine_bench import BLOCK, Bench, crowd, prompt_of
+from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler, SchedulerLimits

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 from content_model import expected_output
-from engine_bench import BLOCK, Bench, crowd, prompt_of
+from engine_helpers import BLOCK, Bench, crowd, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
