@@ -1,6 +1,6 @@
 """The CPU attention beside its ceilings, in one run: decode against torch.sum, prefill against torch.mm.
 
-    python benchmarks/cpu_attention.py [--output-json FILE]
+    python -m benchmarks.cpu_attention [--output-json FILE]
 
 Ceilings and figures are measured in turn, round after round, so that a noisy neighbour weighs on both alike;
 each is the median over the rounds. Decode reads a KV cache far larger than the caches of the processor.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.report import machine_facts
 from nanovllm.ops.cpu_attention import KVSpan, attend_batch, block_addresses, instruction_sets, span_table
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -133,7 +134,8 @@ def main() -> None:
     print(f"bf16 torch.mm {MATRIX}       {figures.matmul_gflop_s:8.1f} GFLOP/s")
     print(f"prefill {PREFILL_ROWS} on {CONTEXT}    {figures.prefill_gflop_s:8.1f} GFLOP/s {figures.prefill_ratio:5.0%}")
     if args.output_json:
-        args.output_json.write_text(json.dumps(asdict(figures), indent=2) + "\n")
+        report = {"machine": machine_facts("cpu"), **asdict(figures)}
+        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

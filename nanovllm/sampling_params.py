@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from nanovllm.errors import RequestError
@@ -39,10 +39,6 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPS
-
-    def with_seed(self, seed: int) -> SamplingParams:
-        """These parameters with `seed` set."""
-        return replace(self, seed=seed)
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

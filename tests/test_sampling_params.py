@@ -93,11 +93,3 @@ def test_parameters_cannot_be_changed_or_given_by_position() -> None:
 @pytest.mark.parametrize("temperature, greedy", [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (1.0, False)])
 def test_a_temperature_below_the_noise_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).is_greedy is greedy
-
-
-def test_with_seed_sets_the_seed_and_keeps_the_rest() -> None:
-    params = SamplingParams(temperature=0.3, top_k=4, stop_token_ids=[9])
-    assert params.with_seed(8) == SamplingParams(temperature=0.3, top_k=4, stop_token_ids=[9], seed=8)
-    assert params.seed is None
-    with pytest.raises(RequestError, match=r"seed=9223372036854775808"):
-        params.with_seed(2**63)

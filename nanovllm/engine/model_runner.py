@@ -132,9 +132,7 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
 def _make_room(
     device: Device, spec: DecoderSpec, layout: KVLayout, dtype: torch.dtype, plan: KVPlan, offload: bool
 ) -> KVRoom:
-    geometry = AttentionGeometry(
-        num_heads=spec.num_heads, scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows)
-    )
+    geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
     backend = select_cpu_backend(spec.head_dim)
     logger.info("attention backend: %s", backend.name)
     if not offload:

@@ -18,7 +18,6 @@ from nanovllm.kvcache.layout import KVLayout
 class AttentionGeometry:
     """What attention needs to know of the model beyond the KV layout."""
 
-    num_heads: int
     scale: float
     windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
 
