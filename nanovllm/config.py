@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, unknown_name_message
 
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # the smallest ring that can load, attend and store at once
@@ -109,13 +108,6 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
         if name not in known:
             raise ConfigError(unknown_name_message("engine argument", name, known))
     return EngineConfig(model=str(model), **engine_args)
-
-
-def unknown_name_message(what: str, name: str, known: list[str]) -> str:
-    """One sentence for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
-    return f"unknown {what} {name!r}: {hint}"
 
 
 def _refuse(name: str, rule: str, value: object) -> NoReturn:

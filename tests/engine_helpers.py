@@ -34,9 +34,9 @@ class WatchedExecutor(ContentExecutor):
         self.batches.append(batch)
         assert 0 < batch.num_tokens <= self.limits.max_num_batched_tokens
         assert 0 < len(batch.sequences) <= self.limits.max_num_seqs
-        tokens = super().execute(batch).token_ids
+        samples = super().execute(batch).samples
         lengths = [len(seq.token_ids) for seq in batch.sequences]
-        return StepResult(tokens, [10 * n for n in lengths], [20 * n for n in lengths])
+        return StepResult(samples, [10 * n for n in lengths], [20 * n for n in lengths])
 
 
 class Bench:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import RequestOutputKind, SamplingParams
 from nanovllm.errors import RequestError
 
 NAN, INF = math.nan, math.inf
@@ -18,14 +18,31 @@ NAN, INF = math.nan, math.inf
 def test_defaults() -> None:
     params = SamplingParams()
     assert {field.name: getattr(params, field.name) for field in fields(params)} == {
+        "n": 1,
+        "best_of": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
         "seed": None,
-        "max_tokens": 16,
-        "ignore_eos": False,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "stop": (),
         "stop_token_ids": (),
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "skip_special_tokens": True,
+        "logit_bias": {},
+        "bad_words": (),
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
 
 
@@ -86,7 +103,7 @@ def test_parameters_cannot_be_changed_or_given_by_position() -> None:
         SamplingParams().top_k = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature': did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 

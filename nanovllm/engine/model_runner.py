@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.errors import ConfigError, EngineError
@@ -67,11 +67,11 @@ class ModelRunner:
         try:
             traffic = self.kv_cache.begin_step(slices, batch.moves)
             hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
-            tokens = self._sample(hidden, batch.sequences, slices)
+            samples = self._sample(hidden, batch.sequences, slices)
         except BaseException:
             self.kv_cache.abandon_step()
             raise
-        return StepResult(tokens, traffic.h2d_bytes, traffic.d2h_bytes)
+        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes)
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -97,18 +97,17 @@ class ModelRunner:
 
     def _sample(
         self, hidden: Tensor, sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]
-    ) -> list[int | None]:
+    ) -> list[list[Sample]]:
         """Logits are computed only where a token is due."""
-        due = [i for i, seq in enumerate(sequences) if seq.sampling is not None]
-        tokens: list[int | None] = [None] * len(sequences)
+        samples: list[list[Sample]] = [[] for _ in sequences]
+        due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
         if not due:
-            return tokens
-        last_rows = torch.tensor([slices[i].query_start + slices[i].query_len - 1 for i in due], device=hidden.device)
-        logits = self.model.compute_logits(hidden[last_rows])
-        rows = [row for i in due if (row := sequences[i].sampling) is not None]
-        for i, token in zip(due, sample(logits, rows), strict=True):
-            tokens[i] = token
-        return tokens
+            return samples
+        last_rows = torch.tensor([slices[i].query_start + slices[i].query_len - 1 for i, _ in due])
+        logits = self.model.compute_logits(hidden[last_rows.to(hidden.device)])
+        for (i, _), token in zip(due, sample(logits, [row for _, row in due]), strict=True):
+            samples[i].append(Sample(token))
+        return samples
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:

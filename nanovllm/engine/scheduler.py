@@ -6,16 +6,13 @@ import bisect
 import logging
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.sampling_rows import sampling_row
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
-
-# Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
-MAX_TEMPERATURE = 1e30
-MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +88,8 @@ class Scheduler:
         """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the sequences."""
         by_id = {seq.seq_id: seq for seq in self.running}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
-        rows = zip(stepped, batch.sequences, result.token_ids, result.h2d_bytes, result.d2h_bytes, strict=True)
-        for seq, scheduled, token, h2d_bytes, d2h_bytes in rows:
+        rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
+        for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             computed = len(scheduled.token_ids)
             seq.num_computed += computed
             prompt_tokens = max(0, min(computed, seq.prompt_len - scheduled.context_len))
@@ -100,8 +97,8 @@ class Scheduler:
             seq.metrics.h2d_bytes += h2d_bytes
             seq.metrics.d2h_bytes += d2h_bytes
             self.block_manager.register_computed(seq, scheduled.context_len)
-            if token is not None:
-                self._append(seq, token, now)
+            for sample in samples:
+                self._append(seq, sample.token_id, now)
         return stepped
 
     # ---- ending a sequence
@@ -204,17 +201,5 @@ class Scheduler:
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             block_table=self.block_manager.places(seq, end),
-            sampling=_sampling_row(seq) if end == len(seq) else None,
+            samples=[sampling_row(seq)] if end == len(seq) else (),
         )
-
-
-def _sampling_row(seq: Sequence) -> SamplingRow:
-    p = seq.params
-    return SamplingRow(
-        temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
-        top_k=min(max(p.top_k, 0), MAX_TOP_K),
-        top_p=p.top_p,
-        min_p=p.min_p,
-        seed=seq.seed,
-        index=seq.num_output_tokens,
-    )
