@@ -10,9 +10,10 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
-from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
 from nanovllm.kvcache.layout import KVLayout
@@ -21,7 +22,6 @@ from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
-from nanovllm.layers.sampler import sample
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
@@ -67,11 +67,13 @@ class ModelRunner:
         try:
             traffic = self.kv_cache.begin_step(slices, batch.moves)
             hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
-            samples = self._sample(hidden, batch.sequences, slices)
+            starts = [s.query_start for s in slices]
+            of_prompts = prompt_logprobs(self.model, hidden, batch.sequences, starts)
+            samples = draw_samples(self.model, hidden, batch.sequences, starts)
         except BaseException:
             self.kv_cache.abandon_step()
             raise
-        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes)
+        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -94,20 +96,6 @@ class ModelRunner:
         query_lens = torch.tensor([s.query_len for s in slices], device=positions.device)
         rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
         return ForwardContext(positions, rope_lengths, slices, self.kv_cache)
-
-    def _sample(
-        self, hidden: Tensor, sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]
-    ) -> list[list[Sample]]:
-        """Logits are computed only where a token is due."""
-        samples: list[list[Sample]] = [[] for _ in sequences]
-        due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
-        if not due:
-            return samples
-        last_rows = torch.tensor([slices[i].query_start + slices[i].query_len - 1 for i, _ in due])
-        logits = self.model.compute_logits(hidden[last_rows.to(hidden.device)])
-        for (i, _), token in zip(due, sample(logits, [row for _, row in due]), strict=True):
-            samples[i].append(Sample(token))
-        return samples
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:

@@ -16,7 +16,7 @@ from nanovllm.device import Device
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.forward_context import ForwardContext, SequenceSlice
 from nanovllm.kvcache.sizing import MemoryFacts
-from nanovllm.layers import sampler
+from nanovllm.layers import logprobs, sampler
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import AttentionState
 
@@ -88,9 +88,23 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     positions = torch.empty(tokens, dtype=torch.int64, device=_META)
     sequence = SequenceSlice(query_start=0, query_len=tokens, context_len=0, block_table=())
     ctx = ForwardContext(positions, positions, (sequence,), _NoKVCache())
-    sampled = SamplingRow(temperature=1.0, top_k=1, top_p=0.5, min_p=0.1, seed=0, index=0)
     with _LiveBytes() as counter:
-        logits = twin.compute_logits(twin(positions, ctx)[:rows])
-        at_once = min(rows, sampler.MAX_ROWS)
-        sampler.kept_scores(logits[:at_once], [sampled] * at_once)
+        hidden = twin(positions, ctx)
+        _score(twin.compute_logits(hidden[: logprobs.MAX_ROWS]))  # of a prompt
+        logits = twin.compute_logits(hidden[:rows])
+        _score(logits[: logprobs.MAX_ROWS])
+        _draw(logits[: sampler.MAX_ROWS])
     return counter.peak
+
+
+def _score(logits: Tensor) -> None:
+    logprobs.chosen_logprobs(logits, torch.empty(logits.shape[0], dtype=torch.int64, device=_META))
+
+
+def _draw(logits: Tensor) -> None:
+    """Both ways of drawing a row. Nothing is known to be cut off, as with a top_p just below 1."""
+    rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
+    scores, tokens = sampler.kept_in_order(logits.clone(), rows)
+    torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
+    del scores, tokens
+    sampler.draw_from_all(logits.clone(), rows)
