@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.engine.batch import SamplingRow
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.request import Sequence
 
 # Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
 MAX_TEMPERATURE = 1e30
