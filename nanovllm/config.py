@@ -26,7 +26,8 @@ class EngineConfig:
     Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
+    for in logprobs and prompt_logprobs; -1 does not.
     """
 
     model: str
@@ -42,6 +43,7 @@ class EngineConfig:
     num_cpu_blocks: int = -1
     enable_prefix_caching: bool = True
     seed: int = 0
+    max_logprobs: int = 20
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -76,6 +78,8 @@ class EngineConfig:
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _require_int("seed", self.seed, 0)
         _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
+        if self.max_logprobs != -1:
+            _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.tensor_parallel_size != 1:
             _refuse(

@@ -141,11 +141,11 @@ class BlockManager:
     # ---- prefix cache
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks whose content is the start of `seq`. Never all of it: the last token has to be computed."""
+        """Blocks whose content is the start of `seq`, as far as it need not be computed."""
         if not self.enable_prefix_caching:
             return []
         found: list[int] = []
-        for index in range((len(seq) - 1) // self.block_size):
+        for index in range(seq.num_cacheable // self.block_size):
             block_id = self._by_hash.get(self._content_hash(seq, index))
             if block_id is None or self._blocks[block_id].tokens != self._content(seq, index):
                 break

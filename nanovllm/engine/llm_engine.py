@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.logprob_outputs import TokenTexts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.request_outputs import request_output
+from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
 from nanovllm.engine.text import SequenceText
 from nanovllm.errors import EngineError, RequestError
@@ -44,12 +46,15 @@ class LLMEngine:
         executor: Executor,
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
+        max_logprobs: int = 20,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.scheduler = Scheduler(limits, block_manager)
         self.executor = executor
         self.tokenizer = tokenizer
+        self._sampling_facts = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs)
+        self._token_texts = TokenTexts(tokenizer)
         self._seed = seed
         self._numbers = itertools.count()
         self._seq_ids = itertools.count()
@@ -94,6 +99,7 @@ class LLMEngine:
             priority=priority,
             prompt=prompt,
             cache_salt=self._cache_salt(len(token_ids)),
+            sampling=resolve_sampling(params, token_ids, self._sampling_facts),
         )
         if self.tokenizer is not None:
             for seq in request.sequences:
@@ -211,4 +217,4 @@ class LLMEngine:
                     self._text_failed(seq)
         if request.finished:
             del self._requests[request.request_id]
-        return request_output(request)
+        return request_output(request, self._token_texts)

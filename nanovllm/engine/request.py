@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Mapping
 from enum import Enum
 
-from nanovllm.engine.batch import Sample, TokenLogprobs
+from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
+from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.engine.text import SequenceText
-from nanovllm.outputs import RequestMetrics
+from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -36,6 +38,7 @@ class Request:
         priority: int = 0,
         prompt: str | None = None,
         cache_salt: bytes = b"",
+        sampling: ResolvedSampling | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -45,6 +48,9 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
+        self.sampling = sampling if sampling is not None else ResolvedSampling()
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on, as far as they are computed
+        self.reported_prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]
         self.status = RequestStatus.WAITING
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.sequences = [Sequence(self, next(seq_ids), index=0)]
@@ -86,9 +92,11 @@ class Sequence:
         self.text: SequenceText | None = None
         self.cumulative_logprob = 0.0  # of the tokens whose logprobs were asked for
         self.logprobs: list[TokenLogprobs] = []  # for each output token, where they were asked for
+        self.reported_logprobs: list[Mapping[int, Logprob]] = []  # the same for the user, as far as an output had them
         self.num_computed = 0
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were asked for
+        self._output_array = token_array()  # its output, as far as it was asked for
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -121,6 +129,19 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_cacheable(self) -> int:
+        """Tokens that may be taken from the prefix cache: not the last, which has to be computed, and none whose
+        row gives a log-probability that is still missing."""
+        known = len(self.request.prompt_logprobs)
+        missing = self.request.sampling.num_prompt_logprobs is not None and known < self.prompt_len - 1
+        return known if missing else len(self.token_ids) - 1
+
+    def output_array(self) -> array[int]:
+        """The output in the form in which it travels; the sequence's own, which grows with it."""
+        self._output_array.extend(self.token_ids[self.prompt_len + len(self._output_array) :])
+        return self._output_array
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that hold all its tokens."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.request import Request, RequestStatus, Sequence
-from nanovllm.engine.sampling_rows import sampling_row
+from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class Scheduler:
             self.block_manager.register_computed(seq, scheduled.context_len)
             for sample in samples:
                 self._append(seq, sample, now)
+        for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
+            seq.request.prompt_logprobs.extend(prompt_logprobs)
         return list(dict.fromkeys(seq.request for seq in stepped))
 
     # ---- ending a sequence
@@ -220,4 +222,5 @@ class Scheduler:
             prompt_len=seq.prompt_len,
             block_table=self.block_manager.places(seq, end),
             samples=[sampling_row(seq)] if end == len(seq) else (),
+            prompt_targets=prompt_targets(seq, chunk),
         )

@@ -20,9 +20,7 @@ class RowLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
-def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]
-) -> list[RowLogprobs | None]:
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[RowLogprobs | None]:
     """Each row's natural-log probability of its token, the token's rank, and the `count` most likely tokens.
 
     logits: floating [rows, vocab], left as they are; the softmax is taken in fp32. Nothing is computed of a row whose
