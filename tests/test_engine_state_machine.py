@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams

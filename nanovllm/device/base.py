@@ -57,6 +57,7 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     compute_stream: Stream
+    follows_kernels = False  # whether anybody listens to `declare_kernel`, for callers to whom saying it is dear
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream: ...

@@ -108,6 +108,8 @@ class CheckedStream(Stream):
 class OrderingCheck(Device):
     """A device that raises OrderingError when something unordered is put on its streams."""
 
+    follows_kernels = True
+
     def __init__(self, inner: Device) -> None:
         self.inner = inner
         self.name = inner.name

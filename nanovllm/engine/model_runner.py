@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
+from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
@@ -49,8 +51,12 @@ class ModelRunner:
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, config)
-        self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, memory, WATERMARK)
-        self.kv_cache = _make_room(self.device, self.spec, layout, self.dtype, self.plan, config.enable_cpu_offload)
+        beside_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
+        self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, beside_swap, WATERMARK)
+        self.num_swap_blocks = plan_swap_space(config, layout, memory, self.plan)
+        self.kv_cache = _make_room(
+            self.device, self.spec, layout, self.dtype, self.plan, config.enable_cpu_offload, self.num_swap_blocks
+        )
         logger.info(
             "# GPU blocks: %d, # CPU blocks: %d; longest prompt: %d tokens",
             self.plan.num_gpu_blocks,
@@ -117,12 +123,18 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
 
 
 def _make_room(
-    device: Device, spec: DecoderSpec, layout: KVLayout, dtype: torch.dtype, plan: KVPlan, offload: bool
+    device: Device,
+    spec: DecoderSpec,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    plan: KVPlan,
+    offload: bool,
+    swap_blocks: int,
 ) -> KVRoom:
     geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
     backend = select_cpu_backend(spec.head_dim)
     logger.info("attention backend: %s", backend.name)
     if not offload:
-        return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks)
-    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks)
+        return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks, swap_blocks)
+    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, swap_blocks)
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks)

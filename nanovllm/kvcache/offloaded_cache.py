@@ -31,7 +31,7 @@ class OffloadedKVCache(KVRoom):
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
-        self.engine.move_blocks([(move.src, move.dst) for move in moves])
+        self.engine.move_blocks(moves)
         visits = [(layer, visit) for layer, window in enumerate(self._geometry.windows) for visit in self._host(window)]
         self.engine.begin([RingUse(layer, self._host_block(visit), visit.stored_tokens) for layer, visit in visits])
         # A shared block is loaded once; it counts for its first reader.
@@ -66,8 +66,9 @@ class OffloadedKVCache(KVRoom):
             resident_blocks=engine.split.resident_blocks,
             ring_slots=engine.split.ring_slots,
             num_cpu_blocks=engine.num_host_blocks,
+            num_swap_blocks=len(engine.swap),
             device_bytes=engine.resident.nbytes + engine.ring.nbytes,
-            host_bytes=engine.host.nbytes,
+            host_bytes=engine.host.nbytes + engine.swap.nbytes,
             transfers=engine.transfers,
         )
 

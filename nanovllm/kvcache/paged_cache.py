@@ -1,4 +1,4 @@
-"""The room where every KV block lives on the device."""
+"""The room where every KV block that is attended lives on the device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch import Tensor
 
 from nanovllm.device import Device
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions, positions_of
-from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
+from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
 
 
 class PagedKVCache(KVRoom):
-    """One pool of blocks, written by slot mapping and attended in place through block tables."""
+    """One pool of blocks, written by slot mapping and attended in place through block tables; swap blocks beside it."""
 
     def __init__(
         self,
@@ -27,18 +28,25 @@ class PagedKVCache(KVRoom):
         geometry: AttentionGeometry,
         backend: AttentionBackend,
         num_blocks: int,
+        num_swap_blocks: int = 0,
     ) -> None:
         self.layout = layout
         self._device = device
         self._geometry = geometry
         self._backend = backend
         self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
+        self._swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self._order = TransferOrder(device, num_slots=0)
+        self._copies = CountedCopies(device)
+        self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
+        self._sequences: Sequence[SequenceSlice] = ()  # of the step under way
         # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window.
         self._slot_blocks = self._slot_offsets = torch.empty(0, dtype=torch.int64)
         self._tables: dict[int | None, SegmentTable] = {}
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
-        assert not moves, "there is no other tier to move blocks to"
+        self._mover.move_blocks(moves)
+        self._sequences = sequences
         block_size = self.layout.block_size
         device = self._device.torch_device
         positions = flat_positions(sequences, device)
@@ -52,6 +60,8 @@ class PagedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
+        if self._device.follows_kernels:
+            self._declare(pool)
         pool[self._slot_blocks, 0, :, self._slot_offsets] = k
         pool[self._slot_blocks, 1, :, self._slot_offsets] = v
         window = self._geometry.windows[layer]
@@ -70,8 +80,16 @@ class PagedKVCache(KVRoom):
             blocks=seq.block_table[first:],
         )
 
+    def _declare(self, pool: Tensor) -> None:
+        """Say which blocks the layer reads, and which of them it writes first."""
+        block_size = self.layout.block_size
+        written = {place for seq in self._sequences for place in seq.block_table[seq.context_len // block_size :]}
+        read = {place for seq in self._sequences for place in seq.block_table}
+        self._device.declare_kernel("write K/V", writes=[pool[place] for place in written])
+        self._device.declare_kernel("attend", reads=[pool[place] for place in read])
+
     def abandon_step(self) -> None:
-        return  # nothing is under way between calls
+        self._order.reset()
 
     def stats(self) -> KVStats:
         num_blocks = self._pool.shape[1]
@@ -82,7 +100,8 @@ class PagedKVCache(KVRoom):
             resident_blocks=num_blocks,
             ring_slots=0,
             num_cpu_blocks=0,
+            num_swap_blocks=len(self._swap),
             device_bytes=self._pool.nbytes,
-            host_bytes=0,
-            transfers=TransferCount(),
+            host_bytes=self._swap.nbytes,
+            transfers=self._copies.transfers,
         )
