@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from nanovllm.kvcache.offload_engine import OffloadEngine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +35,19 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
         create_device = runner.create_device
         monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name)))
+
+
+@pytest.fixture(autouse=True)
+def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
+    runner = sys.modules.get("nanovllm.engine.model_runner")
+    if runner is not None:
+        from nanovllm.kvcache.decode_shares import Rates
+
+        def given(engine: OffloadEngine, *_: object) -> Rates:
+            return Rates(link=10e9, host=20e9, device=20e9, one_processor=engine.device.shares_host)
+
+        monkeypatch.setattr(runner, "measure_rates", given)
 
 
 def _sees_cuda() -> bool:

@@ -22,6 +22,7 @@ TORCH_FREE = (
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
+    "nanovllm.kvcache.decode_shares",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.sizing",

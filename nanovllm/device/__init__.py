@@ -6,11 +6,22 @@ import logging
 
 import torch
 
-from nanovllm.device.base import CopyKind, Device, Event, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, CopyKind, Device, Event, PitchedCopy, Stream
+from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import ConfigError
 
-__all__ = ["CopyKind", "Device", "Event", "PitchedCopy", "Stream", "create_device"]
+__all__ = [
+    "Busy",
+    "BusyMeter",
+    "CallStream",
+    "CopyKind",
+    "Device",
+    "Event",
+    "PitchedCopy",
+    "Stream",
+    "create_device",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import Device, Event, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, PitchedCopy, Stream
+from nanovllm.device.busy import Busy
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
 
@@ -54,6 +55,7 @@ class Memory:
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
+        self._tensor = tensor  # kept, so that nobody else is given its addresses
         self.start = tensor.data_ptr()
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
         self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // GRANULE
@@ -105,6 +107,14 @@ class CheckedStream(Stream):
         self.inner.synchronize()
 
 
+class CheckedCallStream(CheckedStream, CallStream):
+    """A stream of calls. What they touch is declared when they are launched."""
+
+    def launch(self, call: Callable[[], None]) -> None:
+        assert isinstance(self.inner, CallStream)
+        self.inner.launch(call)
+
+
 class OrderingCheck(Device):
     """A device that raises OrderingError when something unordered is put on its streams."""
 
@@ -112,6 +122,7 @@ class OrderingCheck(Device):
         self.inner = inner
         self.name = inner.name
         self.torch_device = inner.torch_device
+        self.shares_host = inner.shares_host
         self._host_clock: Clock = {}
         self._compute = CheckedStream(inner.compute_stream, "compute", self._host_clock)
         self.compute_stream = self._compute
@@ -121,6 +132,9 @@ class OrderingCheck(Device):
 
     def new_stream(self, name: str) -> Stream:
         return CheckedStream(self.inner.new_stream(name), name, self._host_clock)
+
+    def new_call_stream(self, name: str) -> CallStream:
+        return CheckedCallStream(self.inner.new_call_stream(name), name, self._host_clock)
 
     def new_event(self) -> Event:
         return CheckedEvent(self.inner.new_event())
@@ -138,9 +152,15 @@ class OrderingCheck(Device):
         self._check(f"{copy.kind} copy", stream, reads, writes)
         self.inner.copy_2d(copy, stream.inner)
 
-    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._check(f"kernel {name!r}", self._compute, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
-        self.inner.declare_kernel(name, reads, writes)
+    def declare_kernel(
+        self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
+    ) -> None:
+        on = self._compute if stream is None else stream
+        assert isinstance(on, CheckedStream)
+        self._check(f"kernel {name!r}", on, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
+
+    def link_busy(self) -> Busy:
+        return self.inner.link_busy()
 
     def free_memory(self) -> int:
         return self.inner.free_memory()
@@ -208,6 +228,11 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous."""
+    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous.
+
+    Anything of one dimension is contiguous and one row.
+    """
+    if tensor.dim() == 1:
+        return Rows(tensor.data_ptr(), tensor.nbytes, tensor.nbytes, 1)
     heads, width = tensor.shape[0] * tensor.shape[1], tensor[0, 0].numel() * tensor.element_size()
     return Rows(tensor.data_ptr(), tensor.stride(1) * tensor.element_size(), width, heads)

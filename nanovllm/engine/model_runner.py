@@ -15,6 +15,8 @@ from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.kvcache.bandwidth import measure_rates
+from nanovllm.kvcache.host_arm import BalancedShare, HostArm
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -22,10 +24,12 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
 from nanovllm.layers.sampler import sample
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
+from nanovllm.ops.attention import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class ModelRunner:
         )
         memory = measure_memory(self.device, self.model, config)
         self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, memory, WATERMARK)
-        self.kv_cache = _make_room(self.device, self.spec, layout, self.dtype, self.plan, config.enable_cpu_offload)
+        self.kv_cache = _make_room(self.device, self.model, layout, self.plan, config)
         logger.info(
             "# GPU blocks: %d, # CPU blocks: %d; longest prompt: %d tokens",
             self.plan.num_gpu_blocks,
@@ -128,13 +132,23 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
     return dtype
 
 
-def _make_room(
-    device: Device, spec: DecoderSpec, layout: KVLayout, dtype: torch.dtype, plan: KVPlan, offload: bool
-) -> KVRoom:
-    geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
+def _make_room(device: Device, model: Decoder, layout: KVLayout, plan: KVPlan, config: EngineConfig) -> KVRoom:
+    spec = model.spec
+    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
     backend = select_cpu_backend(spec.head_dim)
     logger.info("attention backend: %s", backend.name)
-    if not offload:
-        return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks)
-    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks)
-    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks)
+    if not config.enable_cpu_offload:
+        return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks)
+    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks)
+    arm = _make_arm(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
+    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
+
+
+def _make_arm(engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend) -> HostArm:
+    # An arm beside the device leaves a core to the thread that drives it.
+    threads = None if engine.device.shares_host else max(1, torch.get_num_threads() - 1)
+    host_backend = select_cpu_backend(model.spec.head_dim, threads)
+    rates = measure_rates(engine, geometry, backend, host_backend)
+    gb_s = (rate / 1e9 for rate in (rates.link, rates.host, rates.device))
+    logger.info("KV bandwidths: link %.1f GB/s, CPU attention %.1f, device attention %.1f", *gb_s)
+    return HostArm(engine, geometry, host_backend, BalancedShare(rates, model.layer_weight_bytes))

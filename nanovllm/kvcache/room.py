@@ -19,6 +19,7 @@ class AttentionGeometry:
     """What attention needs to know of the model beyond the KV layout."""
 
     scale: float
+    num_heads: int  # query heads
     windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
 
 

@@ -135,4 +135,9 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters on the device."""
-        return sum(slot.view.numel() * slot.view.element_size() for _, slot in self.slots())
+        return sum(slot.view.nbytes for _, slot in self.slots())
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Bytes of the parameters of one layer; all have the same shapes."""
+        return sum(slot.view.nbytes for _, slot in self.layers[0].slots())
