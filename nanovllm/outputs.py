@@ -24,7 +24,6 @@ class Logprob:
     decoded_token: str | None
 
 
-
 @dataclass(slots=True)
 class RequestMetrics:
     """Times in seconds on the `time.monotonic` clock; counts in tokens; bytes of KV cache moved over the link.
