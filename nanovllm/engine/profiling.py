@@ -90,15 +90,18 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     ctx = ForwardContext(positions, positions, (sequence,), _NoKVCache())
     with _LiveBytes() as counter:
         hidden = twin(positions, ctx)
-        _score(twin.compute_logits(hidden[: logprobs.MAX_ROWS]))  # of a prompt
+        _score(twin.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
         logits = twin.compute_logits(hidden[:rows])
-        _score(logits[: logprobs.MAX_ROWS])
+        _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
         _draw(logits[: sampler.MAX_ROWS])
     return counter.peak
 
 
-def _score(logits: Tensor) -> None:
-    logprobs.chosen_logprobs(logits, torch.empty(logits.shape[0], dtype=torch.int64, device=_META))
+def _score(logits: Tensor, max_logprobs: int) -> None:
+    """Log-probabilities with as many of the most likely tokens as a request may ask for."""
+    rows, vocab_size = logits.shape
+    found, _, _ = logprobs.chosen_logprobs(logits, torch.empty(rows, dtype=torch.int64, device=_META))
+    found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
 
 
 def _draw(logits: Tensor) -> None:
