@@ -28,6 +28,7 @@ class EngineConfig:
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
     `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `trace` names a file for a timeline of all copies and kernels, written when the engine is closed.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -56,6 +58,7 @@ class EngineConfig:
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         self._check_sizes()
         self._check_blocks()
+        self._check_trace()
 
     @property
     def block_size(self) -> int:
@@ -100,6 +103,13 @@ class EngineConfig:
                 "needs enable_cpu_offload=True: without offload there is no host pool",
                 self.num_cpu_blocks,
             )
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        path = Path(self.trace) if isinstance(self.trace, str | Path) else None
+        possible = path is not None and path.parent.is_dir() and not path.is_dir()
+        _require(possible, "trace", "must be a file in a directory that exists", self.trace)
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

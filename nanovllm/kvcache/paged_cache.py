@@ -14,6 +14,7 @@ from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.upload import upload
 
 
 class PagedKVCache(KVRoom):
@@ -41,9 +42,9 @@ class PagedKVCache(KVRoom):
         assert not moves, "there is no other tier to move blocks to"
         block_size = self.layout.block_size
         device = self._device.torch_device
-        positions = flat_positions(sequences, device)
         places = [torch.tensor(s.block_table)[positions_of(s) // block_size] for s in sequences]
-        self._slot_blocks, self._slot_offsets = torch.cat(places).to(device), positions % block_size
+        self._slot_blocks = upload(torch.cat(places), device)
+        self._slot_offsets = upload(flat_positions(sequences) % block_size, device)
         self._tables = {
             window: SegmentTable([self._segment(seq, window) for seq in sequences])
             for window in set(self._geometry.windows)
@@ -52,11 +53,14 @@ class PagedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
+        self._device.declare_kernel("write K/V")  # the pool is in the compute stream's hands alone
         pool[self._slot_blocks, 0, :, self._slot_offsets] = k
         pool[self._slot_blocks, 1, :, self._slot_offsets] = v
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
+        self._device.declare_kernel("attend")
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
+        self._device.end_kernel()
         return state.out.to(q.dtype)
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.ops.upload import upload
+
 MAX_ROWS = 64  # at a time: sorting takes about ten times the memory of the logits
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
@@ -40,10 +42,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
     for start in range(0, len(drawn), MAX_ROWS):
         part = drawn[start : start + MAX_ROWS]
-        index = torch.tensor(part, device=logits.device)
+        index = upload(torch.tensor(part), logits.device)
         scores = kept_scores(logits[index].float(), [rows[i] for i in part])
         noise = torch.stack([gumbel_noise(rows[i].seed, rows[i].index, logits.shape[-1]) for i in part])
-        tokens[index] = torch.argmax(scores + noise.to(logits.device), dim=-1)
+        tokens[index] = torch.argmax(scores + upload(noise, logits.device), dim=-1)
     return [int(token) for token in tokens.tolist()]
 
 
@@ -83,14 +85,14 @@ def kept_scores(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Scaled logits fp32 [rows, vocab], -inf where a row's top_k, top_p or min_p cuts a token off."""
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
+        return upload(torch.tensor(values, dtype=torch.float32), logits.device).unsqueeze(1)
 
     scores = logits / column([row.temperature for row in rows])
     if all(row.top_k == 0 and row.top_p >= 1.0 and row.min_p == 0.0 for row in rows):
         return scores
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     vocab_size = scores.shape[-1]
-    top_k = torch.tensor([row.top_k or vocab_size for row in rows], device=logits.device).unsqueeze(1)
+    top_k = upload(torch.tensor([row.top_k or vocab_size for row in rows]), logits.device).unsqueeze(1)
     beyond_k = torch.arange(vocab_size, device=logits.device) >= top_k
     too_small = torch.exp(ordered - ordered[:, :1]) < column([row.min_p for row in rows])
     ordered = ordered.masked_fill(beyond_k | too_small, float("-inf"))
