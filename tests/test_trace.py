@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -49,7 +50,7 @@ def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 def in_turn(slices: list[dict[str, Any]]) -> bool:
     """Whether each slice began when the one before had ended; times are rounded in the microseconds."""
-    return all(a["ts"] + a["dur"] <= b["ts"] + 1e-2 for a, b in zip(slices, slices[1:], strict=False))
+    return all(a["ts"] + a["dur"] <= b["ts"] + 1e-2 for a, b in itertools.pairwise(slices))
 
 
 def copy(device: TracedDevice, stream: Stream, size: int = 64) -> None:

@@ -11,9 +11,11 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, check_cuda
 from nanovllm.device.lanes import SharedLanes
 from nanovllm.errors import ConfigError
-from nanovllm.ops import has_backend
+from nanovllm.ops import select_backend
 
 __all__ = ["CopyKind", "Device", "Event", "Mark", "PitchedCopy", "Stream", "create_device"]
+
+USUAL_HEAD_DIM = 128  # that an attention backend must take for CUDA to be the default
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +33,13 @@ def create_device(name: str | None, *, shared_lanes: bool = False) -> Device:
 
 
 def _can_drive_cuda() -> bool:
+    """Whether there is a CUDA device, an extension for it and an attention backend."""
     if not torch.cuda.is_available():
         return False
     try:
         check_cuda()
+        select_backend(torch.device("cuda", torch.cuda.current_device()), USUAL_HEAD_DIM)
     except ConfigError as error:
-        logger.warning("running on the CPU: %s", error)
-        return False
-    if not has_backend("cuda"):
-        logger.warning("running on the CPU: a CUDA device is present, but there is no attention backend for it")
+        logger.warning("running on the CPU, though there is a CUDA device: %s", error)
         return False
     return True

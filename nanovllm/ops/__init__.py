@@ -11,17 +11,12 @@ from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.torch_attention import TorchAttention
 
 
-def has_backend(device_type: str) -> bool:
-    """Whether attention can be computed on devices of this type ("cpu", "cuda") at all."""
-    return device_type == "cpu"
-
-
-def select_backend(device: torch.device, head_dim: int) -> AttentionBackend:
-    """The best backend on `device` for heads of this size. Raises ConfigError where there is none."""
-    if device.type == "cpu":
+def select_backend(torch_device: torch.device, head_dim: int) -> AttentionBackend:
+    """The backend for a device. Raises ConfigError where there is none."""
+    if torch_device.type == "cpu":
         return select_cpu_backend(head_dim)
     raise ConfigError(
-        f"device={device.type!r}: no attention backend computes heads of size {head_dim} there; use device='cpu'"
+        f"device={str(torch_device)!r}: no attention backend works for heads of {head_dim}; use device='cpu'"
     )
 
 
