@@ -27,7 +27,8 @@ class EngineConfig:
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
     `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
-    for in logprobs and prompt_logprobs; -1 does not.
+    for in logprobs and prompt_logprobs; -1 does not. `trace` names a file for a timeline of all copies and kernels,
+    written when the engine is closed.
     """
 
     model: str
@@ -47,6 +48,7 @@ class EngineConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -57,6 +59,7 @@ class EngineConfig:
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         self._check_sizes()
         self._check_blocks()
+        self._check_trace()
 
     @property
     def block_size(self) -> int:
@@ -103,6 +106,13 @@ class EngineConfig:
                 "needs enable_cpu_offload=True: without offload there is no host pool",
                 self.num_cpu_blocks,
             )
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        path = Path(self.trace) if isinstance(self.trace, str | Path) else None
+        possible = path is not None and path.parent.is_dir() and not path.is_dir()
+        _require(possible, "trace", "must be a file in a directory that exists", self.trace)
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

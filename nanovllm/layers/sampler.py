@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, adjust_
+from nanovllm.ops.upload import upload
 
 MAX_ROWS = 64  # at a time: sorting and drawing each take about ten times the memory of the logits
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -51,7 +52,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         chosen = [i for i, choice in enumerate(choices) if choice is choose]
         for start in range(0, len(chosen), MAX_ROWS):
             part = chosen[start : start + MAX_ROWS]
-            index = torch.tensor(part, device=logits.device)
+            index = upload(torch.tensor(part), logits.device)
             scores = adjust_(logits[index].float(), [rows[i].adjustments for i in part])
             tokens[index] = choose(scores, [rows[i] for i in part])
     return [int(token) for token in tokens.tolist()]
@@ -95,7 +96,7 @@ def kept_in_order(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, 
         dim=-1, descending=True, stable=True
     )
     vocab_size = scores.shape[1]
-    top_k = torch.tensor([row.top_k or vocab_size for row in rows], device=scores.device).unsqueeze(1)
+    top_k = upload(torch.tensor([row.top_k or vocab_size for row in rows]), scores.device).unsqueeze(1)
     beyond_k = torch.arange(vocab_size, device=scores.device) >= top_k
     scores = scores.masked_fill_(beyond_k | (scores < scores[:, :1] + _log_min_p(scores, rows)), float("-inf"))
     # A token is kept while the ones before it have not reached top_p: the most likely one always is.
@@ -116,7 +117,7 @@ def gumbel_noise(rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
     """
     start = _finalise(torch.tensor([_signed(row.seed * 0xD1B54A32D192ED03) for row in rows]))
     start = _finalise(start + torch.tensor([_signed(row.index * _GOLDEN_GAMMA) for row in rows]))
-    numbers = _finalise(start.to(tokens.device).unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
+    numbers = _finalise(upload(start, tokens.device).unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
     uniform = (_shift(numbers, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
@@ -144,4 +145,4 @@ def _log_min_p(like: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
+    return upload(torch.tensor(values, dtype=torch.float32), like.device).unsqueeze(1)
