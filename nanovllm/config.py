@@ -28,6 +28,8 @@ class EngineConfig:
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
     `cpu_attention` lets the CPU attend to host blocks where they are in decode steps, while others are copied to the
     device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
+    for a timeline of all copies and kernels, written when the engine is closed.
     """
 
     model: str
@@ -44,9 +46,11 @@ class EngineConfig:
     num_cpu_blocks: int = -1
     enable_prefix_caching: bool = True
     seed: int = 0
+    max_logprobs: int = 20
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -57,6 +61,7 @@ class EngineConfig:
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         self._check_sizes()
         self._check_blocks()
+        self._check_trace()
 
     @property
     def block_size(self) -> int:
@@ -78,6 +83,8 @@ class EngineConfig:
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _require_int("seed", self.seed, 0)
         _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
+        if self.max_logprobs != -1:
+            _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.tensor_parallel_size != 1:
             _refuse(
@@ -107,6 +114,13 @@ class EngineConfig:
                 "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out",
                 self.cpu_attention,
             )
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        path = Path(self.trace) if isinstance(self.trace, str | Path) else None
+        possible = path is not None and path.parent.is_dir() and not path.is_dir()
+        _require(possible, "trace", "must be a file in a directory that exists", self.trace)
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

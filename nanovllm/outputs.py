@@ -17,7 +17,11 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token at one position: natural log of its probability, and its rank from 1, the most likely."""
+    """One token at one position: natural log of its probability under the raw logits, and its rank from 1.
+
+    Equally likely tokens share a rank. decoded_token: its text by itself; None where the tokenizer does not know it or
+    there is none.
+    """
 
     logprob: float
     rank: int | None

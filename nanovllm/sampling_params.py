@@ -20,14 +20,15 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once and for each occurrence.
     repetition_penalty: divides positive logits and multiplies negative ones of tokens in the prompt or the output.
     temperature: 0 is greedy. top_k: 0 and -1 both mean off. top_p in (0, 1]. min_p in [0, 1], relative to the most
-    likely token. seed: the same seed gives the same tokens, whatever else is in the batch.
+    likely token. seed: the same seed gives the same tokens, whatever else is in the batch; -1 means None.
     stop: strings that end the text; it is cut before them unless include_stop_str_in_output. stop_token_ids end the
     request with finish_reason "stop"; ignore_eos goes on past the model's own end tokens, not past stop_token_ids.
-    min_tokens: no end token and no stop string before that many. max_tokens: None generates up to max_model_len.
-    logprobs: the k most likely tokens at each output position, and the chosen one. prompt_logprobs: the same for the
-    prompt. Both are of the raw logits, before penalties and temperature.
-    logit_bias: token id to a number added to its logit. bad_words: strings whose last token is never sampled after
-    the tokens before it.
+    min_tokens: no end token (with ignore_eos neither) and no stop string before that many. max_tokens: None generates
+    up to max_model_len.
+    logprobs: the k most likely tokens at each output position, and the chosen one; -1 is the whole vocabulary.
+    prompt_logprobs: the same for the prompt. Both are of the raw logits, before penalties and temperature.
+    logit_bias: token id to a number added to its logit; -inf bans it. bad_words: strings whose last token is never
+    sampled when the tokens before it end the output.
     length_penalty, early_stopping: beam search only; a finished beam scores cumulative logprob / length ** penalty, and
     early_stopping True ends the search with as many finished beams as wanted, False when no better one is likely, and
     "never" when no better one is possible.
@@ -68,6 +69,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         # Callers of vLLM pass None for "none of them", and keep using the lists that they passed.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)

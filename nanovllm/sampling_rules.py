@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -24,9 +25,7 @@ def check(params: Any) -> None:
 def _check_numbers(p: Any) -> None:
     _check_number("presence_penalty", p.presence_penalty, "must be a number from -2 to 2", lambda x: -2 <= x <= 2)
     _check_number("frequency_penalty", p.frequency_penalty, "must be a number from -2 to 2", lambda x: -2 <= x <= 2)
-    _check_number(
-        "repetition_penalty", p.repetition_penalty, "must be a number above 0 and at most 2", lambda x: 0 < x <= 2
-    )
+    _check_number("repetition_penalty", p.repetition_penalty, "must be a number above 0", lambda x: x > 0)
     _check_number("temperature", p.temperature, "must be a number of at least 0", lambda x: x >= 0)
     _check_number("top_p", p.top_p, "must be a number above 0 and at most 1", lambda x: 0 < x <= 1)
     _check_number("min_p", p.min_p, "must be a number from 0 to 1", lambda x: 0 <= x <= 1)
@@ -48,8 +47,8 @@ def _check_counts(p: Any) -> None:
         _refuse("min_tokens", "must be a whole number of at least 0", p.min_tokens)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(p, name)
-        if value is not None and (not _is_int(value) or value < 0):
-            _refuse(name, "must be None or a whole number of at least 0", value)
+        if value is not None and (not _is_int(value) or value < -1):
+            _refuse(name, "must be None, a whole number of at least 0, or -1 for the whole vocabulary", value)
 
 
 def _check_flags(p: Any) -> None:
@@ -76,7 +75,8 @@ def _check_lists(p: Any) -> None:
     for token, bias in (p.logit_bias or {}).items():
         if not _is_int(token) or token < 0:
             _refuse("logit_bias", "must hold token ids, whole numbers of at least 0", token)
-        _check_number("logit_bias", bias, "must hold numbers from -100 to 100", lambda x: -100 <= x <= 100)
+        if bias != -math.inf:
+            _check_number("logit_bias", bias, "must hold numbers, or -inf to ban a token", lambda x: True)
 
 
 def _check_together(p: Any) -> None:
@@ -103,6 +103,12 @@ def _check_beam_search(p: Any, width: int) -> None:
             _refuse(name, f"must be {off:g} with use_beam_search, which does not sample", getattr(p, name))
     if p.top_k not in (-1, 0):
         _refuse("top_k", "must be off (0 or -1) with use_beam_search, which does not sample", p.top_k)
+    for name, off in (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)):
+        if getattr(p, name) != off:
+            _refuse(name, f"must be {off:g} with use_beam_search, which ranks by the raw logits", getattr(p, name))
+    for name in ("logit_bias", "bad_words"):
+        if getattr(p, name):
+            _refuse(name, "must be empty with use_beam_search, which ranks by the raw logits", getattr(p, name))
 
 
 def _check_strings(name: str, value: object, rule: str) -> None:

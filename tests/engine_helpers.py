@@ -75,9 +75,10 @@ class Bench:
         self.engine.add_request(name, None, greedy, prompt, priority=priority)
 
     def step(self) -> list[RequestOutput]:
-        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
-            self.names[seq.seq_id] = seq.request_id
-            self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
+        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+            for seq in request.sequences:
+                self.names[seq.seq_id] = request.request_id
+                self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
         outputs = self.engine.step()
         self.manager.check()
         for output in outputs:

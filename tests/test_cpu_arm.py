@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from arms import SHARES, DeviceOfItsOwn, arm, force_share, put_arm_beside, room
+from arms import SHARES, DeviceOfItsOwn, SilentDevice, arm, force_share, put_arm_beside, room
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
 from torch import Tensor
@@ -197,9 +197,9 @@ def test_queries_and_partial_states_are_two_small_copies_a_layer(
     copies: list[PitchedCopy] = []
     copy_2d = DeviceOfItsOwn.copy_2d
 
-    def counting(self: DeviceOfItsOwn, copy: PitchedCopy, stream: Stream) -> None:
+    def counting(self: DeviceOfItsOwn, copy: PitchedCopy, stream: Stream) -> int:
         copies.append(copy)
-        copy_2d(self, copy, stream)
+        return copy_2d(self, copy, stream)
 
     monkeypatch.setattr(DeviceOfItsOwn, "copy_2d", counting)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
@@ -219,12 +219,12 @@ def test_queries_and_partial_states_are_two_small_copies_a_layer(
     assert len(copies) == sum(copied.values()) + 2 * spec.num_layers
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("device", [None, DeviceOfItsOwn, SilentDevice])
 def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
-    model_dir: Path, beside: bool, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, device: type[DeviceOfItsOwn] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if beside:
-        put_arm_beside(monkeypatch)
+    if device is not None:
+        put_arm_beside(monkeypatch, device)
     prompt = random_prompt(100, VOCAB, 8)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
         force_share(llm, 1.0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.device.base import CallStream, Device, Event, PitchedCopy, Stream
-from nanovllm.device.busy import Busy
+from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
 
@@ -74,11 +74,11 @@ class CheckedEvent(Event):
         self.clock: Clock | None = None
 
 
-class CheckedStream(Stream):
+class CheckedStream(StreamWrapper):
     """Follows the clock of one stream."""
 
     def __init__(self, inner: Stream, name: str, host_clock: Clock) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.name = name
         self.clock: Clock = {}
         self._host_clock = host_clock
@@ -115,14 +115,11 @@ class CheckedCallStream(CheckedStream, CallStream):
         self.inner.launch(call)
 
 
-class OrderingCheck(Device):
+class OrderingCheck(DeviceWrapper):
     """A device that raises OrderingError when something unordered is put on its streams."""
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.torch_device = inner.torch_device
-        self.shares_host = inner.shares_host
+        super().__init__(inner)
         self._host_clock: Clock = {}
         self._compute = CheckedStream(inner.compute_stream, "compute", self._host_clock)
         self.compute_stream = self._compute
@@ -145,34 +142,21 @@ class OrderingCheck(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._shadowed(name, self.inner.empty_host(name, shape, dtype))
 
-    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, CheckedStream)
         reads = [Rows(copy.src.data_ptr(), copy.spitch, copy.width, copy.height)]
         writes = [Rows(copy.dst.data_ptr(), copy.dpitch, copy.width, copy.height)]
         self._check(f"{copy.kind} copy", stream, reads, writes)
-        self.inner.copy_2d(copy, stream.inner)
+        return self.inner.copy_2d(copy, stream.inner)
 
     def declare_kernel(
         self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
     ) -> None:
         on = self._compute if stream is None else stream
         assert isinstance(on, CheckedStream)
+        reads, writes = tuple(reads), tuple(writes)
         self._check(f"kernel {name!r}", on, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
-
-    def link_busy(self) -> Busy:
-        return self.inner.link_busy()
-
-    def free_memory(self) -> int:
-        return self.inner.free_memory()
-
-    def total_memory(self) -> int:
-        return self.inner.total_memory()
-
-    def free_host_memory(self) -> int:
-        return self.inner.free_host_memory()
-
-    def close(self) -> None:
-        self.inner.close()
+        self.inner.declare_kernel(name, reads, writes, None if stream is None else on.inner)
 
     # ---- the check
 

@@ -96,7 +96,11 @@ class HostArm:
         self._backend = backend
         self._most_tokens = arm_query_len(geometry.num_heads, engine.layout.num_kv_heads)
         self._busy = BusyMeter()
-        self._staging = Staging(engine, geometry.num_heads) if self.beside else None
+        self._launched = False  # in the step under way
+        self._staging: Staging | None = None
+        if self.beside:
+            self._staging = Staging(engine, geometry.num_heads)
+            engine.order.put_arm_beside()
 
     # ---- steps
 
@@ -123,6 +127,12 @@ class HostArm:
         for host_block in {self._host_block(visit) for visit in visits}:
             self._engine.order.before_arm(host_block)
 
+    def end_step(self) -> None:
+        """Raises EngineError if a call of the step failed; on some devices nobody who waits for a call learns of it."""
+        if self._launched:
+            self._launched = False
+            self._engine.order.finish_arm()
+
     def observe(self) -> None:
         """Let the policy know how fast link and arm have been. Waits for nothing."""
         self.policy.observe(self._device.link_busy(), self._busy.read())
@@ -133,6 +143,7 @@ class HostArm:
         """Attention over a run on the compute stream, merged into `state`."""
         self._device.declare_kernel("attend on the host", reads=self._memory_of(layer, [run]))
         self._attend(layer, [run], q, state)
+        self._device.end_kernel()
         self._count([run])
 
     def start(self, layer: int, plan: LayerPlan, q: Tensor) -> None:
@@ -144,6 +155,7 @@ class HostArm:
         rows, device = plan.beside_rows, self._device
         device.declare_kernel("write the arm's queries", writes=(staging.queries[:rows].flatten(),))
         staging.queries[:rows] = q[:rows]
+        device.end_kernel()
         staging.copy_queries(rows, order.before_queries())
         stream = order.before_arm_call()
         device.declare_kernel(
@@ -153,6 +165,7 @@ class HostArm:
             stream=stream,
         )
         stream.launch(self._call(layer, plan.beside, staging, rows))
+        self._launched = True
         self._count(plan.beside)
         staging.copy_partial(rows, order.before_partial())
         order.after_partial()
@@ -167,6 +180,7 @@ class HostArm:
         self._device.declare_kernel("merge the arm's state", reads=(staging.used(staging.partial, rows),))
         partial = staging.state(staging.partial, rows)
         merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
+        self._device.end_kernel()
 
     # ---- helpers
 

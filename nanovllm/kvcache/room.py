@@ -59,6 +59,10 @@ class KVRoom(ABC):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`."""
 
+    def end_step(self) -> None:
+        """The step's results are there. Raises EngineError if they rest on something that failed."""
+        return
+
     @abstractmethod
     def abandon_step(self) -> None:
         """The forward pass failed half-way: make the room usable again. What was being written is undefined."""

@@ -43,16 +43,15 @@ class EventsByKey:
 
 
 class TransferOrder:
-    """One transfer stream per slot, one for block moves, two for the CPU arm, and the device's compute stream."""
+    """One transfer stream per slot, one for block moves, two for an arm beside the device, and its compute stream."""
 
     def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
         self._compute = device.compute_stream
         self._slot_streams = [device.new_stream(f"kv-slot-{slot}") for slot in range(num_slots)]
         self._move_stream = device.new_stream("kv-moves")
-        self._arm_copies = device.new_stream("kv-arm-copies")
-        self._arm_calls = device.new_call_stream("kv-arm")
-        self._arm: Stream = self._compute if device.shares_host else self._arm_calls  # where the arm reads host blocks
+        self._arm: Stream = self._compute  # where host blocks are attended
+        self._streams = [*self._slot_streams, self._move_stream]
         self._make_events()
 
     def _make_events(self) -> None:
@@ -116,11 +115,19 @@ class TransferOrder:
         self._move_stream.record(self._moves_end)
         self._compute.wait(self._moves_end)
 
-    # ---- the CPU arm; all but the first for an arm with a stream of its own, once a layer and in this order
+    # ---- the CPU arm
+
+    def put_arm_beside(self) -> None:
+        """From now on the arm works on a stream of its own."""
+        self._arm_copies = self._device.new_stream("kv-arm-copies")
+        self._arm = self._arm_calls = self._device.new_call_stream("kv-arm")
+        self._streams += [self._arm_calls, self._arm_copies]
 
     def before_arm(self, host_block: int) -> None:
         """The arm reads `host_block` from now on."""
         self._host_ready.wait(self._arm, host_block)
+
+    # ---- an arm beside the device, once a layer in this order
 
     def before_queries(self) -> Stream:
         """The arm's queries were written on the compute stream; the returned stream may copy them down."""
@@ -147,12 +154,16 @@ class TransferOrder:
         """Compute reads the arm's partial state next."""
         self._compute.wait(self._partial_arrived)
 
+    def finish_arm(self) -> None:
+        """Block the host until the arm's calls are done, and raise what failed of them."""
+        self._arm_calls.synchronize()
+
     # ---- everything
 
     def synchronize(self) -> None:
         """Block the host until no copy is under way. Raises the first failure of a copy, after all have ended."""
         failure: EngineError | None = None
-        for stream in [*self._slot_streams, self._move_stream, self._arm_calls, self._arm_copies, self._compute]:
+        for stream in [*self._streams, self._compute]:
             try:
                 stream.synchronize()
             except EngineError as error:
