@@ -177,7 +177,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pyt
     assert sample(logits, rows) == alone
     order = torch.randperm(40, generator=generator).tolist()
     assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
-    monkeypatch.setattr(sampler, "MAX_ROWS", 3)
+    monkeypatch.setattr(sampler, "CPU_PIECE", 3 * 300)
     assert sample(logits, rows) == alone
 
 

@@ -93,7 +93,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
         _score(twin.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
         logits = twin.compute_logits(hidden[:rows])
         _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
-        _draw(logits[: sampler.MAX_ROWS])
+        _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
     return counter.peak
 
 
