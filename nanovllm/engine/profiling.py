@@ -105,9 +105,9 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
 
 
 def _draw(logits: Tensor) -> None:
-    """Both ways of drawing a row. Nothing is known to be cut off, as with a top_p just below 1."""
+    """Both ways of drawing a row, with nothing cut off, as with a top_p just below 1."""
     rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
-    scores, tokens = sampler.kept_in_order(logits.clone(), rows)
+    scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
     torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
     del scores, tokens
     sampler.draw_from_all(logits.clone(), rows)
