@@ -112,7 +112,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])
     _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
-    _draw(logits[: sampler.MAX_ROWS])
+    _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
 
 
 def _score(logits: Tensor, max_logprobs: int) -> None:
@@ -124,9 +124,9 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
 
 
 def _draw(logits: Tensor) -> None:
-    """Both ways of drawing a row. Nothing is known to be cut off, as with a top_p just below 1."""
+    """Both ways of drawing a row, with nothing cut off, as with a top_p just below 1."""
     rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
-    scores, tokens = sampler.kept_in_order(logits.clone(), rows)
+    scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
     torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
     del scores, tokens
     sampler.draw_from_all(logits.clone(), rows)
