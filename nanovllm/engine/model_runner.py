@@ -10,9 +10,11 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
+from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
 from nanovllm.kvcache.layout import KVLayout
@@ -21,11 +23,13 @@ from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
-from nanovllm.layers.sampler import sample
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import select_cpu_backend
+from nanovllm.ops import select_backend
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.upload import upload
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +42,9 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
-        self.model = load_model(
-            config.model, self.spec, self.dtype, self.device.torch_device, config.load_format, config.seed
-        )
+        backend = select_backend(self.device.torch_device, self.spec.head_dim)
+        logger.info("attention backend: %s", backend.name)
+        self.model = _load(config, self.spec, self.dtype, self.device)
         layout = KVLayout(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
@@ -48,9 +52,13 @@ class ModelRunner:
             block_size=config.block_size,
             itemsize=self.dtype.itemsize,
         )
-        memory = measure_memory(self.device, self.model, config)
+        memory = measure_memory(self.device, self.model, backend, config)
         self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, memory, WATERMARK)
-        self.kv_cache = _make_room(self.device, self.spec, layout, self.dtype, self.plan, config.enable_cpu_offload)
+        if config.trace is not None:
+            self.device = TracedDevice(self.device, config.trace)
+        self.kv_cache = _make_room(
+            self.device, self.spec, layout, self.dtype, self.plan, backend, config.enable_cpu_offload
+        )
         logger.info(
             "# GPU blocks: %d, # CPU blocks: %d; longest prompt: %d tokens",
             self.plan.num_gpu_blocks,
@@ -65,13 +73,16 @@ class ModelRunner:
             raise EngineError("the engine is closed: make a new LLM")
         slices = _slices(batch.sequences)
         try:
-            traffic = self.kv_cache.begin_step(slices, batch.moves)
-            hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
-            tokens = self._sample(hidden, batch.sequences, slices)
+            with self.device.compute():
+                traffic = self.kv_cache.begin_step(slices, batch.moves)
+                hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
+                starts = [s.query_start for s in slices]
+                of_prompts = prompt_logprobs(self.model, hidden, batch.sequences, starts)
+                samples = draw_samples(self.model, hidden, batch.sequences, starts)
         except BaseException:
             self.kv_cache.abandon_step()
             raise
-        return StepResult(tokens, traffic.h2d_bytes, traffic.d2h_bytes)
+        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -86,29 +97,14 @@ class ModelRunner:
 
     def _input_ids(self, batch: Batch) -> Tensor:
         token_ids = [token for seq in batch.sequences for token in seq.token_ids]
-        return torch.tensor(token_ids, dtype=torch.int64, device=self.device.torch_device)
+        return upload(torch.tensor(token_ids, dtype=torch.int64), self.device.torch_device)
 
     def _context(self, slices: tuple[SequenceSlice, ...], sequences: Sequence[ScheduledSequence]) -> ForwardContext:
-        positions = flat_positions(slices, self.device.torch_device)
-        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences], device=positions.device)
-        query_lens = torch.tensor([s.query_len for s in slices], device=positions.device)
+        positions, device = flat_positions(slices), self.device.torch_device
+        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
+        query_lens = torch.tensor([s.query_len for s in slices])
         rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
-        return ForwardContext(positions, rope_lengths, slices, self.kv_cache)
-
-    def _sample(
-        self, hidden: Tensor, sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]
-    ) -> list[int | None]:
-        """Logits are computed only where a token is due."""
-        due = [i for i, seq in enumerate(sequences) if seq.sampling is not None]
-        tokens: list[int | None] = [None] * len(sequences)
-        if not due:
-            return tokens
-        last_rows = torch.tensor([slices[i].query_start + slices[i].query_len - 1 for i in due], device=hidden.device)
-        logits = self.model.compute_logits(hidden[last_rows])
-        rows = [row for i in due if (row := sequences[i].sampling) is not None]
-        for i, token in zip(due, sample(logits, rows), strict=True):
-            tokens[i] = token
-        return tokens
+        return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, self.kv_cache)
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:
@@ -129,12 +125,28 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
     return dtype
 
 
+def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device) -> Decoder:
+    """The model on the device, written by the stream that reads it."""
+    try:
+        with device.compute():
+            return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"model={config.model!r}: its weights do not fit into the {device.total_memory() / 2**30:.2f} GiB of the "
+            "device; free device memory or use device='cpu'"
+        ) from error
+
+
 def _make_room(
-    device: Device, spec: DecoderSpec, layout: KVLayout, dtype: torch.dtype, plan: KVPlan, offload: bool
+    device: Device,
+    spec: DecoderSpec,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    plan: KVPlan,
+    backend: AttentionBackend,
+    offload: bool,
 ) -> KVRoom:
     geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
-    backend = select_cpu_backend(spec.head_dim)
-    logger.info("attention backend: %s", backend.name)
     if not offload:
         return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks)
     engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks)

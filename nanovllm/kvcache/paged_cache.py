@@ -15,6 +15,7 @@ from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
 from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.upload import upload
 
 
 class PagedKVCache(KVRoom):
@@ -46,7 +47,7 @@ class PagedKVCache(KVRoom):
             positions = positions_of(sequence)
             blocks = torch.tensor(sequence.block_table)[positions // block_size]
             slots.append(blocks * block_size + positions % block_size)
-        self._slots = torch.cat(slots).to(self._device.torch_device)
+        self._slots = upload(torch.cat(slots), self._device.torch_device)
         self._tables = {
             window: SegmentTable([self._segment(seq, window) for seq in sequences])
             for window in set(self._geometry.windows)
@@ -55,10 +56,13 @@ class PagedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
+        self._device.declare_kernel("write K/V")  # the pool is in the compute stream's hands alone
         store_kv(pool, k, v, self._slots)
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
+        self._device.declare_kernel("attend")
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
+        self._device.end_kernel()
         return state.out.to(q.dtype)
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:
