@@ -63,15 +63,20 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def measure_memory(device: Device, model: Decoder, config: EngineConfig) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory."""
-    sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+    """Memory as it stands."""
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory(),
         host_free=device.free_host_memory(),
         tiers_share_memory=device.torch_device.type == "cpu",
-        activation_peak=activation_peak(model, config) if sized_from_memory else 0,
+        activation_peak=step_bytes(model, config),
     )
+
+
+def step_bytes(model: Decoder, config: EngineConfig) -> int:
+    """The activation peak of the largest batch if a tier is sized from memory, else 0."""
+    sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+    return activation_peak(model, config) if sized_from_memory else 0
 
 
 @torch.inference_mode()
