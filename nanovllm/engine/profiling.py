@@ -68,9 +68,8 @@ class _LiveBytes(TorchDispatchMode):
 
 def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> MemoryFacts:
     """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory."""
-    sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
-    peak = _peak(device, model, backend, config) if sized_from_memory else 0
+    peak = _peak(device, model, backend, config) if sized_from_memory(config) else 0
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory(),
@@ -78,6 +77,16 @@ def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, co
         tiers_share_memory=device.torch_device.type == "cpu",
         activation_peak=peak,
     )
+
+
+def sized_from_memory(config: EngineConfig) -> bool:
+    """Whether the blocks of either tier follow from the memory there is."""
+    return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+
+
+def step_bytes(model: Decoder, config: EngineConfig) -> int:
+    """The activation peak of the largest batch if a tier is sized from memory, else 0."""
+    return activation_peak(model, config) if sized_from_memory(config) else 0
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
@@ -88,6 +97,7 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
     return activation_peak(model, config) if measured is None else measured
 
 
+@torch.inference_mode()
 def activation_peak(model: Decoder, config: EngineConfig) -> int:
     """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling max_num_seqs of them.
 
