@@ -50,12 +50,12 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
     runner = sys.modules.get("nanovllm.engine.model_runner")
     if runner is not None:
-        from nanovllm.kvcache.decode_shares import Rates
+        from nanovllm.kvcache.decode_shares import Bandwidths
 
-        def given(engine: OffloadEngine, *_: object) -> Rates:
-            return Rates(link=10e9, host=20e9, device=20e9, one_processor=engine.device.shares_host)
+        def given(engine: OffloadEngine, *_: object) -> Bandwidths:
+            return Bandwidths(link=10e9, host=20e9, device=20e9, one_processor=engine.device.shares_host)
 
-        monkeypatch.setattr(runner, "measure_rates", given)
+        monkeypatch.setattr(runner, "measure_bandwidths", given)
 
 
 def _sees_cuda() -> bool:

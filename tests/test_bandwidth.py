@@ -1,4 +1,4 @@
-"""Rates are measured when an engine starts: on real copies and kernels, in little time, of as much as there is."""
+"""Bandwidths are measured when an engine starts: on real copies and kernels, in little time, of as much as there is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arms import DeviceOfItsOwn
 
 from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.kvcache.bandwidth import measure_rates
+from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -36,7 +36,7 @@ def test_all_rates_are_measured(engine: OffloadEngine, monkeypatch: pytest.Monke
     monkeypatch.setattr(engine.device, "copy_2d", lambda copy, stream: (copied.append(copy), copy_2d(copy, stream)))
     backend = select_cpu_backend(LAYOUT.head_dim)
     start = time.perf_counter()
-    rates = measure_rates(engine, GEOMETRY, backend, backend)
+    rates = measure_bandwidths(engine, GEOMETRY, backend, backend)
     elapsed = time.perf_counter() - start
     most = sum(copy.width for copy in copied if copy.width == LAYOUT.block_layer_bytes)
     assert most == 4 * 16 * LAYOUT.block_layer_bytes, "sixteen layers of blocks are all that the host pool holds"
@@ -56,6 +56,6 @@ def test_the_arm_is_measured_with_its_own_backend(engine: OffloadEngine) -> None
         def attend(self, *_: Any) -> None:
             time.sleep(0.05)
 
-    rates = measure_rates(engine, GEOMETRY, select_cpu_backend(LAYOUT.head_dim), Slow())
+    rates = measure_bandwidths(engine, GEOMETRY, select_cpu_backend(LAYOUT.head_dim), Slow())
     assert rates.host < 16 * LAYOUT.block_layer_bytes / 0.05
     assert (rates.device == rates.host) == rates.one_processor

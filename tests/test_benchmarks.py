@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nanovllm.ops.cpu_linear import available
+from nanovllm.planner.measure import ProbeSizes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_LEN, OUTPUT_LEN, LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 160, 5, 3, 2, 16, 101, 64, 96
@@ -35,6 +36,8 @@ def small_peaks(scripts_can_be_imported: None, monkeypatch: pytest.MonkeyPatch) 
     peaks = importlib.import_module("benchmarks.peaks")
     for name, value in (("MATRIX", 64), ("BUFFER_BYTES", 4096), ("ROUNDS", 1)):
         monkeypatch.setattr(peaks, name, value)
+    sizes = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
+    monkeypatch.setattr(importlib.import_module("benchmarks.plan_accuracy"), "ProbeSizes", lambda: sizes)
 
 
 @pytest.fixture
@@ -126,6 +129,7 @@ def test_bench_has_no_decode_for_one_token(model: Path) -> None:
 # ---- bench_offload.py
 
 OFFLOAD = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-batched-tokens", "48", "--num-layers", "3"]
+OFFLOAD += ["--decode-steps", "0"]
 
 
 def test_bench_offload_compares_and_counts(model: Path) -> None:
@@ -140,11 +144,30 @@ def test_bench_offload_compares_and_counts(model: Path) -> None:
     assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
     assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
     traffic = report["traffic"]
-    for name, count in traffic["counted"].items():
-        assert count == traffic["prefill"][name] + traffic["decode"][name] > 0
+    counted, spared = traffic["counted"], {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks"}
+    for name in ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies"):
+        assert (
+            counted[name] + counted.get(spared.get(name), 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
+        )
+    assert counted["arm_blocks"] > 0
     on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
     assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
     assert traffic["copy_peak_gb_s"] > 0
+
+
+def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--decode-steps", "2"]
+    by_share = report_of("bench_offload", model, *options)["by_share"]
+    assert by_share["outputs_equal"] is True
+    on_device, *results = by_share["results"]
+    names = [result["name"] for result in results]
+    assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
+    assert on_device["h2d_bytes"] == on_device["arm_bytes"] == 0 and on_device["taken"] is None
+    arm = [result["arm_bytes"] for result in results[:5]]
+    assert arm == sorted(set(arm)) and arm[0] == 0, "more blocks with every share"
+    assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
+    assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"
+    assert "DIFFERS" not in (shown := capsys.readouterr().out) and "automatic takes 100%" in shown
 
 
 def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +243,35 @@ def test_cpu_linear_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert error.count("\n") == 1 and "AVX512-bf16" in error
 
 
+# ---- plan accuracy
+
+
+def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("benchmarks.plan_accuracy")
+    output = model.parent / "accuracy.json"
+    options = [
+        "--num-layers",
+        "2",
+        "3",
+        "--prompt-len",
+        "40",
+        "100",
+        "--block-size",
+        "16",
+        "--output-json",
+        str(output),
+    ]
+    assert script.main(["--model", str(model), *options, *SMALL]) == 0
+    report = json.loads(output.read_text())
+    cases = [(r["num_layers"], r["placement"], r["prompt_len"]) for r in report["results"]]
+    assert cases == [(n, p, length) for n in (2, 3) for p in ("resident", "offload") for length in (40, 100)]
+    for result in report["results"]:
+        assert (result["streamed_bytes"] > 0) == (result["placement"] == "offload")
+        for phase in (result["prefill"], result["decode"]):
+            assert phase["predicted"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
+    assert len(report["errors"]) == 16 and "within" in capsys.readouterr().out
+
+
 # ---- bench_vllm.py
 
 
@@ -286,6 +338,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a share above one": ("bench_offload", ["--device-share", "9/8"], "at most 1"),
     "a share of nothing": ("bench_offload", ["--device-share", "1/0"], "at most 1"),
     "too small a block": ("benchmarks.prefill_memory", ["--block-size", "3"], "16"),
+    "no decode to predict": ("benchmarks.plan_accuracy", ["--output-len", "1"], "at least 2"),
     "an unknown dtype": ("bench_vllm", ["--dtype", "int3"], "bfloat16"),
 }
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.kvcache.decode_shares import (
+    Bandwidths,
     HostRead,
     LayerLoad,
-    Rates,
     arm_query_len,
     best_share,
     blocks_for_arm,
@@ -21,11 +21,11 @@ from nanovllm.kvcache.decode_shares import (
 )
 
 MIB = 1 << 20
-GPU = Rates(link=50e9, host=200e9, device=3000e9)
-CPU = Rates(link=12e9, host=40e9, device=40e9, one_processor=True)
+GPU = Bandwidths(link=50e9, host=200e9, device=3000e9)
+CPU = Bandwidths(link=12e9, host=40e9, device=40e9, one_processor=True)
 
 rates = st.builds(
-    Rates,
+    Bandwidths,
     link=st.floats(1e9, 1e11),
     host=st.floats(1e9, 5e11),
     device=st.floats(1e10, 5e12),
@@ -34,7 +34,7 @@ rates = st.builds(
 )
 
 
-def seconds_of_share(share: float, host: float, resident: float, weights: float, given_rates: Rates) -> float:
+def seconds_of_share(share: float, host: float, resident: float, weights: float, given_rates: Bandwidths) -> float:
     streamed = (1 - share) * host
     return layer_seconds(streamed, share * host, resident + streamed, weights, given_rates)
 
@@ -73,7 +73,7 @@ def test_nothing_on_the_host_is_nothing_for_the_arm() -> None:
 
 
 @given(host=st.floats(1, 1e9), resident=st.floats(0, 1e9), weights=st.floats(0, 1e9), given_rates=rates)
-def test_no_share_is_better(host: float, resident: float, weights: float, given_rates: Rates) -> None:
+def test_no_share_is_better(host: float, resident: float, weights: float, given_rates: Bandwidths) -> None:
     share = best_share(host, resident, weights, given_rates)
     least = seconds_of_share(share, host, resident, weights, given_rates)
     for other in (index / 64 for index in range(65)):
@@ -88,7 +88,7 @@ def test_no_share_is_better(host: float, resident: float, weights: float, given_
     given_rates=rates,
 )
 def test_no_number_of_blocks_is_better(
-    reads: list[HostRead], link: int, device: int, weights: int, given_rates: Rates
+    reads: list[HostRead], link: int, device: int, weights: int, given_rates: Bandwidths
 ) -> None:
     def seconds(count: int) -> float:
         streamed, taken = reads[count:], reads[:count]

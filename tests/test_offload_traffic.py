@@ -67,9 +67,9 @@ def test_one_request_moves_what_the_formula_says(
     resident = stats.resident_blocks
     for batch, result, moved in batches:
         (seq,) = batch.sequences
-        assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids), arm)
+        assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids), arm=arm)
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
-    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, arm)
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, arm=arm)
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
         stats.transfers.h2d_bytes,
         stats.transfers.d2h_bytes,
@@ -161,7 +161,7 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
             raise OSError("the link is down")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "memcpy_2d_async", broken)
+            patch.setattr(cpu, "copy_pitched", broken)
             with pytest.raises(EngineError, match="the link is down"):
                 llm.generate(prompt, greedy(5), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()

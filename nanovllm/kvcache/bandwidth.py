@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device, PitchedCopy
-from nanovllm.kvcache.decode_shares import Rates
+from nanovllm.kvcache.decode_shares import Bandwidths
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
@@ -18,9 +18,9 @@ _PROBE_BYTES = 32 << 20  # of KV: more than most caches hold, less than anyone w
 _ROUNDS = 3
 
 
-def measure_rates(
+def measure_bandwidths(
     engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, host_backend: AttentionBackend
-) -> Rates:
+) -> Bandwidths:
     """Copies and attends to as much KV as the host pool holds, at most 32 MiB or two blocks of one layer."""
     device, layout, dtype = engine.device, engine.layout, engine.host.dtype
     most = max(2, _PROBE_BYTES // layout.block_layer_bytes)
@@ -30,10 +30,10 @@ def measure_rates(
     link = host.nbytes / _seconds_of_copies(device, on_device, host, layout.block_layer_bytes)
     host_rate = host.nbytes / _seconds_of_attention(host, geometry, host_backend)
     if device.shares_host:
-        return Rates(link=link, host=host_rate, device=host_rate, one_processor=True)
+        return Bandwidths(link=link, host=host_rate, device=host_rate, one_processor=True)
     finish = device.compute_stream.synchronize
     device_rate = host.nbytes / _seconds_of_attention(on_device, geometry, backend, finish)
-    return Rates(link, host_rate, device_rate, round_trip=_seconds_of_round_trip(device, on_device, host))
+    return Bandwidths(link, host_rate, device_rate, round_trip=_seconds_of_round_trip(device, on_device, host))
 
 
 def _seconds_of_copies(device: Device, dst: Tensor, src: Tensor, width: int) -> float:

@@ -40,6 +40,15 @@ class TransferCount:
     arm_blocks: int = 0
     arm_bytes: int = 0
 
+    @property
+    def without_arm(self) -> TransferCount:
+        """What would have been copied had the arm attended to nothing: each of its blocks spares one load."""
+        h2d = self.h2d_copies + self.arm_blocks, self.h2d_bytes + self.arm_bytes
+        return TransferCount(*h2d, self.d2h_copies, self.d2h_bytes)
+
+    def __bool__(self) -> bool:
+        return self.h2d_copies + self.d2h_copies > 0
+
     def __add__(self, other: TransferCount) -> TransferCount:
         return TransferCount(
             self.h2d_copies + other.h2d_copies,
@@ -70,18 +79,24 @@ class ArmUse:
 
 
 def predict_transfers(
-    layout: KVLayout, resident_blocks: int, context_len: int, query_len: int, arm: ArmUse | None = None
+    layout: KVLayout,
+    resident_blocks: int,
+    context_len: int,
+    query_len: int,
+    window: int | None = None,
+    arm: ArmUse | None = None,
 ) -> TransferCount:
     """What one step moves for one sequence alone whose first `resident_blocks` blocks are on the device.
 
     Every stored token of the rest is loaded once per layer, block by block; every new token of the rest is stored once
-    per layer, one copy for each block that it falls into. Without sliding windows. The arm spares loads: it takes whole
-    blocks that get no new token.
+    per layer, one copy for each block that it falls into. With a sliding window, blocks that no new token sees stay
+    where they are. The arm spares loads: it takes whole blocks that get no new token.
     """
     block_size, layers = layout.block_size, layout.num_layers
     first = resident_blocks * block_size  # first position on the host
+    seen = 0 if window is None else max(0, context_len - window + 1) // block_size * block_size
     total = context_len + query_len
-    loaded, stored = max(0, context_len - first), max(0, total - max(first, context_len))
+    loaded, stored = max(0, context_len - max(first, seen)), max(0, total - max(first, context_len))
     store_begin = max(first, context_len) // block_size
     spared = 0
     if arm is not None and query_len <= arm.most_tokens:
@@ -108,7 +123,7 @@ def predict_request(
     total = TransferCount()
     for start in range(0, prompt_len, max_num_batched_tokens):
         chunk = min(max_num_batched_tokens, prompt_len - start)
-        total += predict_transfers(layout, resident_blocks, start, chunk, arm)
+        total += predict_transfers(layout, resident_blocks, start, chunk, arm=arm)
     for context_len in range(prompt_len, prompt_len + output_len - 1):
-        total += predict_transfers(layout, resident_blocks, context_len, 1, arm)
+        total += predict_transfers(layout, resident_blocks, context_len, 1, arm=arm)
     return total

@@ -27,7 +27,7 @@ _LEAST_BYTES = 1 << 20  # less than this says more about overhead than about a r
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class Bandwidths:
     """What moves or reads KV, in bytes per second."""
 
     link: float  # host to device
@@ -60,7 +60,9 @@ def arm_query_len(heads: int, kv_heads: int) -> int:
     return max(1, MAX_ARM_ROWS // (heads // kv_heads))
 
 
-def layer_seconds(link_bytes: float, arm_bytes: float, device_bytes: float, weight_bytes: float, rates: Rates) -> float:
+def layer_seconds(
+    link_bytes: float, arm_bytes: float, device_bytes: float, weight_bytes: float, rates: Bandwidths
+) -> float:
     """Seconds of one layer, by the formula above."""
     link, arm, device = link_bytes / rates.link, arm_bytes / rates.host, device_bytes / rates.device
     weights = weight_bytes / rates.device
@@ -69,7 +71,7 @@ def layer_seconds(link_bytes: float, arm_bytes: float, device_bytes: float, weig
     return max(link, weights + max(device, arm + rates.round_trip if arm_bytes else 0.0))
 
 
-def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, rates: Rates) -> float:
+def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, rates: Bandwidths) -> float:
     """The share of `host_bytes` for the arm that makes a layer shortest, if bytes could be cut anywhere."""
     if host_bytes <= 0:
         return 0.0
@@ -86,7 +88,7 @@ def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, ra
     return min((0.0, 1.0 if rates.one_processor else together), key=seconds)
 
 
-def blocks_for_arm(load: LayerLoad, rates: Rates) -> int:
+def blocks_for_arm(load: LayerLoad, rates: Bandwidths) -> int:
     """How many of the load's reads the arm takes so that the layer is shortest; the fewest, where several are equal."""
     streamed = load.link_bytes + sum(read.num_bytes for read in load.reads)
     device = load.device_bytes + sum(read.num_bytes * read.readers for read in load.reads)

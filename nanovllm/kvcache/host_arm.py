@@ -19,9 +19,9 @@ from nanovllm.device import Busy, BusyMeter, PitchedCopy, Stream
 from nanovllm.forward_context import SequenceSlice
 from nanovllm.kvcache.decode_shares import (
     MAX_ARM_TOKENS,
+    Bandwidths,
     HostRead,
     LayerLoad,
-    Rates,
     arm_query_len,
     blocks_for_arm,
     blocks_of_share,
@@ -62,7 +62,7 @@ class ForcedShare:
 class BalancedShare:
     """The share that the rates make best; they begin as measured at start and follow what real steps show."""
 
-    def __init__(self, rates: Rates, weight_bytes: int) -> None:
+    def __init__(self, rates: Bandwidths, weight_bytes: int) -> None:
         self.rates = rates
         self._at_start = rates
         self._weight_bytes = weight_bytes  # of a layer
