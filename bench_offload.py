@@ -83,7 +83,8 @@ class Variant:
 class Traffic:
     """Copies of one request, prefill and decode apart; rates in 1e9 bytes per second of that phase.
 
-    The formula says what is copied when the CPU attends to nothing: what it attends to must make up the difference.
+    The formula says what is copied when the CPU attends to nothing: what it attends to must make up the difference, and
+    is taken to be decode's.
     """
 
     counted: TransferCount
@@ -136,6 +137,7 @@ def traffic_of(offload: Variant, work: Work, copy_peak: float) -> Traffic:
 
     prefill, decode = predict(1), predict(work.output_len) - predict(1)
     counted = offload.moved[-1]
+    decode_h2d = max(0, decode.h2d_bytes - counted.arm_bytes)
     prefill_s, decode_s = offload.runs[-1].prefill_seconds, offload.runs[-1].decode_seconds
     return Traffic(
         counted=counted,
@@ -143,7 +145,7 @@ def traffic_of(offload: Variant, work: Work, copy_peak: float) -> Traffic:
         decode=decode,
         prefill_h2d_gb_s=prefill.h2d_bytes / prefill_s / 1e9,
         prefill_d2h_gb_s=prefill.d2h_bytes / prefill_s / 1e9,
-        decode_h2d_gb_s=(decode.h2d_bytes - counted.arm_bytes) / decode_s / 1e9 if work.output_len > 1 else None,
+        decode_h2d_gb_s=decode_h2d / decode_s / 1e9 if work.output_len > 1 else None,
         decode_d2h_gb_s=decode.d2h_bytes / decode_s / 1e9 if work.output_len > 1 else None,
         copy_peak_gb_s=copy_peak,
     )
@@ -211,18 +213,8 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
     print_row("outputs", "equal" if outputs_equal else "DIFFERENT", f"{args.output_len} tokens of every run")
     print_row("peak process memory", mib(peak_rss_bytes()), "of all three engines together")
     print_other_load(other_load)
-    by_share = None
-    if args.decode_steps:
-        by_share = measure_by_share(work, args.device_share, SHARES, args.decode_steps, args.repeats)
-        show_by_share(by_share)
-    parts = {
-        "ratios": ratios,
-        "by_share": by_share,
-        "rates": rates,
-        "kv": stats,
-        "traffic": traffic,
-        "outputs_equal": outputs_equal,
-    }
+    by_share = decode_by_share(args, work)
+    parts = {"ratios": ratios, "rates": rates, "kv": stats, "traffic": traffic, "outputs_equal": outputs_equal}
     memory_and_load = {"peak_rss_bytes": peak_rss_bytes(), "other_load": other_load}
     write_json(args.output_json, args, facts, model=work.shape.facts(), by_share=by_share, **memory_and_load, **parts)
     as_predicted = all(moved.without_arm == traffic.predicted for moved in offload.moved)
@@ -238,8 +230,10 @@ def decode_by_share(args: argparse.Namespace, work: Work) -> ByShare | None:
 
 
 def is_right(by_share: ByShare | None, device: str) -> bool:
-    """Whether everything is as predicted. Beside a GPU the CPU's partial state is merged last, so that greedy tokens may
-    part where two are nearly as likely."""
+    """Whether everything is as predicted.
+
+    Beside a GPU the CPU's partial state is merged last, so that tokens may part where two are nearly as likely.
+    """
     return by_share is None or (by_share.as_predicted and (by_share.outputs_equal or device != "cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Decode under offload by the share of host blocks that the CPU attends to, beside decode with all blocks on the device.
+"""Decode under offload by the share of host blocks that the CPU attends to, beside decode with all on the device.
 
 Each engine prefills the prompt once. Then shares take turns of a few tokens each, in one order in odd rounds and in the
 other in even ones, all of them in the same engine and on the same sequence, whose length hardly changes.
