@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, adjust_
+from nanovllm.ops.triton_support import use_triton
 from nanovllm.ops.upload import upload
 
 MAX_ROWS = 64  # at a time: sorting and drawing each take about ten times the memory of the logits
@@ -75,16 +76,25 @@ def draw_from_all(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if any(row.min_p > 0.0 for row in rows):
         scores.masked_fill_(scores < scores.amax(dim=-1, keepdim=True) + _log_min_p(scores, rows), float("-inf"))
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    return torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1)
+    return _draw(scores, rows, tokens)
 
 
 def draw_from_sorted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw rows with top_k or top_p: int64 [rows]. Changes logits fp32 [rows, vocab]."""
     scores, tokens = kept_in_order(logits, rows)
-    width = int((scores > float("-inf")).sum(dim=-1).max())  # what is cut off lies behind what is kept
-    scores, tokens = scores[:, : max(width, 1)], tokens[:, : max(width, 1)]
-    drawn = torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1, keepdim=True)
-    return tokens.gather(1, drawn).squeeze(1)
+    if scores.device.type == "cpu":  # elsewhere to ask for a number costs more than noise for all
+        width = int((scores > float("-inf")).sum(dim=-1).max())  # what is cut off lies behind what is kept
+        scores, tokens = scores[:, : max(width, 1)], tokens[:, : max(width, 1)]
+    return tokens.gather(1, _draw(scores, rows, tokens).unsqueeze(1)).squeeze(1)
+
+
+def _draw(scores: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
+    """Where the largest of score plus noise stands in each row: int64 [rows]; arguments as for `gumbel_noise`."""
+    if use_triton(scores):
+        from nanovllm.ops.triton_gumbel import draw_triton
+
+        return draw_triton(scores, tokens, upload(_noise_starts(rows), scores.device))
+    return torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1)
 
 
 def kept_in_order(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor]:
@@ -115,11 +125,16 @@ def gumbel_noise(rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
     largest would round to 1), and -log(-log(u)) is a Gumbel variable. fp64, because an fp32 uniform is its smallest
     value once in 2^24 draws, which would make tokens certain that the distribution all but excludes.
     """
-    start = _finalise(torch.tensor([_signed(row.seed * 0xD1B54A32D192ED03) for row in rows]))
-    start = _finalise(start + torch.tensor([_signed(row.index * _GOLDEN_GAMMA) for row in rows]))
-    numbers = _finalise(upload(start, tokens.device).unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
+    starts = upload(_noise_starts(rows), tokens.device)
+    numbers = _finalise(starts.unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
     uniform = (_shift(numbers, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
+
+
+def _noise_starts(rows: Sequence[SamplingRow]) -> Tensor:
+    """Each row's hash of seed and index: int64 [rows], on the host."""
+    starts = _finalise(torch.tensor([_signed(row.seed * 0xD1B54A32D192ED03) for row in rows]))
+    return _finalise(starts + torch.tensor([_signed(row.index * _GOLDEN_GAMMA) for row in rows]))
 
 
 def _finalise(z: Tensor) -> Tensor:
