@@ -22,9 +22,13 @@ TORCH_FREE = (
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
+    "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.sizing",
+    "nanovllm.planner.plan",
+    "nanovllm.planner.report",
+    "nanovllm.planner.units",
 )
 TENSORS_BEGIN = {
     "nanovllm.engine.model_runner",
@@ -42,10 +46,12 @@ ROWS: tuple[set[str], ...] = (
     {"ops", "comm"},
     {"device", "layers"},
     {"kvcache", "models"},
+    {"planner"},
     {"engine"},
     {"llm", "recall"},
     {""},
-    {"demo"},
+    {"demo", "cli"},
+    {"__main__"},
 )
 
 

@@ -15,7 +15,8 @@ from nanovllm import LLM
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
-from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.sizing import MemoryFacts
 
 MIB = 1 << 20
 
@@ -53,13 +54,13 @@ def test_a_device_that_measures_is_asked_before_its_free_memory_is(
 ) -> None:
     device, seen = Measures(), []
     monkeypatch.setattr(model_runner, "create_device", lambda name: device)
-    plan = model_runner.plan_kv_cache
+    sizing = model_runner.KVSizing
 
-    def watched(config: Any, layout: Any, model_max_len: int, facts: MemoryFacts, *rest: Any) -> KVPlan:
+    def watched(config: Any, layout: Any, model_max_len: int, facts: MemoryFacts, *rest: Any) -> KVSizing:
         seen.append(facts)
-        return plan(config, layout, model_max_len, facts, *rest)
+        return sizing(config, layout, model_max_len, facts, *rest)
 
-    monkeypatch.setattr(model_runner, "plan_kv_cache", watched)
+    monkeypatch.setattr(model_runner, "KVSizing", watched)
     with LLM(model_dir, dtype="float32", max_num_batched_tokens=96) as llm:
         assert len(token_ids(llm, [random_prompt(100, 97, 1)], greedy(2))[0]) == 2
     (facts,) = seen

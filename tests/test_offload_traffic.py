@@ -155,7 +155,7 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
             raise OSError("the link is down")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "memcpy_2d_async", broken)
+            patch.setattr(cpu, "copy_pitched", broken)
             with pytest.raises(EngineError, match="the link is down"):
                 llm.generate(prompt, greedy(5), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()

@@ -68,9 +68,8 @@ class _LiveBytes(TorchDispatchMode):
 
 def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> MemoryFacts:
     """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory."""
-    sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
-    peak = _peak(device, model, backend, config) if sized_from_memory else 0
+    peak = _peak(device, model, backend, config) if sized_from_memory(config) else 0
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory(),
@@ -78,6 +77,16 @@ def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, co
         tiers_share_memory=device.torch_device.type == "cpu",
         activation_peak=peak,
     )
+
+
+def sized_from_memory(config: EngineConfig) -> bool:
+    """Whether the blocks of either tier follow from the memory there is."""
+    return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+
+
+def step_bytes(model: Decoder, config: EngineConfig) -> int:
+    """The activation peak of the largest batch if a tier is sized from memory, else 0."""
+    return activation_peak(model, config) if sized_from_memory(config) else 0
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
@@ -88,6 +97,7 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
     return activation_peak(model, config) if measured is None else measured
 
 
+@torch.inference_mode()
 def activation_peak(model: Decoder, config: EngineConfig) -> int:
     """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling max_num_seqs of them.
 
@@ -112,7 +122,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])
     _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
-    _draw(logits[: sampler.MAX_ROWS])
+    _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
 
 
 def _score(logits: Tensor, max_logprobs: int) -> None:
@@ -124,9 +134,9 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
 
 
 def _draw(logits: Tensor) -> None:
-    """Both ways of drawing a row. Nothing is known to be cut off, as with a top_p just below 1."""
+    """Both ways of drawing a row, with nothing cut off, as with a top_p just below 1."""
     rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
-    scores, tokens = sampler.kept_in_order(logits.clone(), rows)
+    scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
     torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
     del scores, tokens
     sampler.draw_from_all(logits.clone(), rows)
