@@ -113,6 +113,7 @@ setup(
     ext_modules=[
         *extension("nanovllm.comm._sgdma", "sgdma"),
         *extension("nanovllm.ops._cpu_attention", "cpu_attention", "-fopenmp"),
+        *extension("nanovllm.ops._cpu_linear", "cpu_linear", "-fopenmp"),
     ],
     cmdclass={"build_ext": BuildExt},
 )

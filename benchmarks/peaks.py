@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 MATRIX = 2048
 CUDA_MATRIX = 8192  # a smaller one does not fill a large GPU
@@ -49,7 +48,7 @@ def copy_gb_s(device: str = "cpu", kind: str = "h2d") -> float:
     return BUFFER_BYTES / least_seconds(copy, device) / 1e9
 
 
-def least_seconds(work: Callable[[], Tensor | None], device: str = "cpu") -> float:
+def least_seconds(work: Callable[[], object], device: str = "cpu") -> float:
     """Seconds of the fastest call after a first one: a peak is what the machine can do while nothing else runs."""
     work()
     times = []

@@ -49,6 +49,7 @@ class LLM:
             self._runner,
             tokenizer,
             seed=config.seed,
+            max_logprobs=config.max_logprobs,
         )
         self.config = config
         self.max_model_len = plan.max_model_len

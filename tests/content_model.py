@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 
 VOCAB = 50
 
@@ -59,9 +59,9 @@ class ContentExecutor:
         for move in batch.moves:
             self._move(move.src, move.dst)
         self._check_written_places(batch)
-        tokens = [self._compute(seq) for seq in batch.sequences]
+        samples = [self._compute(seq) for seq in batch.sequences]
         zeros = [0] * len(batch.sequences)
-        return StepResult(tokens, zeros, zeros)
+        return StepResult(samples, zeros, zeros)
 
     def close(self) -> None:
         return
@@ -85,7 +85,7 @@ class ContentExecutor:
             for place in seq.block_table[seq.context_len // self.block_size :]:
                 assert users[place] == 1, f"place {place} is written while another sequence uses it"
 
-    def _compute(self, seq: ScheduledSequence) -> int | None:
+    def _compute(self, seq: ScheduledSequence) -> list[Sample]:
         assert len(seq.token_ids) > 0, "zero-length query"
         total = seq.context_len + len(seq.token_ids)
         assert len(seq.block_table) == -(-total // self.block_size)
@@ -100,4 +100,4 @@ class ContentExecutor:
                 assert self.entries.get(where) == digest, f"wrong KV at position {position} of sequence {seq.seq_id}"
             else:
                 self.entries[where] = digest
-        return sampled_token(digest) if seq.sampling is not None else None
+        return [Sample(sampled_token(digest)) for _ in seq.samples]

@@ -34,9 +34,9 @@ class WatchedExecutor(ContentExecutor):
         self.batches.append(batch)
         assert 0 < batch.num_tokens <= self.limits.max_num_batched_tokens
         assert 0 < len(batch.sequences) <= self.limits.max_num_seqs
-        tokens = super().execute(batch).token_ids
+        samples = super().execute(batch).samples
         lengths = [len(seq.token_ids) for seq in batch.sequences]
-        return StepResult(tokens, [10 * n for n in lengths], [20 * n for n in lengths])
+        return StepResult(samples, [10 * n for n in lengths], [20 * n for n in lengths])
 
 
 class Bench:
@@ -75,9 +75,10 @@ class Bench:
         self.engine.add_request(name, None, greedy, prompt, priority=priority)
 
     def step(self) -> list[RequestOutput]:
-        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
-            self.names[seq.seq_id] = seq.request_id
-            self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
+        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+            for seq in request.sequences:
+                self.names[seq.seq_id] = request.request_id
+                self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
         outputs = self.engine.step()
         self.manager.check()
         for output in outputs:

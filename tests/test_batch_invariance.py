@@ -37,7 +37,7 @@ def logits_by_request(llm: LLM, prompts: list[list[int]]) -> dict[tuple[int, int
 
     def recording_execute(batch: Batch) -> StepResult:
         first_ids.append(min(s.seq_id for s in batch.sequences))
-        rows[:] = [(s.seq_id - first_ids[0], s.sampling.index) for s in batch.sequences if s.sampling is not None]
+        rows[:] = [(s.seq_id - first_ids[0], s.samples[0].index) for s in batch.sequences if s.samples]
         return execute(batch)
 
     def recording_logits(hidden: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from nanovllm.ops.cpu_linear import available
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_LEN, OUTPUT_LEN, LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 160, 5, 3, 2, 16, 101, 64, 96
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2  # bfloat16
@@ -182,6 +184,40 @@ def test_prefill_memory_adds_up(model: Path, placement: list[str]) -> None:
         memory["weights"] + memory["kv_device"] + memory["kv_host"] + report["beyond_weights_and_kv"]
     )
     assert (memory["kv_host"] > 0) == bool(placement)
+
+
+# ---- linear layers
+
+
+@pytest.mark.skipif(not available(), reason="this processor has no AVX512-bf16")
+def test_cpu_linear_measures_every_projection(model: Path) -> None:
+    output = model.parent / "linear.json"
+    options = ["--model", str(model), "--rows", "1", "99", "--rounds", "2", "--output-json", str(output)]
+    assert main_of("benchmarks.cpu_linear")(options) == 0
+    report = json.loads(output.read_text())
+    assert set(report["machine"]) >= MACHINE_FIELDS
+    heads = 4 * HEAD_DIM
+    shapes = {
+        "qkv": (HIDDEN, heads + 2 * KV_HEADS * HEAD_DIM),
+        "o": (heads, HIDDEN),
+        "gate_up": (HIDDEN, 2 * INTERMEDIATE),
+        "down": (INTERMEDIATE, HIDDEN),
+        "lm_head": (HIDDEN, VOCAB),
+    }
+    measured = [(r["projection"], r["rows"], r["in_features"], r["out_features"]) for r in report["results"]]
+    assert measured == [(name, rows, *shape) for name, shape in shapes.items() for rows in (1, 99)]
+    for result in report["results"]:
+        for name in ("kernel_gb_s", "torch_gb_s", "read_gb_s"):
+            assert 0 < result[name]["low"] <= result[name]["median"] <= result[name]["high"]
+        assert not (result["rows"] == 99 and result["kernel_is_used"])
+
+
+def test_cpu_linear_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("benchmarks.cpu_linear")
+    monkeypatch.setattr(script.cpu_linear, "available", lambda: False)
+    assert script.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "AVX512-bf16" in error
 
 
 # ---- bench_vllm.py

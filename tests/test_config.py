@@ -30,6 +30,7 @@ DEFAULTS = {
     "enforce_eager": False,
     "tensor_parallel_size": 1,
     "trace": None,
+    "max_logprobs": 20,
 }
 
 
@@ -108,6 +109,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "num_cpu_blocks": ("must be a whole number of at least 0 or -1 to size it from memory", [-2, None, *NOT_INTS]),
     "seed": ("must be a whole number of at least 0", [-1, None, *NOT_INTS]),
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
     "trace": ("must be a file in a directory that exists", ["", "/", "/no/such/directory/trace.json", 3, True]),
 }
 CASES = [(field, value) for field in REFUSED for value in REFUSED[field][1]]

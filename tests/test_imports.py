@@ -26,12 +26,14 @@ TORCH_FREE = (
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.sizing",
 )
-TENSORS_BEGIN = {"nanovllm.engine.model_runner", "nanovllm.engine.profiling", "nanovllm.engine.scratch_attention"}
+TENSORS_BEGIN = {f"nanovllm.engine.{name}" for name in ("model_runner", "profiling", "scoring", "scratch_attention")}
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"config", "sampling_params", "outputs", "forward_context", "tokenizer"},
+    {"config", "outputs", "forward_context", "tokenizer"},
+    {"sampling_rules"},
+    {"sampling_params"},
     {"ops", "comm"},
     {"device", "layers"},
     {"kvcache", "models"},

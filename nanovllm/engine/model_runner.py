@@ -14,6 +14,7 @@ from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
 from nanovllm.kvcache.layout import KVLayout
@@ -22,7 +23,6 @@ from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
-from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -76,11 +76,13 @@ class ModelRunner:
             with self.device.compute():
                 traffic = self.kv_cache.begin_step(slices, batch.moves)
                 hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
-                tokens = self._sample(hidden, batch.sequences, slices)
+                starts = [s.query_start for s in slices]
+                of_prompts = prompt_logprobs(self.model, hidden, batch.sequences, starts)
+                samples = draw_samples(self.model, hidden, batch.sequences, starts)
         except BaseException:
             self.kv_cache.abandon_step()
             raise
-        return StepResult(tokens, traffic.h2d_bytes, traffic.d2h_bytes)
+        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -90,8 +92,10 @@ class ModelRunner:
         if not self._closed:
             self._closed = True
             self._last_stats = self.kv_cache.stats()
-            self.device.close()
-            del self.model, self.kv_cache
+            try:
+                self.device.close()
+            finally:
+                del self.model, self.kv_cache
 
     def _input_ids(self, batch: Batch) -> Tensor:
         token_ids = [token for seq in batch.sequences for token in seq.token_ids]
@@ -103,21 +107,6 @@ class ModelRunner:
         query_lens = torch.tensor([s.query_len for s in slices])
         rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
         return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, self.kv_cache)
-
-    def _sample(
-        self, hidden: Tensor, sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]
-    ) -> list[int | None]:
-        """Logits are computed only where a token is due."""
-        due = [i for i, seq in enumerate(sequences) if seq.sampling is not None]
-        tokens: list[int | None] = [None] * len(sequences)
-        if not due:
-            return tokens
-        last_rows = torch.tensor([slices[i].query_start + slices[i].query_len - 1 for i in due])
-        logits = self.model.compute_logits(hidden[upload(last_rows, hidden.device)])
-        rows = [row for i in due if (row := sequences[i].sampling) is not None]
-        for i, token in zip(due, sample(logits, rows), strict=True):
-            tokens[i] = token
-        return tokens
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:

@@ -20,7 +20,7 @@ from nanovllm.engine.batch import SamplingRow
 from nanovllm.engine.scratch_attention import ScratchKVCache
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
 from nanovllm.kvcache.sizing import MemoryFacts
-from nanovllm.layers import sampler
+from nanovllm.layers import logprobs, sampler
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
@@ -103,13 +103,29 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
 
 @torch.inference_mode()
 def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
-    """One prefill of max_num_batched_tokens tokens, with logits and sampling for max_num_seqs of them."""
+    """One prefill of max_num_batched_tokens tokens, scored, with sampling for max_num_seqs of them."""
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceSlice(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
+    _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])
-    sampled = SamplingRow(temperature=1.0, top_k=1, top_p=0.5, min_p=0.1, seed=0, index=0)
-    at_once = min(rows, sampler.MAX_ROWS)
-    sampler.kept_scores(logits[:at_once], [sampled] * at_once)
+    _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
+    _draw(logits[: sampler.MAX_ROWS])
+
+
+def _score(logits: Tensor, max_logprobs: int) -> None:
+    """Log-probabilities with as many of the most likely tokens as a request may ask for."""
+    rows, vocab_size = logits.shape
+    found, _, _ = logprobs.chosen_logprobs(logits, torch.zeros(rows, dtype=torch.int64, device=logits.device))
+    found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
+
+
+def _draw(logits: Tensor) -> None:
+    """Both ways of drawing a row. Nothing is known to be cut off, as with a top_p just below 1."""
+    rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
+    scores, tokens = sampler.kept_in_order(logits.clone(), rows)
+    torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
+    del scores, tokens
+    sampler.draw_from_all(logits.clone(), rows)

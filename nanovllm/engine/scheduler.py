@@ -6,16 +6,13 @@ import bisect
 import logging
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.request import Request, RequestStatus, Sequence
+from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
-
-# Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
-MAX_TEMPERATURE = 1e30
-MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +43,25 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
-        self.waiting: list[Sequence] = []  # both lists in scheduling order: priority, then arrival
-        self.running: list[Sequence] = []
+        self.waiting: list[Request] = []  # both lists in scheduling order: priority, then arrival
+        self.running: list[Request] = []
         self.num_preemptions = 0
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; one that can never be admitted is refused at once."""
+    def add(self, request: Request) -> None:
+        """Queue a request; one that can never be admitted is refused at once."""
+        seq = request.sequences[0]
         if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
             manager = self.block_manager
             raise RequestError(
-                f"request {seq.request_id!r} has {len(seq)} tokens and needs {seq.num_blocks(manager.block_size)} KV "
-                f"blocks of {manager.block_size} tokens; the cache has {manager.num_blocks} and keeps "
-                f"{manager.watermark} free: shorten the prompt to {manager.max_sequence_tokens} tokens, or raise "
-                "num_gpu_blocks or num_cpu_blocks"
+                f"request {request.request_id!r} has {len(seq)} tokens and needs "
+                f"{seq.num_blocks(manager.block_size)} KV blocks of {manager.block_size} tokens; the cache has "
+                f"{manager.num_blocks} and keeps {manager.watermark} free: shorten the prompt to "
+                f"{manager.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
             )
-        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     # ---- one step
 
@@ -72,65 +70,78 @@ class Scheduler:
         self._grow_running()
         budget = self.limits.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
+        running = [seq for request in self.running for seq in request.live]
         # A decode is a sequence that lacks one token; sorting by that keeps the order within both kinds.
-        for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
+        for seq in sorted(running, key=lambda s: s.num_remaining > 1):
             chunk = min(seq.num_remaining, budget)
             if chunk > 0:
                 chunks.append((seq, chunk))
                 budget -= chunk
         while budget > 0 and self._can_admit():
-            seq = self._admit(now)
-            chunk = min(seq.num_remaining, budget)
-            chunks.append((seq, chunk))
-            budget -= chunk
+            for seq in self._admit(now).live:
+                chunk = min(seq.num_remaining, budget)
+                chunks.append((seq, chunk))
+                budget -= chunk
         self.block_manager.promote(seq for seq, _ in chunks)
         moves = self.block_manager.take_moves()
         return Batch([self._scheduled(seq, chunk) for seq, chunk in chunks], moves)
 
-    def update(self, batch: Batch, result: StepResult, now: float) -> list[Sequence]:
-        """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the sequences."""
-        by_id = {seq.seq_id: seq for seq in self.running}
+    def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
+        """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the requests."""
+        by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
-        rows = zip(stepped, batch.sequences, result.token_ids, result.h2d_bytes, result.d2h_bytes, strict=True)
-        for seq, scheduled, token, h2d_bytes, d2h_bytes in rows:
-            computed = len(scheduled.token_ids)
+        rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
+        for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
+            computed, metrics = len(scheduled.token_ids), seq.request.metrics
             seq.num_computed += computed
-            prompt_tokens = max(0, min(computed, seq.prompt_len - scheduled.context_len))
-            seq.metrics.prefill_tokens += prompt_tokens
-            seq.metrics.h2d_bytes += h2d_bytes
-            seq.metrics.d2h_bytes += d2h_bytes
+            metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
+            metrics.h2d_bytes += h2d_bytes
+            metrics.d2h_bytes += d2h_bytes
             self.block_manager.register_computed(seq, scheduled.context_len)
-            if token is not None:
-                self._append(seq, token, now)
-        return stepped
+            for sample in samples:
+                self._append(seq, sample, now)
+        for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
+            seq.request.prompt_logprobs.extend(prompt_logprobs)
+        return list(dict.fromkeys(seq.request for seq in stepped))
 
     # ---- ending a sequence
 
-    def abort(self, request_id: str, now: float, reason: str = "abort") -> Sequence | None:
-        """End a request wherever it is and free its blocks; None if it is not here."""
-        for seq in [*self.waiting, *self.running]:
-            if seq.request_id == request_id:
-                self._finish(seq, reason, now)
-                return seq
-        return None
+    def end_by_string(self, seq: Sequence, stop_string: str, now: float) -> None:
+        """The sequence's last token completed a stop string, which counts for more than having reached its length."""
+        seq.stop_reason = stop_string
+        if seq.finished:
+            seq.finish_reason = "stop"
+        else:
+            self._finish(seq, "stop", now)
 
-    def fail(self, now: float) -> list[Sequence]:
-        """A step failed or was interrupted anywhere: ends all sequences that hold blocks, and forgets all content."""
-        failed = [*self.running, *(seq for seq in self.waiting if seq.block_table and seq not in self.running)]
-        self.waiting = [seq for seq in self.waiting if seq not in failed]
+    def abort(self, request: Request, now: float, reason: str = "abort") -> None:
+        """End a request wherever it is and free its blocks."""
+        for seq in request.live:
+            self._finish(seq, reason, now)
+
+    def fail(self, now: float) -> list[Request]:
+        """A step failed or was interrupted anywhere: ends all requests that hold blocks, and forgets all content."""
+        failed = [*self.running, *(r for r in self.waiting if r not in self.running and self._holds_blocks(r))]
+        self.waiting = [request for request in self.waiting if request not in failed]
         self.running = []
         self.block_manager.reset()
-        for seq in failed:
-            seq.block_table = []
-            self._end(seq, "error", now)
+        for request in failed:
+            for seq in request.live:
+                seq.block_table = []
+                seq.finish_reason = "error"
+            self._end(request, now)
         return failed
 
-    def _append(self, seq: Sequence, token: int, now: float) -> None:
-        if seq.metrics.first_token_time is None:
-            seq.metrics.first_token_time = now
+    def _holds_blocks(self, request: Request) -> bool:
+        return any(seq.block_table for seq in request.sequences)
+
+    def _append(self, seq: Sequence, sample: Sample, now: float) -> None:
+        metrics, token = seq.request.metrics, sample.token_id
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
         else:
-            seq.metrics.decode_tokens += 1
-        seq.token_ids.append(token)
+            metrics.decode_tokens += 1
+        seq.append(sample)
         if token in seq.params.stop_token_ids:
             seq.stop_reason = token
             self._finish(seq, "stop", now)
@@ -140,61 +151,67 @@ class Scheduler:
             self._finish(seq, "length", now)
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
-        self.block_manager.free(seq)
-        self._end(seq, reason, now)
-
-    def _end(self, seq: Sequence, reason: str, now: float) -> None:
-        seq.status = SequenceStatus.FINISHED
+        """End one sequence and free its blocks; with its last one the request ends."""
+        request = seq.request
         seq.finish_reason = reason
-        seq.metrics.finished_time = now
+        self.block_manager.free(seq)
+        if not request.live:
+            (self.waiting if request.status is RequestStatus.WAITING else self.running).remove(request)
+            self._end(request, now)
+
+    def _end(self, request: Request, now: float) -> None:
+        request.status = RequestStatus.FINISHED
+        request.metrics.finished_time = now
 
     # ---- admission and preemption
 
     def _can_admit(self) -> bool:
         if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
             return False
-        return self.block_manager.can_allocate(self.waiting[0]) is AllocStatus.OK
+        return self.block_manager.can_allocate(self.waiting[0].sequences[0]) is AllocStatus.OK
 
-    def _admit(self, now: float) -> Sequence:
-        seq = self.waiting[0]
+    def _admit(self, now: float) -> Request:
+        request = self.waiting[0]
+        seq = request.sequences[0]
         self.block_manager.allocate(seq)
-        if seq.metrics.first_scheduled_time is None:
-            seq.metrics.first_scheduled_time = now
-            seq.metrics.cached_tokens = seq.num_computed
-        seq.status = SequenceStatus.RUNNING
-        bisect.insort(self.running, seq, key=lambda s: s.order)
-        del self.waiting[0]  # last, so that a sequence is in one of the lists whenever an interrupt comes
-        return seq
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = now
+            request.metrics.cached_tokens = seq.num_computed
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self.running, request, key=lambda r: r.order)
+        del self.waiting[0]  # last, so that a request is in one of the lists whenever an interrupt comes
+        return request
 
     def _grow_running(self) -> None:
         """Give each running sequence the block of its next token, first in order first."""
-        for seq in list(self.running):
-            if seq.status is not SequenceStatus.RUNNING:  # preempted for one before it
+        for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING:  # preempted for one before it
                 continue
+            seq = request.sequences[0]
             while not self.block_manager.can_grow(seq):
                 victim = self.running[-1]
                 self._preempt(victim)
-                if victim is seq:
+                if victim is request:
                     break
             else:
                 self.block_manager.grow(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        seq.metrics.preemptions += 1
+        request.metrics.preemptions += 1
         logger.warning(
             "preempted request %r to free %d KV blocks: %d computed tokens are recomputed as far as they leave the "
             "prefix cache (preemption %d)",
-            seq.request_id,
-            len(seq.block_table),
-            seq.num_computed,
+            request.request_id,
+            sum(len(seq.block_table) for seq in request.sequences),
+            sum(seq.num_computed for seq in request.sequences),
             self.num_preemptions,
         )
-        self.running.remove(seq)
-        self.block_manager.free(seq)
-        seq.status = SequenceStatus.WAITING
-        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+        self.running.remove(request)
+        for seq in request.sequences:
+            self.block_manager.free(seq)
+        request.status = RequestStatus.WAITING
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
         end = seq.num_computed + chunk
@@ -204,17 +221,6 @@ class Scheduler:
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             block_table=self.block_manager.places(seq, end),
-            sampling=_sampling_row(seq) if end == len(seq) else None,
+            samples=[sampling_row(seq)] if end == len(seq) else (),
+            prompt_targets=prompt_targets(seq, chunk),
         )
-
-
-def _sampling_row(seq: Sequence) -> SamplingRow:
-    p = seq.params
-    return SamplingRow(
-        temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
-        top_k=min(max(p.top_k, 0), MAX_TOP_K),
-        top_p=p.top_p,
-        min_p=p.min_p,
-        seed=seq.seed,
-        index=seq.num_output_tokens,
-    )
