@@ -88,7 +88,8 @@ class WorkerStream(Stream):
 
         def work() -> None:
             if self._failure is None and not self._closed:
-                copy_pitched(copy.dst, copy.src, copy.dpitch, copy.spitch, copy.width, copy.height, "h2h")
+                sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
+                copy_pitched(copy.dst, copy.src, *sizes, "h2h", rows_above=MAX_PITCH)
 
         self.put(work)
 
