@@ -28,7 +28,7 @@ class EngineConfig:
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
     `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
     for in logprobs and prompt_logprobs; -1 does not. `trace` names a file for a timeline of all copies and kernels,
-    which is written when the engine is closed.
+    written when the engine is closed.
     """
 
     model: str

@@ -26,11 +26,11 @@ DEFAULTS = {
     "num_cpu_blocks": -1,
     "enable_prefix_caching": True,
     "seed": 0,
+    "max_logprobs": 20,
     "load_format": "auto",
     "enforce_eager": False,
     "tensor_parallel_size": 1,
     "trace": None,
-    "max_logprobs": 20,
 }
 
 
@@ -108,8 +108,8 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     ),
     "num_cpu_blocks": ("must be a whole number of at least 0 or -1 to size it from memory", [-2, None, *NOT_INTS]),
     "seed": ("must be a whole number of at least 0", [-1, None, *NOT_INTS]),
-    "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
     "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
+    "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
     "trace": ("must be a file in a directory that exists", ["", "/", "/no/such/directory/trace.json", 3, True]),
 }
 CASES = [(field, value) for field in REFUSED for value in REFUSED[field][1]]
@@ -147,6 +147,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"kvcache_block_size": 17, "gpu_memory_utilization": 1},
     {"enable_cpu_offload": True, "num_cpu_blocks": 0, "gpu_memory_utilization": 0.01},
     {"enable_cpu_offload": True, "num_cpu_blocks": 10**6, "num_gpu_blocks": 10**6},
+    {"max_logprobs": -1},
+    {"max_logprobs": 0},
     {"num_cpu_blocks": 0, "seed": 2**63 - 1, "enforce_eager": True, "enable_prefix_caching": False},
 ]
 

@@ -22,11 +22,20 @@ TORCH_FREE = (
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
+    "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.sizing",
+    "nanovllm.planner.plan",
+    "nanovllm.planner.report",
+    "nanovllm.planner.units",
 )
-TENSORS_BEGIN = {f"nanovllm.engine.{name}" for name in ("model_runner", "profiling", "scoring", "scratch_attention")}
+TENSORS_BEGIN = {
+    "nanovllm.engine.model_runner",
+    "nanovllm.engine.profiling",
+    "nanovllm.engine.scoring",
+    "nanovllm.engine.scratch_attention",
+}
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
 ROWS: tuple[set[str], ...] = (
@@ -37,10 +46,12 @@ ROWS: tuple[set[str], ...] = (
     {"ops", "comm"},
     {"device", "layers"},
     {"kvcache", "models"},
+    {"planner"},
     {"engine"},
     {"llm", "recall"},
     {""},
-    {"demo"},
+    {"demo", "cli"},
+    {"__main__"},
 )
 
 

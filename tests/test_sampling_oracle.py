@@ -29,7 +29,7 @@ from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.engine.sampling_rows import banned_tokens
 from nanovllm.layers.logits import adjust_
 from nanovllm.layers.logprobs import RowLogprobs, token_logprobs
-from nanovllm.layers.sampler import kept_in_order
+from nanovllm.layers.sampler import kept_in_order, scale_
 
 VOCAB, ROWS = 97, 12
 ENDS = [*range(10, 40), 8, 9]  # so many that an end token comes soon
@@ -115,8 +115,11 @@ def test_temperature_and_cuts(cut: dict[str, Any]) -> None:
     if "top_p" in cut:
         expected = TopPLogitsWarper(cut["top_p"])(torch.tensor([]), expected)
     row = SamplingRow(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "index": 0, **cut})
-    scores, tokens = kept_in_order(logits.clone(), [row] * ROWS)
-    assert torch.equal(torch.empty_like(scores).scatter_(1, tokens, scores), expected)
+    for width in (VOCAB, 40):
+        scores, tokens, complete = kept_in_order(scale_(logits.clone(), [row] * ROWS), [row] * ROWS, width)
+        found = torch.full_like(logits, -math.inf).scatter_(1, tokens, scores)
+        assert torch.equal(found[complete], expected[complete])
+        assert complete.all() or width < VOCAB
 
 
 def test_everything_together_in_the_order_of_the_docstring() -> None:

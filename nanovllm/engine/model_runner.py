@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
-from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
+from nanovllm.kvcache.sizing import KVPlan
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -30,6 +32,11 @@ from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.upload import upload
+from nanovllm.planner.machine import Rates
+from nanovllm.planner.measure import Probe, measure_rates
+from nanovllm.planner.network import Network
+from nanovllm.planner.plan import Plan
+from nanovllm.planner.report import log_lines
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +60,15 @@ class ModelRunner:
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, backend, config)
-        self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, memory, WATERMARK)
+        self._sizing = KVSizing(config, layout, self.spec.max_model_len, memory, WATERMARK)
+        self.plan = self._sizing.plan()
+        # Measuring the rates takes seconds, which are spent for those who read the log.
+        if logger.isEnabledFor(logging.INFO):
+            self._log_plan(config, backend)
         if config.trace is not None:
             self.device = TracedDevice(self.device, config.trace)
         self.kv_cache = _make_room(
             self.device, self.spec, layout, self.dtype, self.plan, backend, config.enable_cpu_offload
-        )
-        logger.info(
-            "# GPU blocks: %d, # CPU blocks: %d; longest prompt: %d tokens",
-            self.plan.num_gpu_blocks,
-            self.plan.num_cpu_blocks,
-            self.plan.max_model_len,
         )
 
     @torch.inference_mode()
@@ -84,6 +89,14 @@ class ModelRunner:
             raise
         return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
 
+    def whole_plan(self, rates: Rates) -> Plan:
+        """The KV memory together with the network and the machine."""
+        return Plan(Network(self.spec, str(self.dtype).removeprefix("torch.")), self._sizing, rates, self.plan)
+
+    def advise(self, num_tokens: int) -> str:
+        """What to do about a prompt of so many tokens, which are too many."""
+        return self._sizing.advice(num_tokens)
+
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
 
@@ -96,6 +109,14 @@ class ModelRunner:
                 self.device.close()
             finally:
                 del self.model, self.kv_cache
+
+    def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
+        ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
+        with closing(create_device(config.device)) as device:
+            probe = Probe(device, self.model, backend, config.block_size, ring_slots, chunk)
+            rates = measure_rates(probe)
+        for line in log_lines(self.whole_plan(rates)):
+            logger.info("%s", line)
 
     def _input_ids(self, batch: Batch) -> Tensor:
         token_ids = [token for seq in batch.sequences for token in seq.token_ids]

@@ -66,18 +66,28 @@ class _LiveBytes(TorchDispatchMode):
             self.live -= size
 
 
-def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory."""
-    sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+def measure_memory(
+    device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
+) -> MemoryFacts:
+    """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory.
+
+    to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
+    """
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
-    peak = _peak(device, model, backend, config) if sized_from_memory else 0
+    peak = _peak(device, model, backend, config) if sized_from_memory(config) else 0
+    shared = device.torch_device.type == "cpu"
     return MemoryFacts(
         device_total=device.total_memory(),
-        device_free=device.free_memory(),
-        host_free=device.free_host_memory(),
-        tiers_share_memory=device.torch_device.type == "cpu",
+        device_free=device.free_memory() - to_load,
+        host_free=device.free_host_memory() - (to_load if shared else 0),
+        tiers_share_memory=shared,
         activation_peak=peak,
     )
+
+
+def sized_from_memory(config: EngineConfig) -> bool:
+    """Whether the blocks of either tier follow from the memory there is."""
+    return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
@@ -88,6 +98,7 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
     return activation_peak(model, config) if measured is None else measured
 
 
+@torch.inference_mode()
 def activation_peak(model: Decoder, config: EngineConfig) -> int:
     """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling max_num_seqs of them.
 
@@ -112,20 +123,21 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])
     _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
-    _draw(logits[: sampler.MAX_ROWS])
+    _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
 
 
 def _score(logits: Tensor, max_logprobs: int) -> None:
     """Log-probabilities with as many of the most likely tokens as a request may ask for."""
     rows, vocab_size = logits.shape
-    found, _, _ = logprobs.chosen_logprobs(logits, torch.zeros(rows, dtype=torch.int64, device=logits.device))
+    token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    found, _, _ = logprobs.chosen_logprobs(logits, token_ids)
     found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
 
 
 def _draw(logits: Tensor) -> None:
-    """Both ways of drawing a row. Nothing is known to be cut off, as with a top_p just below 1."""
+    """Both ways of drawing a row, with nothing cut off, as with a top_p just below 1."""
     rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
-    scores, tokens = sampler.kept_in_order(logits.clone(), rows)
+    scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
     torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
     del scores, tokens
     sampler.draw_from_all(logits.clone(), rows)

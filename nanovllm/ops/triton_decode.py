@@ -198,7 +198,7 @@ def decode_(
     acc = q.new_empty(blocks_at_once * parts, group.total_rows, heads, padded_dim, dtype=torch.float32)
     top, total = q.new_empty(2, blocks_at_once * parts, group.total_rows, heads, dtype=torch.float32)
     row_tiles = triton.cdiv(group.max_rows * (heads // kv_heads), ROWS_PER_PROGRAM)
-    keys_per_step = 64 if padded_dim * q.element_size() <= 256 else 32  # so that three steps fit the shared memory
+    wide = padded_dim * q.element_size() > 256  # bytes of a row: more leave less shared memory to the pipeline
     for first in range(0, group.max_blocks, blocks_at_once):
         count = min(blocks_at_once, group.max_blocks - first)
         _decode_kernel[(count * parts * row_tiles, kv_heads, len(group))](
@@ -206,9 +206,9 @@ def decode_(
             first * parts, count * parts, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
             scale, window or 0, *q.stride()[:2], *pool.stride()[:3],
             PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
-            BLOCK_N=min(keys_per_step, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
+            BLOCK_N=min(32 if wide else 64, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
             HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype),
-            num_warps=4, num_stages=3, enable_fp_fusion=True,
+            num_warps=8 if wide else 4, num_stages=2 if wide else 3, enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(group.max_rows, heads, len(group))](
             state.out, state.lse, group.spans, acc, top, total, first, count, group.total_rows, heads, head_dim,
@@ -226,5 +226,5 @@ def partitions_of(block_size: int) -> tuple[int, int]:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """fp32 products are to be fp32 products; for the narrow types the word means nothing."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """fp32 in three parts of tf32 keeps fp32's accuracy and the matrix units; the narrow types do not heed it."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"

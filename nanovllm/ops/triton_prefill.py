@@ -176,8 +176,8 @@ class PrefillConfig:
 def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:
     """Tiles that fit the device's shared memory and registers; none was chosen by timing yet."""
     wide = head_dim > 128
-    if dtype == torch.float32:  # full-precision products use no matrix unit
-        return PrefillConfig(32, 16 if wide else 32, 4, 1)
+    if dtype == torch.float32:  # here for exactness: it spills registers, and is slow
+        return PrefillConfig(16, 16, 8, 1) if wide else PrefillConfig(32, 32, 4 if head_dim <= 64 else 8, 1)
     if capability[0] in (9, 10):  # 227 KiB of shared memory; most others have 99
         return PrefillConfig(128, 32, 8, 2) if wide else PrefillConfig(128, 64, 8, 3)
     return PrefillConfig(64, 16, 8, 2) if wide else PrefillConfig(128, 32, 8, 3)
