@@ -32,6 +32,7 @@ from benchmarks.options import (
     add_engine_options,
     add_model_options,
     add_run_options,
+    add_trace_option,
     exit_status,
     not_negative,
     positive,
@@ -42,6 +43,7 @@ from benchmarks.peaks import copy_gb_s
 from benchmarks.report import (
     machine_facts,
     mib,
+    peak_device_bytes,
     peak_rss_bytes,
     print_facts,
     print_other_load,
@@ -94,7 +96,7 @@ class Traffic:
     prefill_d2h_gb_s: float
     decode_h2d_gb_s: float | None
     decode_d2h_gb_s: float | None
-    copy_peak_gb_s: float  # one large copy on one thread, with nothing else running
+    copy_peak_gb_s: dict[str, float]  # each way: one large copy on one thread or stream, with nothing else running
 
     @property
     def predicted(self) -> TransferCount:
@@ -126,7 +128,7 @@ def take_turns(variants: dict[str, Variant], prompt: list[int], args: argparse.N
             variant.run(prompt, args.output_len, counts=round_index >= args.warmup)
 
 
-def traffic_of(offload: Variant, work: Work, copy_peak: float) -> Traffic:
+def traffic_of(offload: Variant, work: Work, copy_peak: dict[str, float]) -> Traffic:
     """What the last run moved beside the formula, and how fast."""
     stats, spec = offload.llm.kv_stats(), work.shape.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
@@ -181,9 +183,10 @@ def show_traffic(traffic: Traffic) -> None:
         for way in ("h2d", "d2h"):
             rate = getattr(traffic, f"{phase}_{way}_gb_s")
             if rate is not None:
-                note = f"{rate / traffic.copy_peak_gb_s:.1%} of a lone large copy"
+                note = f"{rate / traffic.copy_peak_gb_s[way]:.1%} of a lone large copy"
                 print_row(f"{phase} {way}", f"{rate:,.2f} GB/s", note)
-    print_row("a lone large copy", f"{traffic.copy_peak_gb_s:,.2f} GB/s")
+    for way, peak in traffic.copy_peak_gb_s.items():
+        print_row(f"a lone large copy, {way}", f"{peak:,.2f} GB/s")
 
 
 def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool:
@@ -191,7 +194,7 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
     placements = {
         "on device": work.on_device(),
         "resident": work.resident(),
-        "offload": work.offloaded(args.device_share),
+        "offload": work.offloaded(args.device_share) | {"trace": args.trace},
     }
     (prompt,) = work.shape.prompts(1, args.prompt_len, args.seed)
     with ExitStack() as stack:
@@ -202,7 +205,9 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
         other_load = load.share()
         stats = {name: variant.llm.kv_stats() for name, variant in variants.items()}
         offload = variants["offload"]
-        traffic = traffic_of(offload, work, copy_gb_s())
+        copy_peak = {way: copy_gb_s(facts["device"], way) for way in ("h2d", "d2h")}
+        traffic = traffic_of(offload, work, copy_peak)
+        device_peak = peak_device_bytes(facts["device"])
     rates = {name: Rates.of(variant.runs) for name, variant in variants.items()}
     ratios = {name: Ratios.of(offload, variants[name]) for name in ("resident", "on device")}
     outputs_equal = all(tokens == offload.tokens[0] for v in variants.values() for tokens in v.tokens)
@@ -211,11 +216,17 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
     show_ratios(ratios)
     show_traffic(traffic)
     print_row("outputs", "equal" if outputs_equal else "DIFFERENT", f"{args.output_len} tokens of every run")
+    if device_peak is not None:
+        print_row("peak device memory", mib(device_peak), "of all three engines together")
     print_row("peak process memory", mib(peak_rss_bytes()), "of all three engines together")
     print_other_load(other_load)
     by_share = decode_by_share(args, work)
     parts = {"ratios": ratios, "rates": rates, "kv": stats, "traffic": traffic, "outputs_equal": outputs_equal}
-    memory_and_load = {"peak_rss_bytes": peak_rss_bytes(), "other_load": other_load}
+    memory_and_load = {
+        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_device_bytes": device_peak,
+        "other_load": other_load,
+    }
     write_json(args.output_json, args, facts, model=work.shape.facts(), by_share=by_share, **memory_and_load, **parts)
     as_predicted = all(moved.without_arm == traffic.predicted for moved in offload.moved)
     return outputs_equal and as_predicted and is_right(by_share, facts["device"])
@@ -249,7 +260,8 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
             seed=args.seed,
         )
-        facts = machine_facts(device_name(args.device)) | {"attention": attention_backend(shape)}
+        device = device_name(args.device)
+        facts = machine_facts(device) | {"attention": attention_backend(shape, device)}
         print_facts(facts, shape.facts())
         print(f"{args.prompt_len:,} tokens in, {args.output_len:,} out, {args.repeats} rounds\n", flush=True)
         return 0 if measure(args, work, facts) else 1
@@ -265,6 +277,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--decode-steps", type=not_negative, default=8, help="tokens of a share and round (default: %(default)s)")
     add_engine_options(parser, block_size=256, max_batched=4096)
     add_device_option(parser)
+    add_trace_option(parser, "all runs of the third engine")
     return parser.parse_args(argv)
 
 

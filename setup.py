@@ -7,6 +7,7 @@ compiled where nvcc is found and works. The build says which, and so does `nanov
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from glob import glob
@@ -41,7 +42,8 @@ def cuda_library_dir(nvcc: Path) -> str:
     text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     tops = [line.split("TOP=", 1)[1].strip() for line in text.splitlines() if "TOP=" in line]
     homes = [Path(top) for top in tops] + [nvcc.resolve().parent.parent]
-    dirs = [home / sub for home in homes for sub in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    dirs = [Path(found) for found in re.findall(r'"-L([^"]+)"', text)]
+    dirs += [home / sub for home in homes for sub in ("lib64", "lib", "targets/x86_64-linux/lib")]
     for directory in dirs:
         if (directory / "libcudart_static.a").exists():
             return str(directory)
@@ -59,6 +61,7 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         cuda_sources = [source for source in ext.sources if source.endswith(".cu")]
+        ext.depends += cuda_sources
         ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
         if cuda_sources:
             print(f"building {ext.name} {self.add_cuda_half(ext, cuda_sources)}", flush=True)

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -31,9 +32,11 @@ constexpr bool kHasCuda = false;
 #endif
 
 // Taking the GIL back can cost a whole switch interval (5 ms) while another thread runs Python, far more than a
-// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least.
+// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least. It is kept for
+// device copies as well, which are only queued, unless there are this many of them.
 constexpr std::size_t kKeepGilBelow = 64 * 1024;
 constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kManyCopies = 64;
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -86,14 +89,13 @@ void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch,
     check_kind(kind);
     if (width == 0 || height == 0) return;
     const sgdma::Copy2D copy{pointer(dst), pointer(src), dpitch, spitch, width, height};
-    const bool on_host = kind == "h2h";
-    std::optional<py::gil_scoped_release> released;
-    if (!on_host || worth_releasing_gil(copy)) released.emplace();
-    if (on_host) {
-        copy_on_host(copy);
-    } else {
+    if (kind != "h2h") {
         copy_on_device(copy, kind, stream);
+        return;
     }
+    std::optional<py::gil_scoped_release> released;
+    if (worth_releasing_gil(copy)) released.emplace();
+    copy_on_host(copy);
 }
 
 // ---- batches
@@ -118,6 +120,10 @@ sgdma::CopyBatch joined(const std::vector<std::uintptr_t>& dst, const std::vecto
     return batch;
 }
 
+std::size_t total(const sgdma::CopyBatch& batch) {
+    return std::accumulate(batch.size.begin(), batch.size.end(), std::size_t{0});
+}
+
 void copy_batch_on_device(sgdma::CopyBatch& batch, std::string_view kind, std::uintptr_t stream) {
 #ifdef NANOVLLM_WITH_CUDA
     check(sgdma::cuda_copy_batch(batch, kind, stream),
@@ -136,9 +142,10 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
         throw std::invalid_argument("dst, src and size must be of one length, got " + std::to_string(dst.size()) +
                                     ", " + std::to_string(src.size()) + " and " + std::to_string(size.size()) + ".");
     }
-    const py::gil_scoped_release released;
     sgdma::CopyBatch batch = joined(dst, src, size);
     if (batch.size.empty()) return 0;
+    std::optional<py::gil_scoped_release> released;
+    if (batch.size.size() >= kManyCopies || (kind == "h2h" && total(batch) >= kKeepGilBelow)) released.emplace();
     if (kind == "h2h") {
         for (std::size_t i = 0; i < batch.size.size(); ++i) std::memcpy(batch.dst[i], batch.src[i], batch.size[i]);
     } else {

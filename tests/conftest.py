@@ -36,13 +36,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory."""
+    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory.
+
+    On the CPU unless the test names the device: what the tests say of bits is said of the CPU.
+    """
     runner = sys.modules.get("nanovllm.engine.model_runner")  # loaded, if the test makes engines
     if runner is not None:
         from nanovllm.device.ordering import OrderingCheck
 
         create_device = runner.create_device
-        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name)))
+        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name or "cpu")))
 
 
 @pytest.fixture(autouse=True)

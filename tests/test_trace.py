@@ -99,7 +99,7 @@ def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_p
 
 def test_copies_that_ran_at_the_same_time_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=20)
-    monkeypatch.setattr(cpu, "copy_pitched", lambda *arguments: both.wait())
+    monkeypatch.setattr(cpu, "copy_pitched", lambda *arguments, **named: both.wait())
     device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
     for stream in (device.new_stream("left"), device.new_stream("right")):
         copy(device, stream)

@@ -100,7 +100,8 @@ class WorkerStream(CallStream):
         """Put a copy between two spans of ordinary memory on the stream."""
 
         def carry_out() -> None:
-            copy_pitched(copy.dst, copy.src, copy.dpitch, copy.spitch, copy.width, copy.height, "h2h")
+            sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
+            copy_pitched(copy.dst, copy.src, *sizes, "h2h", rows_above=MAX_PITCH)
 
         def measured() -> None:
             with self._meter.running(copy.width * copy.height):

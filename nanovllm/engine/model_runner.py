@@ -106,8 +106,10 @@ class ModelRunner:
         if not self._closed:
             self._closed = True
             self._last_stats = self.kv_cache.stats()
-            self.device.close()
-            del self.model, self.kv_cache
+            try:
+                self.device.close()
+            finally:
+                del self.model, self.kv_cache
 
     def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
         ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
