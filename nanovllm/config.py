@@ -29,11 +29,14 @@ class EngineConfig:
     Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
-    for in logprobs and prompt_logprobs; -1 does not. `long_prefill_token_threshold` is the most tokens of one prompt in
-    a step; 0 does not cap it. `preemption_mode` None swaps requests of several sequences out and recomputes the others;
-    "swap" and "recompute" do the one or the other with all. `swap_space` is GiB of host memory for swapped blocks; None
-    takes up to 4, of what is left of host memory up to half, and no more than a request can use.
+    `cpu_attention` lets the CPU attend to host blocks where they are in decode steps, while others are copied to the
+    device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
+    for a timeline of all copies and kernels, written when the engine is closed.
+    `long_prefill_token_threshold` is the most tokens of one prompt in a step; 0 does not cap it. `preemption_mode` None
+    swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
+    with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
+    of what is left of host memory, and never more than the whole cache holds.
     """
 
     model: str
@@ -45,6 +48,7 @@ class EngineConfig:
     kvcache_block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_cpu_offload: bool = False
+    cpu_attention: bool = True
     num_gpu_blocks: int = -1
     num_cpu_blocks: int = -1
     enable_prefix_caching: bool = True
@@ -56,10 +60,11 @@ class EngineConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._check_model()
-        for name in ("enable_cpu_offload", "enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "enforce_eager"):
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
@@ -67,6 +72,7 @@ class EngineConfig:
         _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
         self._check_sizes()
         self._check_blocks()
+        self._check_trace()
 
     @property
     def block_size(self) -> int:
@@ -119,6 +125,19 @@ class EngineConfig:
                 "needs enable_cpu_offload=True: without offload there is no host pool",
                 self.num_cpu_blocks,
             )
+        if not self.cpu_attention and not self.enable_cpu_offload:
+            _refuse(
+                "cpu_attention",
+                "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out",
+                self.cpu_attention,
+            )
+
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        path = Path(self.trace) if isinstance(self.trace, str | Path) else None
+        possible = path is not None and path.parent.is_dir() and not path.is_dir()
+        _require(possible, "trace", "must be a file in a directory that exists", self.trace)
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

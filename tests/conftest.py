@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from nanovllm.kvcache.offload_engine import OffloadEngine
+
+
+def pytest_configure() -> None:
+    """Without a GPU, Triton kernels run in Triton's interpreter; it has to be told before anybody imports it."""
+    if not _sees_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,10 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--run-slow") and "slow" not in config.getoption("markexpr"):
-        slow = [item for item in items if "slow" in item.keywords]
+        slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if "slow" not in item.keywords]
-    cuda = [item for item in items if "cuda" in item.keywords]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    # Not by keyword: the names of the directories above are keywords too.
+    cuda = [item for item in items if item.get_closest_marker("cuda")]
     if cuda and not _sees_cuda():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
@@ -24,13 +36,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory."""
+    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory.
+
+    On the CPU unless the test names the device: what the tests say of bits is said of the CPU.
+    """
     runner = sys.modules.get("nanovllm.engine.model_runner")  # loaded, if the test makes engines
     if runner is not None:
         from nanovllm.device.ordering import OrderingCheck
 
         create_device = runner.create_device
-        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name)))
+        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name or "cpu")))
+
+
+@pytest.fixture(autouse=True)
+def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
+    runner = sys.modules.get("nanovllm.engine.model_runner")
+    if runner is not None:
+        from nanovllm.kvcache.decode_shares import Bandwidths
+
+        def given(engine: OffloadEngine, *_: object) -> Bandwidths:
+            return Bandwidths(link=10e9, host=20e9, device=20e9, one_processor=engine.device.shares_host)
+
+        monkeypatch.setattr(runner, "measure_bandwidths", given)
 
 
 def _sees_cuda() -> bool:

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from nanovllm.ops.cpu_linear import available
+from nanovllm.planner.measure import ProbeSizes
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_LEN, OUTPUT_LEN, LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 160, 5, 3, 2, 16, 101, 64, 96
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2  # bfloat16
@@ -33,6 +36,8 @@ def small_peaks(scripts_can_be_imported: None, monkeypatch: pytest.MonkeyPatch) 
     peaks = importlib.import_module("benchmarks.peaks")
     for name, value in (("MATRIX", 64), ("BUFFER_BYTES", 4096), ("ROUNDS", 1)):
         monkeypatch.setattr(peaks, name, value)
+    sizes = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
+    monkeypatch.setattr(importlib.import_module("benchmarks.plan_accuracy"), "ProbeSizes", lambda: sizes)
 
 
 @pytest.fixture
@@ -124,6 +129,7 @@ def test_bench_has_no_decode_for_one_token(model: Path) -> None:
 # ---- bench_offload.py
 
 OFFLOAD = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-batched-tokens", "48", "--num-layers", "3"]
+OFFLOAD += ["--decode-steps", "0"]
 
 
 def test_bench_offload_compares_and_counts(model: Path) -> None:
@@ -138,11 +144,30 @@ def test_bench_offload_compares_and_counts(model: Path) -> None:
     assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
     assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
     traffic = report["traffic"]
-    for name, count in traffic["counted"].items():
-        assert count == traffic["prefill"][name] + traffic["decode"][name] > 0
+    counted, spared = traffic["counted"], {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks"}
+    for name in ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies"):
+        assert (
+            counted[name] + counted.get(spared.get(name), 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
+        )
+    assert counted["arm_blocks"] > 0
     on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
     assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
-    assert traffic["copy_peak_gb_s"] > 0
+    assert traffic["copy_peak_gb_s"]["h2d"] > 0 and traffic["copy_peak_gb_s"]["d2h"] > 0
+
+
+def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--decode-steps", "2"]
+    by_share = report_of("bench_offload", model, *options)["by_share"]
+    assert by_share["outputs_equal"] is True
+    on_device, *results = by_share["results"]
+    names = [result["name"] for result in results]
+    assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
+    assert on_device["h2d_bytes"] == on_device["arm_bytes"] == 0 and on_device["taken"] is None
+    arm = [result["arm_bytes"] for result in results[:5]]
+    assert arm == sorted(set(arm)) and arm[0] == 0, "more blocks with every share"
+    assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
+    assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"
+    assert "DIFFERS" not in (shown := capsys.readouterr().out) and "automatic takes 100%" in shown
 
 
 def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +207,69 @@ def test_prefill_memory_adds_up(model: Path, placement: list[str]) -> None:
         memory["weights"] + memory["kv_device"] + memory["kv_host"] + report["beyond_weights_and_kv"]
     )
     assert (memory["kv_host"] > 0) == bool(placement)
+
+
+# ---- linear layers
+
+
+@pytest.mark.skipif(not available(), reason="this processor has no AVX512-bf16")
+def test_cpu_linear_measures_every_projection(model: Path) -> None:
+    output = model.parent / "linear.json"
+    options = ["--model", str(model), "--rows", "1", "99", "--rounds", "2", "--output-json", str(output)]
+    assert main_of("benchmarks.cpu_linear")(options) == 0
+    report = json.loads(output.read_text())
+    assert set(report["machine"]) >= MACHINE_FIELDS
+    heads = 4 * HEAD_DIM
+    shapes = {
+        "qkv": (HIDDEN, heads + 2 * KV_HEADS * HEAD_DIM),
+        "o": (heads, HIDDEN),
+        "gate_up": (HIDDEN, 2 * INTERMEDIATE),
+        "down": (INTERMEDIATE, HIDDEN),
+        "lm_head": (HIDDEN, VOCAB),
+    }
+    measured = [(r["projection"], r["rows"], r["in_features"], r["out_features"]) for r in report["results"]]
+    assert measured == [(name, rows, *shape) for name, shape in shapes.items() for rows in (1, 99)]
+    for result in report["results"]:
+        for name in ("kernel_gb_s", "torch_gb_s", "read_gb_s"):
+            assert 0 < result[name]["low"] <= result[name]["median"] <= result[name]["high"]
+        assert not (result["rows"] == 99 and result["kernel_is_used"])
+
+
+def test_cpu_linear_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("benchmarks.cpu_linear")
+    monkeypatch.setattr(script.cpu_linear, "available", lambda: False)
+    assert script.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "AVX512-bf16" in error
+
+
+# ---- plan accuracy
+
+
+def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("benchmarks.plan_accuracy")
+    output = model.parent / "accuracy.json"
+    options = [
+        "--num-layers",
+        "2",
+        "3",
+        "--prompt-len",
+        "40",
+        "100",
+        "--block-size",
+        "16",
+        "--output-json",
+        str(output),
+    ]
+    assert script.main(["--model", str(model), *options, *SMALL]) == 0
+    report = json.loads(output.read_text())
+    cases = [(r["num_layers"], r["placement"], r["prompt_len"]) for r in report["results"]]
+    assert cases == [(n, p, length) for n in (2, 3) for p in ("resident", "offload") for length in (40, 100)]
+    for result in report["results"]:
+        assert (result["streamed_bytes"] > 0) == (result["placement"] == "offload")
+        for phase in (result["prefill"], result["decode"]):
+            assert phase["predicted"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
+    assert len(report["errors"]) == 16 and "within" in capsys.readouterr().out
 
 
 # ---- bench_vllm.py
@@ -250,6 +338,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a share above one": ("bench_offload", ["--device-share", "9/8"], "at most 1"),
     "a share of nothing": ("bench_offload", ["--device-share", "1/0"], "at most 1"),
     "too small a block": ("benchmarks.prefill_memory", ["--block-size", "3"], "16"),
+    "no decode to predict": ("benchmarks.plan_accuracy", ["--output-len", "1"], "at least 2"),
     "an unknown dtype": ("bench_vllm", ["--dtype", "int3"], "bfloat16"),
 }
 
@@ -288,3 +377,51 @@ def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:
         assert shape.prefill_operations(7) == LAYERS * (7 * per_token + attention) + 2 * VOCAB * HIDDEN
         assert shape.kv_token_bytes == TOKEN_BYTES
         assert shape.decode_bytes(50) == shape.weight_bytes + 50 * TOKEN_BYTES
+
+
+# ---- benchmarks of parts
+
+
+def test_copies_are_compared_with_torch_and_with_a_contiguous_one(tmp_path: Path) -> None:
+    output = tmp_path / "copies.json"
+    options = ["--mib", "1", "--row-bytes", "4096", "--repeats", "2", "--device", "cpu", "--output-json", str(output)]
+    assert main_of("benchmarks.copy_bandwidth")(options) == 0
+    report = json.loads(output.read_text())
+    assert {result["way"] for result in report["results"]} == {
+        "contiguous",
+        "strided",
+        "torch, strided",
+        "batch",
+        "row by row",
+    }
+    assert all(result["gb_s"]["median"] > 0 for result in report["results"])
+    assert report["results"][0]["of_contiguous"]["median"] == 1
+
+
+def test_copies_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = importlib.import_module("benchmarks.copy_bandwidth")
+    monkeypatch.setattr(script, "memcpy_batch_async", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="batch moved the wrong bytes"):
+        script.main(["--mib", "1", "--row-bytes", "4096", "--device", "cpu"])
+
+
+def test_rows_must_fill_the_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("benchmarks.copy_bandwidth")(["--mib", "1", "--row-bytes", "3", "--device", "cpu"]) == 2
+    assert "each must divide 1048576 bytes" in capsys.readouterr().err
+
+
+def test_both_stream_layouts_are_measured(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "streams.json"
+    options = ["--model", str(model), "--blocks", "3", "--block-size", "16", "--repeats", "1", "--num-layers", "3"]
+    assert main_of("benchmarks.transfer_streams")([*options, "--device", "cpu", "--output-json", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    assert len(results) == 6 and all(result["gb_s"]["median"] > 0 for result in results)
+    assert {result["streams"] for result in results} == {"a stream for each slot", "a stream for each direction"}
+
+
+def test_bench_offload_writes_a_timeline(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    quick = [*SMALL, "--repeats", "1", "--warmup", "0", "--output-len", "2"]
+    report_of("bench_offload", model, *OFFLOAD, "--device-share", "2/5", *quick, "--trace", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"h2d copy", "d2h copy", "attend", "step"} <= {event["name"] for event in events}

@@ -166,8 +166,10 @@ def test_greedy_takes_the_largest_logit_and_needs_no_seed() -> None:
         assert sample(logits, [row(temperature=0.0, **params)] * 7) == best
 
 
+@pytest.mark.parametrize("window", [1024, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "WINDOW", window)
     generator = torch.Generator().manual_seed(1)
     logits = (2 * torch.randn(40, 300, generator=generator)).to(dtype)
     kinds = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.7}]
@@ -177,8 +179,31 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pyt
     assert sample(logits, rows) == alone
     order = torch.randperm(40, generator=generator).tolist()
     assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
-    monkeypatch.setattr(sampler, "MAX_ROWS", 3)
+    monkeypatch.setattr(sampler, "CPU_PIECE", 3 * 300)
     assert sample(logits, rows) == alone
+
+
+def test_sorting_a_window_draws_as_sorting_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the window holds all that is kept, ends among equal logits, or is too narrow."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (8 * torch.randn(300, 60, generator=generator)).round() / 4
+    cuts: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_k": 6},
+        {"top_k": 25},
+        {"top_p": 0.3},
+        {"top_p": 0.97},
+        {"top_k": 25, "top_p": 0.5},
+        {"top_k": 59, "top_p": 0.99},
+        {"min_p": 0.02, "top_p": 0.9},
+        {"top_k": 4, "adjustments": changes(banned=range(57))},
+    ]
+    rows = [row(seed=i, **cuts[i % len(cuts)]) for i in range(300)]
+    assert logits.shape[1] < sampler.WINDOW
+    whole = sample(logits, rows)
+    for window in (1, 2, 7, 24, 40, 59):
+        monkeypatch.setattr(sampler, "WINDOW", window)
+        assert sample(logits, rows) == whole, window
 
 
 def test_a_draw_is_named_by_seed_and_index() -> None:

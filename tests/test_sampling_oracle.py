@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
+from engines import random_prompt, token_ids
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -21,14 +24,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.engine.sampling_rows import banned_tokens
 from nanovllm.layers.logits import adjust_
 from nanovllm.layers.logprobs import RowLogprobs, token_logprobs
-from nanovllm.layers.sampler import kept_in_order
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.layers.sampler import kept_in_order, scale_
 
 VOCAB, ROWS = 97, 12
+ENDS = [*range(10, 40), 8, 9]  # so many that an end token comes soon
 
 
 def random_logits(seed: int) -> Tensor:
@@ -111,8 +115,11 @@ def test_temperature_and_cuts(cut: dict[str, Any]) -> None:
     if "top_p" in cut:
         expected = TopPLogitsWarper(cut["top_p"])(torch.tensor([]), expected)
     row = SamplingRow(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "index": 0, **cut})
-    scores, tokens = kept_in_order(logits.clone(), [row] * ROWS)
-    assert torch.equal(torch.empty_like(scores).scatter_(1, tokens, scores), expected)
+    for width in (VOCAB, 40):
+        scores, tokens, complete = kept_in_order(scale_(logits.clone(), [row] * ROWS), [row] * ROWS, width)
+        found = torch.full_like(logits, -math.inf).scatter_(1, tokens, scores)
+        assert torch.equal(found[complete], expected[complete])
+        assert complete.all() or width < VOCAB
 
 
 def test_everything_together_in_the_order_of_the_docstring() -> None:
@@ -139,6 +146,42 @@ def test_everything_together_in_the_order_of_the_docstring() -> None:
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
     assert torch.equal(adjust_(logits.clone(), rows), expected)
+
+
+# params of this engine -> arguments of Transformers' generate
+GENERATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+    (
+        {"logit_bias": {5: 3.0, 60: -2.0, 33: -math.inf}},
+        {"sequence_bias": [[[5], 3.0], [[60], -2.0], [[33], -math.inf]]},
+    ),
+    ({"min_tokens": 9, "stop_token_ids": [8, 9], "ignore_eos": False}, {"min_new_tokens": 9, "eos_token_id": ENDS}),
+    (
+        {"repetition_penalty": 1.3, "logit_bias": {2: 2.0}, "min_tokens": 3, "ignore_eos": False},
+        {"repetition_penalty": 1.3, "sequence_bias": [[[2], 2.0]], "min_new_tokens": 3, "eos_token_id": ENDS[:-2]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "arguments"), GENERATED, ids=str)
+def test_greedy_generation(params: dict[str, Any], arguments: dict[str, Any], tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, vocab=VOCAB, seed=4, eos_token_id=ENDS[:-2])
+    prompts = [random_prompt(length, VOCAB, seed=7) for length in (1, 5, 17, 40)]
+    given = SamplingParams(**{"temperature": 0.0, "max_tokens": 30, "ignore_eos": True, **params})
+    with LLM(tmp_path, kvcache_block_size=16, num_gpu_blocks=60, max_num_batched_tokens=20) as llm:
+        found = token_ids(llm, prompts, given)
+    expected = []
+    for prompt in prompts:
+        input_ids = torch.tensor([prompt])
+        settings = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 30, "do_sample": False, **arguments}
+        with torch.inference_mode():
+            output = reference.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+        expected.append(output[0, len(prompt) :].tolist())
+    assert found == expected
+    if "min_tokens" in params:
+        assert all(len(tokens) > params["min_tokens"] for tokens in found)
+        assert any(len(tokens) < 30 for tokens in found), "no end token was met"
 
 
 # ---- log-probabilities
@@ -182,8 +225,3 @@ def test_equal_logits_share_a_rank_and_impossible_tokens_have_one() -> None:
     assert [row.rank for row in found if row is not None] == [3, 1, 1, 4]
     assert found[3] is not None and found[3].logprob == -math.inf
     assert sorted(found[0].top_token_ids[:2]) == [1, 2] if found[0] else False
-
-
-def test_bans_come_from_the_parameters() -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=[9])
-    assert params.stop_token_ids == (9,)

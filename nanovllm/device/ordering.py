@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import Device, Event, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, PitchedCopy, Stream
+from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
 
@@ -54,6 +55,7 @@ class Memory:
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
+        self._tensor = tensor  # kept, so that nobody else is given its addresses
         self.start = tensor.data_ptr()
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
         self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // GRANULE
@@ -72,11 +74,11 @@ class CheckedEvent(Event):
         self.clock: Clock | None = None
 
 
-class CheckedStream(Stream):
+class CheckedStream(StreamWrapper):
     """Follows the clock of one stream."""
 
     def __init__(self, inner: Stream, name: str, host_clock: Clock) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.name = name
         self.clock: Clock = {}
         self._host_clock = host_clock
@@ -105,15 +107,19 @@ class CheckedStream(Stream):
         self.inner.synchronize()
 
 
-class OrderingCheck(Device):
+class CheckedCallStream(CheckedStream, CallStream):
+    """A stream of calls. What they touch is declared when they are launched."""
+
+    def launch(self, call: Callable[[], None]) -> None:
+        assert isinstance(self.inner, CallStream)
+        self.inner.launch(call)
+
+
+class OrderingCheck(DeviceWrapper):
     """A device that raises OrderingError when something unordered is put on its streams."""
 
-    follows_kernels = True
-
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.torch_device = inner.torch_device
+        super().__init__(inner)
         self._host_clock: Clock = {}
         self._compute = CheckedStream(inner.compute_stream, "compute", self._host_clock)
         self.compute_stream = self._compute
@@ -124,6 +130,9 @@ class OrderingCheck(Device):
     def new_stream(self, name: str) -> Stream:
         return CheckedStream(self.inner.new_stream(name), name, self._host_clock)
 
+    def new_call_stream(self, name: str) -> CallStream:
+        return CheckedCallStream(self.inner.new_call_stream(name), name, self._host_clock)
+
     def new_event(self) -> Event:
         return CheckedEvent(self.inner.new_event())
 
@@ -133,28 +142,21 @@ class OrderingCheck(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._shadowed(name, self.inner.empty_host(name, shape, dtype))
 
-    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, CheckedStream)
         reads = [Rows(copy.src.data_ptr(), copy.spitch, copy.width, copy.height)]
         writes = [Rows(copy.dst.data_ptr(), copy.dpitch, copy.width, copy.height)]
         self._check(f"{copy.kind} copy", stream, reads, writes)
-        self.inner.copy_2d(copy, stream.inner)
+        return self.inner.copy_2d(copy, stream.inner)
 
-    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._check(f"kernel {name!r}", self._compute, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
-        self.inner.declare_kernel(name, reads, writes)
-
-    def free_memory(self) -> int:
-        return self.inner.free_memory()
-
-    def total_memory(self) -> int:
-        return self.inner.total_memory()
-
-    def free_host_memory(self) -> int:
-        return self.inner.free_host_memory()
-
-    def close(self) -> None:
-        self.inner.close()
+    def declare_kernel(
+        self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
+    ) -> None:
+        on = self._compute if stream is None else stream
+        assert isinstance(on, CheckedStream)
+        reads, writes = tuple(reads), tuple(writes)
+        self._check(f"kernel {name!r}", on, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
+        self.inner.declare_kernel(name, reads, writes, None if stream is None else on.inner)
 
     # ---- the check
 
@@ -210,6 +212,11 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous."""
+    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous.
+
+    Anything of one dimension is contiguous and one row.
+    """
+    if tensor.dim() == 1:
+        return Rows(tensor.data_ptr(), tensor.nbytes, tensor.nbytes, 1)
     heads, width = tensor.shape[0] * tensor.shape[1], tensor[0, 0].numel() * tensor.element_size()
     return Rows(tensor.data_ptr(), tensor.stride(1) * tensor.element_size(), width, heads)

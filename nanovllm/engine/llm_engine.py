@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +39,16 @@ class ModelFacts:
     length_dependent_above: int | None = None
 
 
+def shorten_or_raise(num_tokens: int) -> str:
+    """What to do with a prompt that is too long, where nothing is known of the memory."""
+    return "shorten the prompt or raise max_model_len"
+
+
 class LLMEngine:
-    """Adds, steps and aborts requests. One thread at a time may use it."""
+    """Adds, steps and aborts requests. One thread at a time may use it.
+
+    `advise` says what can be done for a prompt of so many tokens, which are too many.
+    """
 
     def __init__(
         self,
@@ -50,6 +59,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
+        advise: Callable[[int], str] = shorten_or_raise,
     ) -> None:
         self.limits = limits
         self.facts = facts
@@ -59,6 +69,7 @@ class LLMEngine:
         self._sampling_facts = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs)
         self._token_texts = TokenTexts(tokenizer)
         self._seed = seed
+        self._advise = advise
         self._numbers = itertools.count()
         self._seq_ids = itertools.count()
         self._requests: dict[str, Request] = {}
@@ -116,8 +127,8 @@ class LLMEngine:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > self.limits.max_model_len:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}: shorten the "
-                "prompt or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}: "
+                f"{self._advise(len(token_ids))}"
             )
         for token in token_ids:
             if type(token) is not int or not 0 <= token < self.facts.vocab_size:

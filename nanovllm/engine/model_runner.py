@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -11,23 +12,35 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
+from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.kvcache.bandwidth import measure_bandwidths
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.host_arm import BalancedShare, HostArm
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
-from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
+from nanovllm.kvcache.sizing import KVPlan
 from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import select_cpu_backend
+from nanovllm.ops import select_backend, select_cpu_backend
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.upload import upload
+from nanovllm.planner.machine import Rates
+from nanovllm.planner.measure import Probe, measure_rates
+from nanovllm.planner.network import Network
+from nanovllm.planner.plan import Plan
+from nanovllm.planner.report import log_lines
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +53,9 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
-        self.model = load_model(
-            config.model, self.spec, self.dtype, self.device.torch_device, config.load_format, config.seed
-        )
+        backend = select_backend(self.device.torch_device, self.spec.head_dim)
+        logger.info("attention backend: %s", backend.name)
+        self.model = _load(config, self.spec, self.dtype, self.device)
         layout = KVLayout(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
@@ -50,18 +63,18 @@ class ModelRunner:
             block_size=config.block_size,
             itemsize=self.dtype.itemsize,
         )
-        memory = measure_memory(self.device, self.model, config)
+        memory = measure_memory(self.device, self.model, backend, config)
         beside_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
-        self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, beside_swap, WATERMARK)
+        self._sizing = KVSizing(config, layout, self.spec.max_model_len, beside_swap, WATERMARK)
+        self.plan = self._sizing.plan()
         self.num_swap_blocks = plan_swap_space(config, layout, memory, self.plan)
+        # Measuring the rates takes seconds, which are spent for those who read the log.
+        if logger.isEnabledFor(logging.INFO):
+            self._log_plan(config, backend)
+        if config.trace is not None:
+            self.device = TracedDevice(self.device, config.trace)
         self.kv_cache = _make_room(
-            self.device, self.spec, layout, self.dtype, self.plan, config.enable_cpu_offload, self.num_swap_blocks
-        )
-        logger.info(
-            "# GPU blocks: %d, # CPU blocks: %d; longest prompt: %d tokens",
-            self.plan.num_gpu_blocks,
-            self.plan.num_cpu_blocks,
-            self.plan.max_model_len,
+            self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks
         )
 
     @torch.inference_mode()
@@ -71,15 +84,25 @@ class ModelRunner:
             raise EngineError("the engine is closed: make a new LLM")
         slices = _slices(batch.sequences)
         try:
-            traffic = self.kv_cache.begin_step(slices, batch.moves)
-            hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
-            starts = [s.query_start for s in slices]
-            of_prompts = prompt_logprobs(self.model, hidden, batch.sequences, starts)
-            samples = draw_samples(self.model, hidden, batch.sequences, starts)
+            with self.device.compute():
+                traffic = self.kv_cache.begin_step(slices, batch.moves)
+                hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
+                starts = [s.query_start for s in slices]
+                of_prompts = prompt_logprobs(self.model, hidden, batch.sequences, starts)
+                samples = draw_samples(self.model, hidden, batch.sequences, starts)
+                self.kv_cache.end_step()
         except BaseException:
             self.kv_cache.abandon_step()
             raise
         return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
+
+    def whole_plan(self, rates: Rates) -> Plan:
+        """The KV memory together with the network and the machine."""
+        return Plan(Network(self.spec, str(self.dtype).removeprefix("torch.")), self._sizing, rates, self.plan)
+
+    def advise(self, num_tokens: int) -> str:
+        """What to do about a prompt of so many tokens, which are too many."""
+        return self._sizing.advice(num_tokens)
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -89,19 +112,29 @@ class ModelRunner:
         if not self._closed:
             self._closed = True
             self._last_stats = self.kv_cache.stats()
-            self.device.close()
-            del self.model, self.kv_cache
+            try:
+                self.device.close()
+            finally:
+                del self.model, self.kv_cache
+
+    def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
+        ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
+        with closing(create_device(config.device)) as device:
+            probe = Probe(device, self.model, backend, config.block_size, ring_slots, chunk)
+            rates = measure_rates(probe)
+        for line in log_lines(self.whole_plan(rates)):
+            logger.info("%s", line)
 
     def _input_ids(self, batch: Batch) -> Tensor:
         token_ids = [token for seq in batch.sequences for token in seq.token_ids]
-        return torch.tensor(token_ids, dtype=torch.int64, device=self.device.torch_device)
+        return upload(torch.tensor(token_ids, dtype=torch.int64), self.device.torch_device)
 
     def _context(self, slices: tuple[SequenceSlice, ...], sequences: Sequence[ScheduledSequence]) -> ForwardContext:
-        positions = flat_positions(slices, self.device.torch_device)
-        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences], device=positions.device)
-        query_lens = torch.tensor([s.query_len for s in slices], device=positions.device)
+        positions, device = flat_positions(slices), self.device.torch_device
+        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
+        query_lens = torch.tensor([s.query_len for s in slices])
         rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
-        return ForwardContext(positions, rope_lengths, slices, self.kv_cache)
+        return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, self.kv_cache)
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:
@@ -122,19 +155,42 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
     return dtype
 
 
+def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device) -> Decoder:
+    """The model on the device, written by the stream that reads it."""
+    try:
+        with device.compute():
+            return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"model={config.model!r}: its weights do not fit into the {device.total_memory() / 2**30:.2f} GiB of the "
+            "device; free device memory or use device='cpu'"
+        ) from error
+
+
 def _make_room(
     device: Device,
-    spec: DecoderSpec,
+    model: Decoder,
     layout: KVLayout,
-    dtype: torch.dtype,
     plan: KVPlan,
-    offload: bool,
-    swap_blocks: int,
+    backend: AttentionBackend,
+    config: EngineConfig,
+    num_swap_blocks: int,
 ) -> KVRoom:
-    geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
-    backend = select_cpu_backend(spec.head_dim)
-    logger.info("attention backend: %s", backend.name)
-    if not offload:
-        return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks, swap_blocks)
-    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, swap_blocks)
-    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks)
+    spec = model.spec
+    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
+    if not config.enable_cpu_offload:
+        return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
+    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks)
+    arm = _make_arm(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
+    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
+
+
+def _make_arm(engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend) -> HostArm:
+    # An arm beside the device leaves a core to the thread that drives it.
+    threads = None if engine.device.shares_host else max(1, torch.get_num_threads() - 1)
+    host_backend = select_cpu_backend(model.spec.head_dim, threads)
+    with engine.device.compute():
+        measured = measure_bandwidths(engine, geometry, backend, host_backend)
+    gb_s = (rate / 1e9 for rate in (measured.link, measured.host, measured.device))
+    logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
+    return HostArm(engine, geometry, host_backend, BalancedShare(measured, model.layer_weight_bytes))

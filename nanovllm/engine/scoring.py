@@ -11,6 +11,7 @@ from nanovllm.engine.batch import Sample, ScheduledSequence, TokenLogprobs
 from nanovllm.layers.logprobs import MAX_ROWS, token_logprobs
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import Decoder, row_chunks
+from nanovllm.ops.upload import upload
 
 
 def draw_samples(
@@ -21,8 +22,8 @@ def draw_samples(
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return samples
-    last_rows = torch.tensor([starts[i] + len(sequences[i].token_ids) - 1 for i, _ in due], device=hidden.device)
-    logits = model.compute_logits(hidden[last_rows])
+    last_rows = torch.tensor([starts[i] + len(sequences[i].token_ids) - 1 for i, _ in due])
+    logits = model.compute_logits(hidden[upload(last_rows, hidden.device)])
     tokens = sample(logits, [row for _, row in due])
     logprobs = token_logprobs(logits, tokens, [row.num_logprobs for _, row in due])
     for (i, _), token, found in zip(due, tokens, logprobs, strict=True):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
@@ -15,20 +14,22 @@ from nanovllm.kvcache.transfer_order import TransferOrder
 
 
 class CountedCopies:
-    """Puts copies on streams and counts those that cross the link."""
+    """Puts copies on streams and counts them; only those across the link, and the CPU arm's reads, are reported."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h")}  # copies, bytes
+        self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "arm")}  # copies or blocks, bytes
 
     @property
     def transfers(self) -> TransferCount:
-        return TransferCount(*self._counts["h2d"], *self._counts["d2h"])
+        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["arm"])
 
     def put(self, copy: PitchedCopy, stream: Stream) -> None:
-        self._device.copy_2d(copy, stream)
-        self._counts[copy.kind][0] += 1
-        self._counts[copy.kind][1] += copy.width * copy.height
+        self.count(copy.kind, self._device.copy_2d(copy, stream), copy.width * copy.height)
+
+    def count(self, kind: str, number: int, num_bytes: int) -> None:
+        self._counts[kind][0] += number
+        self._counts[kind][1] += num_bytes
 
 
 class BlockMover:
@@ -76,7 +77,10 @@ class BlockMover:
             (False, False): "d2d",
             (True, True): "h2h",
         }
-        self._copy_layers(self._block(dst), self._block(src), kinds[from_host, to_host], stream)
+        to, what = self._block(dst), self._block(src)
+        dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
+        width, height = self._layout.block_layer_bytes, self._layout.num_layers  # one strided copy for all layers
+        self._copies.put(PitchedCopy(to, what, dpitch, spitch, width, height, kinds[from_host, to_host]), stream)
         if to_host:
             self._order.after_move_to_host(dst - first_host)
 
@@ -86,13 +90,3 @@ class BlockMover:
             return self._resident[:, place]
         place -= self._resident.shape[1]
         return self._host[place] if place < len(self._host) else self._swap[place - len(self._host)]
-
-    def _copy_layers(self, dst: Tensor, src: Tensor, kind: CopyKind, stream: Stream) -> None:
-        """One strided copy for all layers, unless they lie too far apart for one."""
-        width = self._layout.block_layer_bytes
-        dpitch, spitch = (t.stride(0) * t.element_size() for t in (dst, src))
-        if max(dpitch, spitch) <= MAX_PITCH:
-            self._copies.put(PitchedCopy(dst, src, dpitch, spitch, width, self._layout.num_layers, kind), stream)
-            return
-        for dst_layer, src_layer in zip(dst, src, strict=True):
-            self._copies.put(PitchedCopy(dst_layer, src_layer, width, width, width, 1, kind), stream)

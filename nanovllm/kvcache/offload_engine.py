@@ -61,9 +61,18 @@ class OffloadEngine:
         self._next_use = 0
 
     @property
+    def order(self) -> TransferOrder:
+        """For the CPU arm, which reads the host pool."""
+        return self._order
+
+    @property
     def transfers(self) -> TransferCount:
         """Copies and bytes since the engine was made, counted where they are issued."""
         return self._copies.transfers
+
+    def count_arm(self, blocks: int, num_bytes: int) -> None:
+        """One layer of so many host blocks was attended where it lies."""
+        self._copies.count("arm", blocks, num_bytes)
 
     # ---- the ring
 

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions, positions_of
+from nanovllm.forward_context import ForwardContext, SequenceSlice, positions_of
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
 from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.upload import upload
 
 
 class PagedKVCache(KVRoom):
@@ -41,17 +43,19 @@ class PagedKVCache(KVRoom):
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
         self._sequences: Sequence[SequenceSlice] = ()  # of the step under way
         # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window.
-        self._slot_blocks = self._slot_offsets = torch.empty(0, dtype=torch.int64)
+        self._slots = torch.empty(0, dtype=torch.int64)
         self._tables: dict[int | None, SegmentTable] = {}
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         self._mover.move_blocks(moves)
         self._sequences = sequences
         block_size = self.layout.block_size
-        device = self._device.torch_device
-        positions = flat_positions(sequences, device)
-        places = [torch.tensor(s.block_table)[positions_of(s) // block_size] for s in sequences]
-        self._slot_blocks, self._slot_offsets = torch.cat(places).to(device), positions % block_size
+        slots = []
+        for sequence in sequences:
+            positions = positions_of(sequence)
+            blocks = torch.tensor(sequence.block_table)[positions // block_size]
+            slots.append(blocks * block_size + positions % block_size)
+        self._slots = upload(torch.cat(slots), self._device.torch_device)
         self._tables = {
             window: SegmentTable([self._segment(seq, window) for seq in sequences])
             for window in set(self._geometry.windows)
@@ -60,13 +64,13 @@ class PagedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
-        if self._device.follows_kernels:
-            self._declare(pool)
-        pool[self._slot_blocks, 0, :, self._slot_offsets] = k
-        pool[self._slot_blocks, 1, :, self._slot_offsets] = v
+        self._device.declare_kernel("write K/V", writes=(pool[place] for place in self._places(written=True)))
+        store_kv(pool, k, v, self._slots)
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
+        self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
+        self._device.end_kernel()
         return state.out.to(q.dtype)
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:
@@ -80,13 +84,14 @@ class PagedKVCache(KVRoom):
             blocks=seq.block_table[first:],
         )
 
-    def _declare(self, pool: Tensor) -> None:
-        """Say which blocks the layer reads, and which of them it writes first."""
+    def _places(self, *, written: bool = False) -> set[int]:
+        """The blocks that the step attends to, or those of them that it writes first."""
         block_size = self.layout.block_size
-        written = {place for seq in self._sequences for place in seq.block_table[seq.context_len // block_size :]}
-        read = {place for seq in self._sequences for place in seq.block_table}
-        self._device.declare_kernel("write K/V", writes=[pool[place] for place in written])
-        self._device.declare_kernel("attend", reads=[pool[place] for place in read])
+        return {
+            place
+            for seq in self._sequences
+            for place in seq.block_table[seq.context_len // block_size if written else 0 :]
+        }
 
     def abandon_step(self) -> None:
         self._order.reset()

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from nanovllm.ops.attention import AttentionBackend
-from nanovllm.ops.cpu_attention import supports_head_dim
-from nanovllm.ops.native_attention import NativeAttention
-from nanovllm.ops.torch_attention import TorchAttention
+from nanovllm.ops.backends import select_backend, select_cpu_backend
 
-
-def select_cpu_backend(head_dim: int) -> AttentionBackend:
-    """The C++ kernel where it can be used, torch's operator for the head sizes that it does not take."""
-    return NativeAttention() if supports_head_dim(head_dim) else TorchAttention()
+__all__ = ["select_backend", "select_cpu_backend"]
