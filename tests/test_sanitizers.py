@@ -17,6 +17,7 @@ EXTENSIONS = {  # module -> (sources, tests that exercise it)
     "nanovllm/comm/_sgdma": ("sgdma*.cpp", ("test_sgdma.py", "test_batch_copy.py", "test_pinned.py")),
     "nanovllm/ops/_cpu_attention": ("cpu_attention*.cpp", ("test_cpu_attention.py",)),
     "nanovllm/ops/_cpu_linear": ("cpu_linear*.cpp", ("test_cpu_linear.py",)),
+    "nanovllm/ops/_cpu_rows": ("cpu_rows*.cpp", ("test_cpu_rows.py",)),
 }
 FLAGS = [
     "-std=c++17",

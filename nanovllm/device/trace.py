@@ -108,7 +108,7 @@ class TracedCallStream(TracedStream, CallStream):
     def launch(self, call: Callable[[], None]) -> None:
         begin = self._calls.mark()
         self._calls.launch(call)
-        name, num_bytes = self.declared
+        (name, num_bytes), self.declared = self.declared, ("call", 0)
         self._device.add(name, self.name, begin, self._calls.mark(), bytes=num_bytes)
 
 
