@@ -151,11 +151,11 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
         expected = token_ids(llm, prompt, greedy(5))
         llm.engine.scheduler.block_manager.reset_prefix_cache()
 
-        def broken(*_: object) -> None:
+        def broken(*_: object, **__: object) -> None:
             raise OSError("the link is down")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "memcpy_2d_async", broken)
+            patch.setattr(cpu, "copy_pitched", broken)
             with pytest.raises(EngineError, match="the link is down"):
                 llm.generate(prompt, greedy(5), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
