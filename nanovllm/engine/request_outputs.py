@@ -27,7 +27,7 @@ def _completion(seq: Sequence, texts: TokenTexts) -> CompletionOutput:
     asked = seq.params.logprobs is not None
     return CompletionOutput(
         index=seq.index,
-        text="" if seq.text is None else seq.text.visible,
+        text="" if seq.text is None else seq.text.visible(),
         token_ids=seq.output_token_ids,
         cumulative_logprob=seq.cumulative_logprob if asked else None,
         logprobs=seq.reported_logprobs if asked else None,
