@@ -26,9 +26,10 @@ class EngineConfig:
     Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
-    for in logprobs and prompt_logprobs; -1 does not. `trace` names a file for a timeline of all copies and kernels,
-    written when the engine is closed.
+    `cpu_attention` lets the CPU attend to host blocks where they are in decode steps, while others are copied to the
+    device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
+    for a timeline of all copies and kernels, written when the engine is closed.
     """
 
     model: str
@@ -40,6 +41,7 @@ class EngineConfig:
     kvcache_block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_cpu_offload: bool = False
+    cpu_attention: bool = True
     num_gpu_blocks: int = -1
     num_cpu_blocks: int = -1
     enable_prefix_caching: bool = True
@@ -52,7 +54,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_model()
-        for name in ("enable_cpu_offload", "enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "enforce_eager"):
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
@@ -105,6 +107,12 @@ class EngineConfig:
                 "num_cpu_blocks",
                 "needs enable_cpu_offload=True: without offload there is no host pool",
                 self.num_cpu_blocks,
+            )
+        if not self.cpu_attention and not self.enable_cpu_offload:
+            _refuse(
+                "cpu_attention",
+                "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out",
+                self.cpu_attention,
             )
 
     def _check_trace(self) -> None:

@@ -45,12 +45,22 @@ class OffloadEngine:
         self._order = TransferOrder(device, split.ring_slots)
         self._uses: Sequence[RingUse] = ()
         self._next_use = 0
-        self._counts = {"h2d": [0, 0], "d2h": [0, 0]}  # copies, bytes
+        self._counts = {"h2d": [0, 0], "d2h": [0, 0], "arm": [0, 0]}  # copies or blocks, bytes
+
+    @property
+    def order(self) -> TransferOrder:
+        """For the CPU arm, which reads the host pool."""
+        return self._order
 
     @property
     def transfers(self) -> TransferCount:
         """Copies and bytes since the engine was made, counted where they are issued."""
-        return TransferCount(*self._counts["h2d"], *self._counts["d2h"])
+        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["arm"])
+
+    def count_arm(self, blocks: int, num_bytes: int) -> None:
+        """One layer of so many host blocks was attended where it lies."""
+        self._counts["arm"][0] += blocks
+        self._counts["arm"][1] += num_bytes
 
     # ---- the ring
 
