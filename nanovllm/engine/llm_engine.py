@@ -120,7 +120,7 @@ class LLMEngine:
             cache_salt=self._cache_salt(len(token_ids), cache_salt),
             sampling=resolve_sampling(params, token_ids, self._sampling_facts),
             beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
-            new_text=None if self.tokenizer is None else partial(SequenceText, self.tokenizer, params),
+            new_text=None if self.tokenizer is None else partial(SequenceText, self.tokenizer, params, token_ids),
         )
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -201,7 +201,10 @@ class LLMEngine:
             if seq.text is None or seq.text.num_tokens == seq.num_output_tokens:
                 continue
             try:
-                stop_string = seq.text.append(seq.token_ids[seq.prompt_len + seq.text.num_tokens :])
+                new_token_ids = seq.token_ids[seq.prompt_len + seq.text.num_tokens :]
+                stop_string = seq.text.append(new_token_ids, ends=seq.ended_by_token)
+                if seq.finished:
+                    stop_string = seq.text.finish()
             except Exception:  # of whatever the tokenizer raises: this request ends, the others go on
                 self._text_failed(seq)
                 self.scheduler.abort(request, time.monotonic(), "error")
@@ -241,7 +244,7 @@ class LLMEngine:
         for seq in request.sequences:
             if seq.finished and seq.text is not None:
                 try:
-                    seq.text.finish(seq.stop_reason)
+                    seq.text.finish()
                 except Exception:
                     self._text_failed(seq)
         if request.finished:
