@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from nanovllm.errors import ConfigError, unknown_name_message
 
@@ -17,6 +18,8 @@ RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for o
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+PreemptionMode = Literal["recompute", "swap"]
+PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,10 @@ class EngineConfig:
     device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
     `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
     for a timeline of all copies and kernels, written when the engine is closed.
+    `long_prefill_token_threshold` is the most tokens of one prompt in a step; 0 does not cap it. `preemption_mode` None
+    swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
+    with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
+    of what is left of host memory, and never more than the whole cache holds.
     """
 
     model: str
@@ -47,6 +54,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     max_logprobs: int = 20
+    long_prefill_token_threshold: int = 0
+    preemption_mode: PreemptionMode | None = None
+    swap_space: float | None = None
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -59,6 +69,7 @@ class EngineConfig:
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
         self._check_sizes()
         self._check_blocks()
         self._check_trace()
@@ -81,6 +92,7 @@ class EngineConfig:
             _require_int("max_model_len", self.max_model_len, 1)
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _require_int("seed", self.seed, 0)
         _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
         if self.max_logprobs != -1:
@@ -94,6 +106,11 @@ class EngineConfig:
         is_number = isinstance(utilization, int | float) and not isinstance(utilization, bool)
         if not is_number or not 0.0 < utilization <= 1.0:
             _refuse("gpu_memory_utilization", "must be a number above 0 and at most 1", utilization)
+
+        swap = self.swap_space
+        is_number = swap is None or (isinstance(swap, int | float) and not isinstance(swap, bool))
+        if not is_number or (swap is not None and not 0.0 <= swap < math.inf):
+            _refuse("swap_space", "must be None or a number of GiB of at least 0", swap)
 
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:

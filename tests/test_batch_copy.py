@@ -16,6 +16,7 @@ from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
+from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 
@@ -145,7 +146,7 @@ def test_block_moves_of_a_pool_too_large_for_the_pitch_go_by_rows_and_are_counte
     engine.resident.normal_()
     engine.host.normal_()
     out, back = engine.resident[:, 3].clone(), engine.host[5].clone()
-    engine.move_blocks([(3, 5 + 2), (5 + 5, 3)])
+    engine.move_blocks([BlockMove(3, 5 + 2), BlockMove(5 + 5, 3)])
     engine.synchronize()
     device.close()
     assert torch.equal(engine.host[2], out) and torch.equal(engine.resident[:, 3], back)

@@ -39,10 +39,10 @@ def bf16(seed: int, *shape: int, gap: int = 0, size: float = 1.0) -> Tensor:
     return apart[:, :row].unflatten(1, shape[1:])
 
 
-def assert_close(ours: Tensor, expected: Tensor) -> None:
-    """To one unit in the last place: sums in another order may round to the neighbour."""
+def assert_close(ours: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    """To one unit in the last place for each rounding: sums in another order may round to the neighbour."""
     assert ours.dtype == torch.bfloat16
-    torch.testing.assert_close(ours.double(), expected.double(), rtol=ONE_ULP, atol=1e-30)
+    torch.testing.assert_close(ours.double(), expected.double(), rtol=roundings * ONE_ULP, atol=1e-30)
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
@@ -71,7 +71,7 @@ def threads(count: int) -> Iterator[None]:
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]), st.sampled_from([1e-3, 1.0, 300.0]))
 def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: float) -> None:
     x, weight = bf16(seed, rows, width, gap=gap, size=size), bf16(seed + 1, width)
-    assert_close(rms_norm(x, weight, EPS), plain_norm(x, weight))
+    assert_close(rms_norm(x, weight, EPS), plain_norm(x, weight), roundings=2)
 
 
 @settings(deadline=None, max_examples=40)

@@ -15,12 +15,12 @@ from arms import DeviceOfItsOwn, force_share, put_arm_beside
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.errors import EngineError
-from nanovllm.kvcache import offload_engine, transfer_order
+from nanovllm.kvcache import offload_engine, paged_cache, transfer_order
 
 BLOCK, VOCAB = 16, 97
 SHAPE = (4, 2, 1, BLOCK, 16)  # four pieces
@@ -131,10 +131,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
-    """Prefill, decode, several sequences, prefix hits, preemption, aborts, block moves, in two engines.
+def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(n=count, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
 
-    share: of the host blocks for the CPU arm; None without an arm. Returns how often sequences were preempted, how many
+
+def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
+    """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in two engines.
+
+    share: of the host blocks for the CPU arm; None without an arm. Returns how often requests were preempted, how many
     blocks were moved, and how many accesses were checked.
     """
     preemptions = moves = checked = 0
@@ -150,7 +154,8 @@ def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
             llm._runner.kv_cache.engine.move_blocks = lambda m, r=recorded_moves, f=move_blocks: (r.extend(m), f(m))  # type: ignore[attr-defined]
             for index in range(60):
                 prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, seed=index % 4)
-                llm.engine.add_request(str(index), None, greedy(random.choice([1, 20])), prompt)
+                params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))
+                llm.engine.add_request(str(index), None, params, prompt)
                 for _ in range(random.randrange(4)):
                     llm.engine.step()
                 if random.random() < 0.3:
@@ -237,3 +242,35 @@ def test_an_arm_in_order_that_waits_for_no_store_is_noticed(model_dir: Path, mon
     with pytest.raises(EngineError) as failed:
         stress(model_dir, 1.0)
     assert isinstance(failed.value.__cause__, OrderingError)
+
+
+# ---- the room without offload, whose only copies are of whole blocks
+
+
+def stress_resident(model_dir: Path) -> int:
+    """Groups that copy on write and are swapped out and in. Returns how many accesses were checked."""
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=12, max_model_len=80) as llm:
+        prompts = [random_prompt(length, VOCAB, seed=1) for length in (20, 33, 25)]
+        llm.generate(prompts, [several(2, 30, index) for index in range(3)], use_tqdm=False)
+        assert llm.engine.scheduler.preemption.stats.swapped > 0
+        assert llm.engine.scheduler.block_manager.num_copied_blocks > 0
+        assert isinstance(llm._runner.device, OrderingCheck)
+        return llm._runner.device.num_checked
+
+
+def test_the_resident_room_orders_everything(model_dir: Path) -> None:
+    assert stress_resident(model_dir) > 200
+
+
+MOVE_CALLS = [call for call in order_calls() if "_moves_" in call[2]]
+
+
+@pytest.mark.parametrize(("line", "column", "source"), MOVE_CALLS, ids=lambda value: str(value))
+def test_the_resident_room_notices_every_missing_order_of_moves(
+    model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(MOVE_CALLS) == 4
+    monkeypatch.setattr(paged_cache, "TransferOrder", without_call(line, column).TransferOrder)
+    with pytest.raises(EngineError) as failed:
+        stress_resident(model_dir)
+    assert isinstance(failed.value.__cause__, OrderingError), source

@@ -157,3 +157,20 @@ def test_every_sequence_has_its_own_deltas() -> None:
     assert news() == [(1, [9], None)], "one that has ended is not heard of again"
     second.finish_reason = "length"
     assert news() == [(1, [], "length")]
+
+
+def test_deltas_of_a_group_join_to_its_sequences() -> None:
+    bench = Bench(tokenizer=SpelledOut())
+    for kind in (CUMULATIVE, DELTA):
+        bench.add(kind.name, prompt_of(6), 7, output_kind=kind, n=3, temperature=1.0, seed=4)
+    bench.add("ranked", prompt_of(6), 7, output_kind=DELTA, n=2, best_of=3, temperature=1.0, seed=4)
+    outputs = streamed(bench)
+    joined: dict[int, tuple[str, list[int]]] = {}
+    for output in outputs["DELTA"]:
+        for new in output.outputs:
+            text, tokens = joined.get(new.index, ("", []))
+            joined[new.index] = (text + new.text, [*tokens, *new.token_ids])
+    final = outputs["CUMULATIVE"][-1]
+    assert joined == {whole.index: (whole.text, whole.token_ids) for whole in final.outputs}
+    assert all(not output.outputs for output in outputs["ranked"][:-1])
+    assert [len(best.token_ids) for best in outputs["ranked"][-1].outputs] == [7, 7], "all of it is new in the end"

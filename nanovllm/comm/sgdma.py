@@ -39,7 +39,7 @@ def memcpy_2d_async(
 
     Row i is read at `src.data_ptr() + i * spitch` and written at `dst.data_ptr() + i * dpitch`. All sizes are
     in bytes; shapes, strides and dtypes of the tensors play no part, only where their storages begin and end.
-    A width or height of 0 copies nothing.
+    A width or height of 0 copies nothing. Rows of dst may lie between those of src if both pitches are the same.
 
     kind: `"h2h"` copies on the calling thread and is done on return; it takes no stream. `"h2d"`, `"d2h"` and
     `"d2d"` are queued on `stream` (a `torch.cuda.Stream` or a raw handle, 0 for the default stream) through
@@ -79,7 +79,8 @@ def copy_pitched(
     src_end = src_ptr + _checked_span("src", src, spitch, width, height)
     if not width or not height:
         return 0
-    if dst_ptr < src_end and src_ptr < dst_end:
+    interleaved = height > 1 and dpitch == spitch and width <= (dst_ptr - src_ptr) % dpitch <= dpitch - width
+    if dst_ptr < src_end and src_ptr < dst_end and not interleaved:
         raise CopyError(
             f"dst and src must not overlap, but dst spans bytes [{dst_ptr:#x}, {dst_end:#x}) and src "
             f"[{src_ptr:#x}, {src_end:#x})."

@@ -9,14 +9,18 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 from nanovllm.engine.batch import Executor
+from nanovllm.engine.beams import make_beam_search
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.engine_metrics import EngineMetrics, engine_metrics
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.logprob_outputs import TokenTexts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.request_outputs import request_output
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
-from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.text import SequenceText
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
@@ -81,11 +85,13 @@ class LLMEngine:
         prompt_token_ids: Seq[int] | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request, given as text or as token ids; lower `priority` runs first.
 
-        `arrival_time` is on the `time.monotonic` clock, now by default. Raises RequestError, with nothing added, for a
-        request that cannot be served.
+        `arrival_time` is on the `time.monotonic` clock, now by default. Only requests with the same `cache_salt` find
+        each other's content in the prefix cache. Raises RequestError, with nothing added, for a request that cannot be
+        served.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: give every request an id of its own")
@@ -96,6 +102,8 @@ class LLMEngine:
             raise RequestError(f"priority={priority!r}: must be a whole number; lower ones run first")
         if arrival_time is not None and not (isinstance(arrival_time, int | float) and math.isfinite(arrival_time)):
             raise RequestError(f"arrival_time={arrival_time!r}: must be seconds on the time.monotonic clock")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt={cache_salt!r}: must be None or a string that is not empty")
         token_ids = self.check_prompt(prompt, prompt_token_ids)
         number = next(self._numbers)
         request = Request(
@@ -109,12 +117,11 @@ class LLMEngine:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             prompt=prompt,
-            cache_salt=self._cache_salt(len(token_ids)),
+            cache_salt=self._cache_salt(len(token_ids), cache_salt),
             sampling=resolve_sampling(params, token_ids, self._sampling_facts),
+            beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
+            new_text=None if self.tokenizer is None else partial(SequenceText, self.tokenizer, params, token_ids),
         )
-        if self.tokenizer is not None:
-            for seq in request.sequences:
-                seq.text = SequenceText(self.tokenizer, params, token_ids)
         self.scheduler.add(request)
         self._requests[request_id] = request
 
@@ -143,6 +150,13 @@ class LLMEngine:
         request = self._requests[request_id]
         self.scheduler.abort(request, time.monotonic())
         return self._output(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content; requests under way keep theirs."""
+        self.scheduler.block_manager.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        return engine_metrics(self.scheduler)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -219,15 +233,19 @@ class LLMEngine:
             )
         return self.tokenizer.encode(prompt)
 
-    def _cache_salt(self, prompt_len: int) -> bytes:
+    def _cache_salt(self, prompt_len: int, asked: str | None) -> bytes:
+        """Different for all that must not share blocks: salts, and lengths that K/V depend on."""
         threshold = self.facts.length_dependent_above
-        return b"" if threshold is None or prompt_len <= threshold else prompt_len.to_bytes(8, "little")
+        length = 0 if threshold is None or prompt_len <= threshold else prompt_len
+        return length.to_bytes(8, "little") + (asked or "").encode("utf-8", "surrogatepass")
 
     def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
         outputs = [self._output(request) for request in requests]
         return [output for output in outputs if output is not None]
 
     def _output(self, request: Request) -> RequestOutput | None:
+        if request.finished and request.beam_search is not None:  # its results have their texts since just now
+            self._write_texts(request)
         for seq in request.sequences:
             if seq.finished and seq.text is not None:
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan
+from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -62,14 +64,16 @@ class ModelRunner:
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, backend, config)
-        self._sizing = KVSizing(config, layout, self.spec.max_model_len, memory, WATERMARK)
+        beside_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
+        self._sizing = KVSizing(config, layout, self.spec.max_model_len, beside_swap, WATERMARK)
         self.plan = self._sizing.plan()
+        self.num_swap_blocks = plan_swap_space(config, layout, memory, self.plan)
         # Measuring the rates takes seconds, which are spent for those who read the log.
         if logger.isEnabledFor(logging.INFO):
             self._log_plan(config, backend)
         if config.trace is not None:
             self.device = TracedDevice(self.device, config.trace)
-        self.kv_cache = _make_room(self.device, self.model, layout, self.plan, backend, config)
+        self.kv_cache = _make_room(self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -162,13 +166,19 @@ def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: D
 
 
 def _make_room(
-    device: Device, model: Decoder, layout: KVLayout, plan: KVPlan, backend: AttentionBackend, config: EngineConfig
+    device: Device,
+    model: Decoder,
+    layout: KVLayout,
+    plan: KVPlan,
+    backend: AttentionBackend,
+    config: EngineConfig,
+    num_swap_blocks: int,
 ) -> KVRoom:
     spec = model.spec
     geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
     if not config.enable_cpu_offload:
-        return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks)
-    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks)
+        return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
+    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks)
     arm = _make_arm(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
 

@@ -41,7 +41,7 @@ class OffloadedKVCache(KVRoom):
         if self.arm is not None:
             self.arm.observe()
         self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
-        self.engine.move_blocks([(move.src, move.dst) for move in moves])
+        self.engine.move_blocks(moves)
         if self.arm is not None:
             self.arm.begin_step(list(self._plans.values()))
         layers = enumerate(self._geometry.windows)
@@ -91,8 +91,9 @@ class OffloadedKVCache(KVRoom):
             resident_blocks=engine.split.resident_blocks,
             ring_slots=engine.split.ring_slots,
             num_cpu_blocks=engine.num_host_blocks,
+            num_swap_blocks=len(engine.swap),
             device_bytes=engine.resident.nbytes + engine.ring.nbytes,
-            host_bytes=engine.host.nbytes,
+            host_bytes=engine.host.nbytes + engine.swap.nbytes,
             transfers=engine.transfers,
         )
 

@@ -41,6 +41,7 @@ class KVStats:
     resident_blocks: int
     ring_slots: int  # each holds one layer of one block
     num_cpu_blocks: int
+    num_swap_blocks: int
     device_bytes: int  # really allocated
     host_bytes: int
     transfers: TransferCount
