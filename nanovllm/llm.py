@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.room import KVStats
 from nanovllm.models.hf_config import load_eos_token_ids
@@ -43,10 +43,21 @@ class LLM:
         self._runner = ModelRunner(config)
         plan, spec = self._runner.plan, self._runner.spec
         self.engine = LLMEngine(
-            SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, plan.max_model_len, eos_token_ids),
+            SchedulerLimits(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                plan.max_model_len,
+                eos_token_ids,
+                config.long_prefill_token_threshold,
+                config.preemption_mode,
+            ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
-                plan.split.resident_blocks, plan.num_cpu_blocks, config.block_size, config.enable_prefix_caching
+                plan.split.resident_blocks,
+                plan.num_cpu_blocks,
+                config.block_size,
+                config.enable_prefix_caching,
+                self._runner.num_swap_blocks,
             ),
             self._runner,
             tokenizer,

@@ -118,6 +118,18 @@ def test_every_sequence_is_printed() -> None:
     assert text_result(RequestOutput("0", None, [], completions, True, RequestMetrics(0.0))) == "a\nb\n"
 
 
+def test_several_sequences_of_a_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["one", "two words", "--temperature", "1", "--n", "3"]
+    assert generate(model, *options, "--json") == 0
+    results = json_lines(capsys.readouterr().out)
+    texts = [completion["text"] for result in results for completion in result["outputs"]]
+    assert generate(model, *options) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts) and len(set(texts)) > 2
+    assert generate(model, *options[:2], "--use-beam-search", "--n", "2", "--json", "--early-stopping", "true") == 0
+    results = json_lines(capsys.readouterr().out)
+    assert [len(result["outputs"]) for result in results] == [2, 2]
+
+
 class Recorder(io.StringIO):
     """Standard output that remembers its parts."""
 

@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "resident, small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, "max_num_batched_tokens": 29},
     "offloaded": offloaded(BLOCK),
     "offloaded, small steps, few blocks": offloaded(
-        BLOCK, num_gpu_blocks=6, num_cpu_blocks=12, max_num_batched_tokens=37
+        BLOCK, num_gpu_blocks=6, num_cpu_blocks=12, max_num_batched_tokens=37, cpu_attention=False
     ),
 }
 

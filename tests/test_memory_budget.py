@@ -21,7 +21,7 @@ ALL_RESIDENT = 24  # more blocks than the prompts and their answers fill, ring i
 
 def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int) -> Tensor:
     """All logits of prefill and decode, `[sampled rows, vocab]`."""
-    arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks=40, max_num_batched_tokens=CHUNK)
+    arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=CHUNK, cpu_attention=False)
     prompts = [random_prompt(length, VOCAB, seed=4) for length in LENGTHS[:num_prompts]]
     with LLM(model_dir, dtype=dtype, **arguments) as llm, recorded_logits(llm) as logits:
         llm.generate(prompts, greedy(BLOCK + 2), use_tqdm=False)

@@ -64,7 +64,7 @@ def shape_of(value: Any) -> Any:
     return {key: shape_of(inner) for key, inner in value.items()} if isinstance(value, dict) else value is None
 
 
-TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes"}
+TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes", "arm_blocks", "arm_bytes"}
 PHASE_KEYS = {"seconds", "tokens_per_second", "limit", "seconds_by_resource", "rates_not_known", "transfers"}
 
 

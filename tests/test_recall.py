@@ -41,9 +41,9 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("block", "chunk"), [(256, 1024), (128, 700)])
-def test_4k(tmp_path: Path, block: int, chunk: int, dtype: str) -> None:
-    ask_everything(tmp_path, 4096, block, chunk, dtype)
+@pytest.mark.parametrize(("block", "chunk", "cpu_attention"), [(256, 1024, True), (128, 700, False)])
+def test_4k(tmp_path: Path, block: int, chunk: int, cpu_attention: bool, dtype: str) -> None:
+    ask_everything(tmp_path, 4096, block, chunk, dtype, cpu_attention=cpu_attention)
 
 
 def test_several_documents_at_once_and_short_requests_between(tmp_path: Path) -> None:

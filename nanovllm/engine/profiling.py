@@ -114,7 +114,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
 
 @torch.inference_mode()
 def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
-    """One prefill of max_num_batched_tokens tokens, with logits and sampling for max_num_seqs of them."""
+    """One prefill of max_num_batched_tokens tokens, scored, with sampling for max_num_seqs of them."""
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions

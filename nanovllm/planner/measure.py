@@ -318,4 +318,5 @@ def _written(memory: Tensor) -> Tensor:
 
 
 def _geometry(probe: Probe) -> AttentionGeometry:
-    return AttentionGeometry(probe.model.spec.head_dim**-0.5, probe.model.spec.sliding_windows)
+    spec = probe.model.spec
+    return AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, spec.sliding_windows)
