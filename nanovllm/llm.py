@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
+from nanovllm.engine.engine_metrics import EngineMetrics
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
@@ -79,19 +80,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run prompts to their end; outputs stand in the order of the prompts.
 
-        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; give one or a sequence of
-        them, with one SamplingParams for all or one for each. Every prompt is checked before any is run: RequestError
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the dicts with a
+        "cache_salt" if wanted (see `LLMEngine.add_request`); give one or a sequence of them, with one SamplingParams
+        for all or one for each. Every prompt is checked before any is run: RequestError
         means that nothing was started. If the call is interrupted, its requests are aborted.
         """
         self._check_open()
-        texts_and_ids = [_prompt_parts(prompt) for prompt in _as_prompts(prompts)]
-        params = _params_for_each(sampling_params, len(texts_and_ids))
-        checked = [(text, self.engine.check_prompt(text, ids)) for text, ids in texts_and_ids]
+        parts = [_prompt_parts(prompt) for prompt in _as_prompts(prompts)]
+        params = _params_for_each(sampling_params, len(parts))
+        checked = [(text, self.engine.check_prompt(text, ids), salt) for text, ids, salt in parts]
         request_ids: list[str] = []
         with self._aborted_on_error(request_ids):
-            for (text, token_ids), param in zip(checked, params, strict=True):
+            for (text, token_ids, salt), param in zip(checked, params, strict=True):
                 request_ids.append(next(self._request_ids))
-                self.engine.add_request(request_ids[-1], text, param, prompt_token_ids=token_ids)
+                self.engine.add_request(request_ids[-1], text, param, prompt_token_ids=token_ids, cache_salt=salt)
             finished = self._run(set(request_ids), use_tqdm)
         return [finished[request_id] for request_id in request_ids]
 
@@ -110,6 +112,14 @@ class LLM:
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Tokens looked up in the prefix cache so far, and how many were found."""
         return self.engine.scheduler.block_manager.stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content."""
+        self.engine.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """What the engine has done so far: preemptions by kind, blocks copied and swapped, the prefix cache's hits."""
+        return self.engine.metrics()
 
     def close(self) -> None:
         """Release weights and KV memory and end the transfer streams. Safe to call twice."""
@@ -163,21 +173,22 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None]:
-    """(text, token ids), one of them None."""
+def _prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str | None]:
+    """(text, token ids, cache salt); one of the first two is None."""
     if isinstance(prompt, str):
-        return prompt, None
+        return prompt, None, None
     if isinstance(prompt, Mapping):
-        keys = set(prompt)
+        keys, salt = set(prompt) - {"cache_salt"}, prompt.get("cache_salt")
         if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-            return prompt["prompt"], None
+            return prompt["prompt"], None, salt
         if keys == {"prompt_token_ids"}:
-            return None, prompt["prompt_token_ids"]
+            return None, prompt["prompt_token_ids"], salt
         raise RequestError(
-            f"a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), got {prompt!r:.100}"
+            "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), beside 'cache_salt', "
+            f"got {prompt!r:.100}"
         )
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-        return None, cast(Sequence[int], prompt)
+        return None, cast(Sequence[int], prompt), None
     raise RequestError(f"a prompt must be text, a list of token ids or a dict, got {prompt!r:.100}")
 
 

@@ -109,6 +109,8 @@ def _check_beam_search(p: Any, width: int) -> None:
     for name in ("logit_bias", "bad_words"):
         if getattr(p, name):
             _refuse(name, "must be empty with use_beam_search, which ranks by the raw logits", getattr(p, name))
+    if p.stop:
+        _refuse("stop", "must be empty with use_beam_search, whose beams end with a token: use stop_token_ids", p.stop)
 
 
 def _check_strings(name: str, value: object, rule: str) -> None:

@@ -162,6 +162,25 @@ def test_compute_waits_for_a_copy(device: CudaDevice) -> None:
 
 
 @pytest.mark.cuda
+def test_a_copy_within_host_memory_keeps_the_order_of_its_stream(device: CudaDevice) -> None:
+    first, second, down = pinned(device, 1), pinned(device, 0), pinned(device, 0)
+    source = device.empty("block", (SIZE,), torch.uint8)
+    stream, event = device.new_stream("moves"), device.new_event()
+    busy(device)
+    with device.compute():
+        source.fill_(7)
+    device.compute_stream.record(event)
+    stream.wait(event)
+    put(device, first, source, "d2h", stream)
+    put(device, second, first, "h2h", stream)
+    put(device, source, second, "h2d", stream)
+    put(device, down, source, "d2h", stream)
+    assert not second.any(), "the host did not wait"
+    stream.synchronize()
+    assert torch.equal(second, torch.full_like(second, 7)) and torch.equal(down, second)
+
+
+@pytest.mark.cuda
 def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CudaDevice) -> None:
     stream, event = device.new_stream("a"), device.new_event()
     stream.wait(event)  # never recorded: holds nobody up

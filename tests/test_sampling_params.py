@@ -111,6 +111,15 @@ REFUSED_INSIDE += [
         ({**BEAMS, name: value}, name, value, "must be empty with use_beam_search, which ranks by the raw logits")
         for name, value in (("logit_bias", {1: 2.0}), ("bad_words", ["x"]))
     ),
+    *(
+        (
+            {**BEAMS, "stop": stop},
+            "stop",
+            stop,
+            "must be empty with use_beam_search, whose beams end with a token: use stop_token_ids",
+        )
+        for stop in ("x", ["x", "y"])
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -192,6 +193,10 @@ class CudaDevice(Device):
         if self._closed:
             raise EngineError(f"stream {stream.name} is closed: the engine it belongs to was shut down")
         sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
+        if copy.kind == "h2h":  # which CUDA would do at once, whatever the stream waits for
+            on_host = partial(copy_pitched, copy.dst, copy.src, *sizes, "h2h")
+            _sgdma.launch_call(on_host, stream.inner.cuda_stream)
+            return 1
         begin = self._link.before(stream) if copy.kind == "h2d" else None
         count = copy_pitched(copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch)
         self._link.after(stream, begin, copy.width * copy.height)

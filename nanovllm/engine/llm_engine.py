@@ -14,6 +14,7 @@ from functools import partial
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.beams import make_beam_search
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.engine_metrics import EngineMetrics, engine_metrics
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.logprob_outputs import TokenTexts
 from nanovllm.engine.request import Request, Sequence
@@ -84,11 +85,13 @@ class LLMEngine:
         prompt_token_ids: Seq[int] | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request, given as text or as token ids; lower `priority` runs first.
 
-        `arrival_time` is on the `time.monotonic` clock, now by default. Raises RequestError, with nothing added, for a
-        request that cannot be served.
+        `arrival_time` is on the `time.monotonic` clock, now by default. Only requests with the same `cache_salt` find
+        each other's content in the prefix cache. Raises RequestError, with nothing added, for a request that cannot be
+        served.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: give every request an id of its own")
@@ -99,6 +102,8 @@ class LLMEngine:
             raise RequestError(f"priority={priority!r}: must be a whole number; lower ones run first")
         if arrival_time is not None and not (isinstance(arrival_time, int | float) and math.isfinite(arrival_time)):
             raise RequestError(f"arrival_time={arrival_time!r}: must be seconds on the time.monotonic clock")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt={cache_salt!r}: must be None or a string that is not empty")
         token_ids = self.check_prompt(prompt, prompt_token_ids)
         number = next(self._numbers)
         request = Request(
@@ -112,10 +117,10 @@ class LLMEngine:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             prompt=prompt,
-            cache_salt=self._cache_salt(len(token_ids)),
+            cache_salt=self._cache_salt(len(token_ids), cache_salt),
             sampling=resolve_sampling(params, token_ids, self._sampling_facts),
             beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
-            new_text=None if self.tokenizer is None else partial(SequenceText, self.tokenizer, params),
+            new_text=None if self.tokenizer is None else partial(SequenceText, self.tokenizer, params, token_ids),
         )
         self.scheduler.add(request)
         self._requests[request_id] = request
@@ -145,6 +150,13 @@ class LLMEngine:
         request = self._requests[request_id]
         self.scheduler.abort(request, time.monotonic())
         return self._output(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content; requests under way keep theirs."""
+        self.scheduler.block_manager.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        return engine_metrics(self.scheduler)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -189,7 +201,10 @@ class LLMEngine:
             if seq.text is None or seq.text.num_tokens == seq.num_output_tokens:
                 continue
             try:
-                stop_string = seq.text.append(seq.token_ids[seq.prompt_len + seq.text.num_tokens :])
+                new_token_ids = seq.token_ids[seq.prompt_len + seq.text.num_tokens :]
+                stop_string = seq.text.append(new_token_ids, ends=seq.ended_by_token)
+                if seq.finished:
+                    stop_string = seq.text.finish()
             except Exception:  # of whatever the tokenizer raises: this request ends, the others go on
                 self._text_failed(seq)
                 self.scheduler.abort(request, time.monotonic(), "error")
@@ -217,9 +232,11 @@ class LLMEngine:
             )
         return self.tokenizer.encode(prompt)
 
-    def _cache_salt(self, prompt_len: int) -> bytes:
+    def _cache_salt(self, prompt_len: int, asked: str | None) -> bytes:
+        """Different for all that must not share blocks: salts, and lengths that K/V depend on."""
         threshold = self.facts.length_dependent_above
-        return b"" if threshold is None or prompt_len <= threshold else prompt_len.to_bytes(8, "little")
+        length = 0 if threshold is None or prompt_len <= threshold else prompt_len
+        return length.to_bytes(8, "little") + (asked or "").encode("utf-8", "surrogatepass")
 
     def _output(self, request: Request) -> RequestOutput:
         if request.finished and request.beam_search is not None:  # its results have their texts since just now
@@ -227,7 +244,7 @@ class LLMEngine:
         for seq in request.sequences:
             if seq.finished and seq.text is not None:
                 try:
-                    seq.text.finish(seq.stop_reason)
+                    seq.text.finish()
                 except Exception:
                     self._text_failed(seq)
         if request.finished:

@@ -75,9 +75,7 @@ class ModelRunner:
             self._log_plan(config, backend)
         if config.trace is not None:
             self.device = TracedDevice(self.device, config.trace)
-        self.kv_cache = _make_room(
-            self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks
-        )
+        self.kv_cache = _make_room(self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:

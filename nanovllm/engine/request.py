@@ -174,6 +174,11 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def ended_by_token(self) -> bool:
+        """Whether its last token is an end token."""
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_token_ids)
 

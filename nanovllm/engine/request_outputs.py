@@ -32,7 +32,7 @@ def _completion(seq: Sequence, texts: TokenTexts) -> CompletionOutput:
     summed = asked or seq.request.is_ranked
     return CompletionOutput(
         index=seq.index,
-        text="" if seq.text is None else seq.text.visible,
+        text="" if seq.text is None else seq.text.visible(),
         token_ids=seq.output_token_ids,
         cumulative_logprob=seq.cumulative_logprob if summed else None,
         logprobs=seq.reported_logprobs if asked else None,

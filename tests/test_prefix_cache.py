@@ -1,0 +1,188 @@
+"""The prefix cache from the outside: a walk, salts, resets, hit rates; and who is admitted when. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from block_helpers import compute, request, sequence
+from content_model import expected_output
+from engine_helpers import BLOCK, Bench, prompt_of
+
+from nanovllm.engine.admission import blocks_at_most
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.limits import SchedulerLimits
+from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+
+
+def test_a_walk_of_allocate_free_hit_and_evict() -> None:
+    """10 blocks of 16 tokens; 55 common tokens, which fill 3 blocks and leave 7 over."""
+    manager = BlockManager(10, 0, 16)
+    common = [token for block in range(3) for token in [block] * 16]
+
+    def states() -> tuple[int, int, int]:
+        return manager.num_free, manager.num_cached, manager.num_used
+
+    first = sequence([*common, *[3] * 7])
+    manager.allocate(first)
+    assert first.num_computed == 0 and states() == (6, 0, 4)
+    compute(manager, first)
+
+    second = sequence([*common, *[4] * 5])
+    manager.allocate(second)
+    assert second.num_computed == 48 and second.block_table[:3] == first.block_table[:3]
+    assert states() == (5, 0, 5)
+    compute(manager, second)
+
+    first.token_ids.extend([3] * 9)  # its fourth block is full now, and found by its content
+    compute(manager, first)
+    manager.free(first)
+    assert states() == (5, 1, 4), "the shared blocks are in use, its own is cached"
+    manager.free(second)
+    assert states() == (6, 4, 0)
+
+    third = sequence([*common, *[3] * 17])
+    manager.allocate(third)
+    assert third.num_computed == 64 and states() == (5, 0, 5)
+    compute(manager, third)
+    manager.free(third)
+
+    large = sequence(range(100, 100 + 9 * 16))  # evicts from the end of the prefix: one block of it stays
+    manager.allocate(large)
+    assert large.num_computed == 0 and states() == (0, 1, 9)
+    assert manager.find_prefix(sequence([*common, 0])) == [0]
+    manager.free(large)
+    assert states() == (9, 1, 0)
+
+
+def test_a_waiting_prompt_is_compared_once_while_nothing_leaves_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BlockManager(12, 0, BLOCK)
+    old = sequence(prompt_of(6 * BLOCK))
+    manager.allocate(old)
+    compute(manager, old)
+    manager.free(old)
+    compared: list[int] = []
+    content = PrefixCache._content
+
+    def counted(self: PrefixCache, seq: Any, index: int) -> bytes:
+        compared.append(index)
+        return content(self, seq, index)
+
+    monkeypatch.setattr(PrefixCache, "_content", counted)
+    waiting = sequence([*prompt_of(6 * BLOCK), *prompt_of(4 * BLOCK, 1)])
+    assert manager.can_allocate(waiting) is AllocStatus.OK
+    first = len(compared)
+    for _ in range(50):
+        assert manager.can_allocate(waiting) is AllocStatus.OK
+    assert 0 < first == len(compared)
+    manager.allocate(sequence(prompt_of(7 * BLOCK, 2)))  # evicts one of the six
+    assert manager.can_allocate(waiting) is AllocStatus.LATER
+    assert len(manager.find_prefix(waiting)) == 5 and len(compared) > first
+
+
+def test_content_that_appears_while_a_prompt_waits_is_found() -> None:
+    manager = BlockManager(12, 0, BLOCK)
+    waiting = sequence(prompt_of(4 * BLOCK))
+    assert manager.find_prefix(waiting) == []
+    other = sequence(prompt_of(4 * BLOCK))
+    manager.allocate(other)
+    for upto, found in ((BLOCK, 1), (2 * BLOCK + 1, 2), (4 * BLOCK, 3)):
+        compute(manager, other, upto)
+        assert manager.find_prefix(waiting) == other.block_table[:found]
+
+
+# ---- salts, resets, rates
+
+
+def test_only_requests_of_one_salt_share() -> None:
+    bench = Bench()
+    prompt = prompt_of(2 * BLOCK + 1)
+    expected = expected_output(prompt, 2)
+    for name, salt, cached in (("a", None, 0), ("b", "x", 0), ("c", "x", 8), ("d", "y", 0), ("e", None, 8)):
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        bench.engine.add_request(name, None, params, prompt, cache_salt=salt)
+        assert bench.run()[name].num_cached_tokens == cached, name
+        assert bench.tokens(name) == expected
+
+
+@pytest.mark.parametrize("salt", ["", 5, b"x"])
+def test_a_salt_is_a_string(salt: Any) -> None:
+    with pytest.raises(RequestError, match=r"cache_salt=.*must be None or a string that is not empty"):
+        Bench().engine.add_request("a", None, None, [1], cache_salt=salt)
+
+
+def test_reset_and_hit_rate() -> None:
+    bench = Bench()
+    prompt = prompt_of(3 * BLOCK)
+    for name in "abc":
+        bench.add(name, prompt, 1)
+        bench.run()
+        if name == "b":
+            bench.engine.reset_prefix_cache()
+    metrics = bench.engine.metrics()
+    assert [bench.finished[name].num_cached_tokens for name in "abc"] == [0, 8, 0]
+    assert (metrics.prefix_cache_queried_tokens, metrics.prefix_cache_hit_tokens) == (36, 8)
+    assert metrics.prefix_cache_hit_rate == 8 / 36
+    assert (metrics.used_blocks, metrics.cached_blocks, metrics.free_blocks) == (0, 3, 61)
+
+
+def test_metrics_count_preemptions_by_kind() -> None:
+    bench = Bench(12, swap=20)
+    for index, name in enumerate(("a", "b")):
+        bench.add(name, prompt_of(7, index), 12, temperature=1.0, n=2)
+    while not bench.scheduler.swapped:
+        bench.step()
+    metrics = bench.engine.metrics()
+    assert (metrics.running_requests, metrics.swapped_requests, metrics.waiting_requests) == (1, 1, 0)
+    assert (metrics.preemptions_by_swap, metrics.preemptions_by_recompute, metrics.tokens_lost) == (1, 0, 0)
+    assert metrics.swapped_blocks == metrics.blocks_swapped_out > metrics.blocks_swapped_in == 0
+    assert metrics.blocks_copied_on_write == 2
+    assert metrics.used_blocks + metrics.cached_blocks + metrics.free_blocks == 12
+
+
+# ---- admission
+
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+
+
+@pytest.mark.parametrize("total", [100, 250, 1000])
+def test_the_grid_of_admission(total: int) -> None:
+    """total - needed < watermark: never; free - needed >= watermark: now; else later."""
+    watermark = total // 100
+    for used in (0, 1, watermark, total // 2, total - watermark - 1):
+        manager = BlockManager(total, 0, 1)
+        if used:
+            manager.allocate(sequence(range(10_000, 10_000 + used)))
+        for needed in {1, 2, total - used - watermark, total - used - watermark + 1, total - watermark, total}:
+            expected = OK if total - used - needed >= watermark else LATER
+            expected = NEVER if total - needed < watermark else expected
+            assert manager.can_allocate(sequence(range(needed))) is expected, (used, needed)
+            if needed > 1:  # a part of it for siblings
+                assert manager.can_allocate(sequence(range(1)), beside=needed - 1) is expected
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "n", "blocks"),
+    [
+        (8, 1, 4, 2),  # all end with the token that the prompt gives
+        (7, 1, 4, 2),
+        (8, 2, 4, 2 + 4),  # the ninth token is computed, the tenth is not
+        (7, 2, 4, 1 + 4),
+        (7, 3, 4, 1 + 4 * 2),
+        (8, 5, 3, 2 + 3),
+        (8, 6, 3, 2 + 3 * 2),
+        (8, None, 3, 2 + 3 * 6),  # up to max_model_len
+    ],
+)
+def test_the_most_blocks_that_a_group_can_hold(prompt_len: int, max_tokens: int | None, n: int, blocks: int) -> None:
+    group = request(prompt_of(prompt_len))
+    group.params = SamplingParams(n=n, max_tokens=max_tokens)
+    assert blocks_at_most(group, SchedulerLimits(8, 24, 32), BLOCK) == blocks
+    bench = Bench(blocks, max_num_seqs=8, caching=False, max_model_len=min(32, blocks * BLOCK))
+    if max_tokens is not None:
+        bench.add("fits", prompt_of(prompt_len), max_tokens, temperature=1.0, n=n)
+        bench.run()
+        held = [{place for row in batch.sequences for place in row.block_table} for batch in bench.executor.batches]
+        assert max(map(len, held)) == blocks and bench.scheduler.num_preemptions == 0
