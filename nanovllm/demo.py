@@ -84,7 +84,7 @@ def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
     print(line("the answer starts at", "position", "question", "answer: the words that follow it", ""))
     num_right = 0
     for (position, place), output in zip(exam.places.items(), outputs, strict=True):
-        answer, expected = output.outputs[0].text, exam.expected(position)
+        answer, expected = output.outputs[0].text.strip(), exam.expected(position)
         verdict = "right" if answer == expected else "WRONG"
         print(line(place, f"{position:,}", exam.question(position), answer, verdict))
         if answer == expected:

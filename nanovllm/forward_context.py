@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,23 @@ class KVCache(Protocol):
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; returns the shape and dtype of q.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedKVCache:
+    """A KV cache that says how far a step is: the share of the layers that have come and gone.
+
+    On a GPU, layers come as they are issued, ahead of what has been computed.
+    """
+
+    kv_cache: KVCache
+    num_layers: int
+    on_layer: Callable[[float], None]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """See `KVCache`."""
+        self.on_layer(layer / self.num_layers)
+        return self.kv_cache.attend(layer, q, k, v, ctx)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -100,6 +100,10 @@ class LLM:
     def plan(self, rates: Rates | None = None) -> Plan:
         """What this engine's memory holds, and what any prompt takes and moves; with `rates`, how long it lasts."""
         return self._runner.whole_plan(rates or Rates())
+
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
+        """Call `on_layer` in every step, layer by layer, with the share of the layers that are done; None: no more."""
+        self._runner.on_layer = on_layer
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far."""

@@ -16,6 +16,10 @@ import nanovllm
 PACKAGE = Path(nanovllm.__file__).parent
 TORCH_FREE = (
     "nanovllm",
+    "nanovllm.cli.bench",
+    "nanovllm.cli.chat",
+    "nanovllm.cli.generate",
+    "nanovllm.cli.main",
     "nanovllm.config",
     "nanovllm.errors",
     "nanovllm.outputs",

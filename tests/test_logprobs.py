@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import offloaded, random_prompt
-from test_tokenizer import write_byte_level
+from tokenizer_files import write_byte_level
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -263,7 +263,7 @@ class SpelledOut:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f" {token}" for token in token_ids)
 
 
@@ -347,10 +347,10 @@ class Unspeakable(SpelledOut):
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if self.token in token_ids:
             raise ValueError("no such piece")
-        return super().decode(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
 def test_a_request_whose_text_cannot_be_made_ends_and_the_others_go_on() -> None:

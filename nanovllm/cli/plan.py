@@ -44,10 +44,9 @@ ENGINE_OPTIONS = (  # that go to the engine under their own names, where they ar
 META = torch.device("meta")
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     """The command's options."""
-    summary = "what fits, what moves and how long it takes, before anything runs"
-    parser = subparsers.add_parser(
+    parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help=summary,
         description=f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit.",
@@ -65,6 +64,7 @@ def add_parser(subparsers: Any) -> None:
             "rates that are not given are measured, in a few seconds.",
         )
     )
+    return parser
 
 
 def _add_engine_options(group: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.host_arm import BalancedShare, HostArm
@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the device, the model and the KV memory."""
+    """Owns the device, the model and the KV memory. `on_layer` hears how far a step is: see `WatchedKVCache`."""
+
+    on_layer: Callable[[float], None] | None = None
 
     def __init__(self, config: EngineConfig) -> None:
         self.spec = load_decoder_spec(config.model)
@@ -132,7 +134,10 @@ class ModelRunner:
         prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
         query_lens = torch.tensor([s.query_len for s in slices])
         rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
-        return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, self.kv_cache)
+        kv_cache: KVCache = self.kv_cache
+        if self.on_layer is not None:
+            kv_cache = WatchedKVCache(kv_cache, self.spec.num_layers, self.on_layer)
+        return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, kv_cache)
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:

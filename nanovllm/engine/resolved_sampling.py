@@ -44,6 +44,7 @@ class SamplingFacts:
 
 def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], facts: SamplingFacts) -> ResolvedSampling:
     """Raises RequestError for what this model cannot honour."""
+    _check_stop(params.stop, facts)
     _check_token_ids("stop_token_ids", params.stop_token_ids, facts.vocab_size)
     _check_token_ids("logit_bias", params.logit_bias, facts.vocab_size)
     ends = {token for token in facts.eos_token_ids if token < facts.vocab_size} | set(params.stop_token_ids)
@@ -69,6 +70,14 @@ def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | N
             "the engine's max_logprobs"
         )
     return min(count, facts.vocab_size)
+
+
+def _check_stop(stop: Sequence[str], facts: SamplingFacts) -> None:
+    if stop and facts.tokenizer is None:
+        raise RequestError(
+            f"stop={list(stop)!r}: stop strings cannot be told without a tokenizer, and the model directory has no "
+            "tokenizer files: give stop_token_ids, or add the tokenizer's files"
+        )
 
 
 def _check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:

@@ -1,0 +1,204 @@
+"""Flags for every engine argument and sampling parameter, made from their fields; names and defaults are vLLM's.
+
+What is not given stays out of the result, so that the defaults are the engine's. The engine's seed is `--seed`, as in
+vLLM, and a request's own is `--sampling-seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, Union
+
+from nanovllm.config import EngineConfig, engine_config
+from nanovllm.sampling_params import SamplingParams
+
+ENGINE, SAMPLING = "engine", "sampling"
+NO_ENGINE_FLAGS = ("model",)  # every command has its own --model
+NO_SAMPLING_FLAGS = ("output_kind",)  # follows from how the answer is shown
+OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
+WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+HELP = {
+    "device": "cpu or cuda; else CUDA where there is one",
+    "dtype": "of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's",
+    "max_model_len": "longest sequence in tokens; none: what the model's positions and the KV cache allow",
+    "max_num_seqs": "sequences in a step",
+    "max_num_batched_tokens": "tokens in a step; longer prompts are computed in chunks",
+    "kvcache_block_size": "tokens in a KV block",
+    "gpu_memory_utilization": "share of the memory that sizing from memory may use",
+    "enable_cpu_offload": "let the KV cache reach into host memory",
+    "cpu_attention": "let the CPU attend to blocks in host memory where they are, in decode steps",
+    "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory",
+    "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",
+    "enable_prefix_caching": "find computed prefixes again",
+    "max_logprobs": "most logprobs that a request may ask for; -1: no limit",
+    "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no cap",
+    "preemption_mode": "swap or recompute; else swap for requests of several sequences",
+    "swap_space": "GiB of host memory for KV blocks that are swapped out; none: from memory",
+    "load_format": "safetensors, or dummy for random weights from a config alone",
+    "enforce_eager": "no CUDA graphs",
+    "tensor_parallel_size": "only 1 is supported",
+    "trace": "file for a timeline of all copies and kernels",
+    "n": "sequences to return for each prompt",
+    "best_of": "sequences to generate, of which the n best are returned",
+    "presence_penalty": "subtracted once from logits of generated tokens",
+    "frequency_penalty": "subtracted from logits of generated tokens for each occurrence",
+    "repetition_penalty": "divides logits of tokens in prompt and output",
+    "temperature": "0 is greedy",
+    "top_p": "keep the most likely tokens up to this share",
+    "top_k": "keep so many tokens; 0 and -1: all",
+    "min_p": "drop tokens less likely than this share of the most likely one",
+    "use_beam_search": "beam search, n or best_of wide",
+    "length_penalty": "of beam search: scores are divided by length ** penalty",
+    "early_stopping": "of beam search: true, false or never",
+    "stop": "text that ends the output; repeat it for several",
+    "stop_token_ids": "token that ends the output; repeat it for several",
+    "include_stop_str_in_output": "keep the stop text",
+    "ignore_eos": "go on past the model's end token",
+    "max_tokens": "most tokens to generate; none: up to max_model_len",
+    "min_tokens": "no end before so many tokens",
+    "logprobs": "most likely tokens to report at each output position (JSON); -1: all",
+    "prompt_logprobs": "the same for the prompt",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "logit_bias": "added to a token's logit, such as 42=-inf to ban it; repeat it for several",
+    "bad_words": "text that is never generated; repeat it for several",
+}
+HELP_OF_SEEDS = {ENGINE: "of requests that have no seed of their own", SAMPLING: "the same for every prompt"}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """--model, and a flag for every other engine argument."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint in Hugging Face format")
+    group = parser.add_argument_group("engine", "as LLM takes them; its defaults where not given")
+    _add_flags(group, ENGINE, EngineConfig, NO_ENGINE_FLAGS)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """A flag for every sampling parameter but those in `leave_out`."""
+    group = parser.add_argument_group("sampling", "as SamplingParams takes them; its defaults where not given")
+    _add_flags(group, SAMPLING, SamplingParams, (*NO_SAMPLING_FLAGS, *leave_out))
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine arguments that were given."""
+    return _given(args, ENGINE)
+
+
+def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given."""
+    return _given(args, SAMPLING)
+
+
+def checked_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
+    """What LLM would be made with, without making it. Raises ConfigError."""
+    return engine_config(args.model, defaults | engine_arguments(args))
+
+
+def flag_name(kind: str, field: str) -> str:
+    """The flag of a field of EngineConfig (ENGINE) or SamplingParams (SAMPLING)."""
+    return "--" + OTHER_NAMES.get((kind, field), field.replace("_", "-"))
+
+
+# ---- from fields to flags
+
+
+def _add_flags(group: Any, kind: str, described: type, leave_out: Collection[str]) -> None:
+    hints = typing.get_type_hints(described)
+    for field in fields(described):
+        if field.name not in leave_out:
+            group.add_argument(
+                flag_name(kind, field.name),
+                dest=f"{kind}.{field.name}",
+                default=argparse.SUPPRESS,
+                help=_help(kind, field),
+                **_options(hints[field.name]),
+            )
+
+
+def _help(kind: str, field: Field[Any]) -> str:
+    text = HELP_OF_SEEDS[kind] if field.name == "seed" else HELP.get(field.name, "")
+    if field.default in (MISSING, None, ()):
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """How argparse reads a value of this type. Ranges and choices are checked where the engine checks them."""
+    kinds = set(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else {hint}
+    origins = {typing.get_origin(kind): kind for kind in kinds}
+    if Mapping in origins:
+        return {"type": _bias, "action": _Pairs, "metavar": "TOKEN=BIAS"}
+    if Sequence in origins:
+        (element,) = typing.get_args(origins[Sequence])
+        return {"action": "append"} | _options(element)
+    if kinds == {bool}:
+        return {"action": argparse.BooleanOptionalAction}
+    if bool in kinds:
+        return {"type": _word, "metavar": "WORD"}
+    for number, metavar in ((float, "X"), (int, "N")):
+        if number in kinds:
+            return {"type": _number(number, types.NoneType in kinds), "metavar": metavar}
+    if str in kinds or Literal in origins:
+        return {"type": text_argument, "metavar": "TEXT"}
+    raise TypeError(f"no flag can be made for a field of type {hint}")
+
+
+def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], float | None]:
+    what = ("a whole number" if number is int else "a number") + (" or none" if optional else "")
+
+    def parse(text: str) -> float | None:
+        if optional and text.lower() == "none":
+            return None
+        try:
+            return number(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+
+    return parse
+
+
+def _word(text: str) -> bool | str:
+    if text.lower() not in WORDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(WORDS)}")
+    return WORDS[text.lower()]
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-1.5") from None
+
+
+class _Pairs(argparse.Action):
+    """Collects pairs into a dict."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | dict([values]))
+
+
+def text_argument(text: str) -> str:
+    """Bytes on the command line that are no UTF-8 arrive as surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+    return text
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _given(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    prefix = f"{kind}."
+    return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}

@@ -1,0 +1,259 @@
+"""`nanovllm chat`: a conversation in the terminal, about a document if one is given.
+
+The document is computed once, before the first question; after that the prefix cache holds it and the turns so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.cli.arguments import (
+    add_engine_flags,
+    add_sampling_flags,
+    checked_config,
+    engine_arguments,
+    sampling_arguments,
+)
+from nanovllm.cli.interrupt import Interrupt
+from nanovllm.cli.status import LONG_PROMPT, StatusLine, prefill_share
+from nanovllm.cli.templates import ChatTemplate, read_template
+from nanovllm.engine.progress import Progress
+from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+# A conversation has one answer at a time, and shows nothing but its text.
+NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
+QUIT, RESET = "/quit", "/reset"
+COMMANDS = f"{RESET} forgets the conversation and keeps the document, {QUIT} or end of input ends"
+
+
+def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
+    """The command's options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "chat",
+        help=summary,
+        description=f"A conversation: a line in, an answer out. {COMMANDS}; Ctrl-C ends an answer, a second one "
+        "everything. After each turn, standard error says what was found in the prefix cache and what was computed.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
+    parser.add_argument("--system", metavar="TEXT", help="a system message; it comes before the document")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, in place of the tokenizer's own")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    add_sampling_flags(parser, leave_out=NO_FLAGS)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 1 where an answer failed."""
+    params = SamplingParams(**{"max_tokens": None} | sampling_arguments(args))
+    document, template = _read_document(args.document), read_template(args.chat_template)
+    checked_config(args)
+    from nanovllm.llm import LLM  # with torch, which takes seconds to import
+
+    with Interrupt() as interrupt:
+        with interrupt.allowed():
+            llm = LLM(args.model, **engine_arguments(args))
+        with llm:
+            answers = Answers(llm, params, StatusLine(args.progress), interrupt)
+            chat = Conversation(ChatTemplate(llm, template), args.system, document)
+            if document is not None:
+                _read_ahead(answers, chat)
+            return _converse(answers, chat, interrupt)
+
+
+def _read_document(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--document {path!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--document {path!r} is not UTF-8: {error.reason} at position {error.start}") from None
+    if not text.strip():
+        raise ConfigError(f"--document {path!r} is empty: give a text to talk about")
+    return text
+
+
+# ---- the conversation
+
+
+class Conversation:
+    """Messages so far. The document opens the first question, which every chat template allows."""
+
+    def __init__(self, template: ChatTemplate, system: str | None, document: str | None) -> None:
+        self._template = template
+        self._opening = "" if document is None else f"{document.rstrip()}\n\n"
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+
+    def prompt(self, question: str) -> list[int]:
+        """Token ids of everything so far and a question. Raises RequestError."""
+        return self._template.token_ids([*self._system, *self._turns, self._asked(question)])
+
+    def add(self, question: str, answer: str) -> None:
+        """A turn has ended."""
+        self._turns += [self._asked(question), {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._turns.clear()
+
+    def prefix(self) -> list[int]:
+        """What every first question's prompt begins with: the document, and what the template puts before it."""
+        pairs = zip(self.prompt("a"), self.prompt("1"), strict=False)
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+    def _asked(self, question: str) -> dict[str, str]:
+        return {"role": "user", "content": question if self._turns else self._opening + question}
+
+
+class Answers:
+    """Runs one request at a time and shows its text as it comes."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, status: StatusLine, interrupt: Interrupt) -> None:
+        self._llm = llm
+        self._params = replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+        self._status = status
+        self._interrupt = interrupt
+        self._ids = map(str, itertools.count())
+        if status.shown:
+            llm.watch_steps(self._show_progress)
+
+    def answer(self, token_ids: Sequence[int]) -> tuple[str, RequestOutput]:
+        """The text, written to standard output as it comes, and what it cost. Ctrl-C ends it early.
+
+        Raises RequestError, and EngineError for a failed step.
+        """
+        shown = ""
+        for output in self._run(token_ids, self._params):
+            text = output.outputs[0].text
+            if text != shown:
+                self._status.clear()
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+        if shown:
+            print(flush=True)
+        return shown, output
+
+    def compute(self, token_ids: Sequence[int]) -> RequestOutput:
+        """Bring a prompt into the prefix cache."""
+        (*_, output) = self._run(token_ids, SamplingParams(temperature=0.0, max_tokens=1))
+        if output.outputs[0].finish_reason == "abort":
+            raise KeyboardInterrupt
+        return output
+
+    def _run(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
+        engine, request_id = self._llm.engine, next(self._ids)
+        engine.add_request(request_id, sampling_params=params, prompt_token_ids=token_ids)
+        try:
+            finished = False
+            while not finished:
+                for output in engine.step():
+                    finished = output.finished
+                    yield output
+                if not finished and self._interrupt.take():
+                    # Between steps: an interrupted step would take all that is cached with it.
+                    finished, aborted = True, engine.abort_request(request_id)
+                    if aborted is not None:
+                        yield aborted
+        finally:
+            self._status.clear()
+            engine.abort_request(request_id)
+
+    def _show_progress(self, step_share: float) -> None:
+        running = Progress.of(self._llm.engine.scheduler.running)
+        if running.prompt_tokens >= LONG_PROMPT and self._status.is_due():
+            left = running.prompt_tokens - running.prompt_tokens_done
+            in_step = step_share * min(left, self._llm.config.max_num_batched_tokens)
+            self._status.show(prefill_share(running, in_step))
+
+
+# ---- what a person sees
+
+
+def _read_ahead(answers: Answers, chat: Conversation) -> None:
+    prefix = chat.prefix()
+    if prefix:
+        output = answers.compute(prefix)
+        _say(f"[document: {_cost(output)}]")
+
+
+def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt) -> int:
+    failed = False
+    for question in _questions(interrupt):
+        if question == RESET:
+            chat.reset()
+        elif question.startswith("/") and " " not in question:
+            _say(f"{question} is not a command: {COMMANDS}")
+        else:
+            try:
+                text, output = answers.answer(chat.prompt(question))
+            except (EngineError, RequestError) as error:
+                _say(f"nanovllm chat: error: {error}")
+                failed = True
+                continue
+            reason = output.outputs[0].finish_reason
+            failed = failed or reason == "error"
+            if text or reason != "abort":
+                chat.add(question, text)
+            _say(f"[{_cost(output)}]")
+    return 1 if failed else 0
+
+
+def _questions(interrupt: Interrupt) -> Iterator[str]:
+    """Lines that are not empty, until /quit or the end of input."""
+    is_person = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_person:
+        import readline  # noqa: F401  lets lines be edited
+
+        _say(COMMANDS)
+    while True:
+        try:
+            with interrupt.allowed():
+                line = input("> ") if is_person else _next_line()
+        except EOFError:
+            return
+        except UnicodeDecodeError:
+            _say("nanovllm chat: error: the question is not UTF-8")
+            continue
+        if line.strip() == QUIT:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _next_line() -> str:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line.decode()
+
+
+def _cost(output: RequestOutput) -> str:
+    """Such as `1,024 tokens cached, 56 computed in 0.2 s, 31 generated at 12.3 tok/s, stop`."""
+    metrics, completion = output.metrics, output.outputs[0]
+    parts = [f"{metrics.cached_tokens:,} tokens cached, {metrics.prefill_tokens:,} computed"]
+    if metrics.ttft is not None:
+        parts[0] += f" in {metrics.ttft:,.1f} s"
+        parts.append(f"{len(completion.token_ids):,} generated")
+    if metrics.tpot:
+        parts[-1] += f" at {1 / metrics.tpot:,.1f} tok/s"
+    return ", ".join([*parts, str(completion.finish_reason)])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,226 @@
+"""Prompts from arguments, files, JSON lines and standard input, one after the other, however many there are.
+
+What cannot be read as a prompt becomes an item with an error, so that one bad line of many loses no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any, BinaryIO
+
+from nanovllm.errors import ConfigError, RequestError, unknown_name_message
+from nanovllm.sampling_params import SamplingParams
+
+TEXT, FILE, LINES, JSONL = "text", "file", "lines", "jsonl"
+STDIN = "-"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+READ_AHEAD = 64  # prompts
+PATIENCE = 0.002  # seconds that a step waits for a prompt from a pipe, which mostly has more at once
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where prompts come from: a text, or a file's path (or STDIN) and how it holds prompts."""
+
+    kind: str
+    value: str
+
+    @property
+    def name(self) -> str:
+        return "standard input" if self.value == STDIN else self.value
+
+    @property
+    def is_stdin(self) -> bool:
+        return self.kind != TEXT and self.value == STDIN
+
+    @property
+    def can_stall(self) -> bool:
+        """Whether reading may wait for somebody to write."""
+        return self.kind != TEXT and (self.is_stdin or not Path(self.value).is_file())
+
+
+@dataclass(slots=True)
+class PromptItem:
+    """One prompt, given in one of three ways, or the reason why there is none. `params` are sampling parameters."""
+
+    source: str
+    prompt: str | None = None
+    prompt_token_ids: Any = None
+    messages: Any = None
+    params: dict[str, Any] = field(default_factory=dict)
+    given_id: Any = None
+    error: str | None = None
+
+
+# ---- reading
+
+
+def check_sources(sources: Sequence[Source]) -> None:
+    """Raises ConfigError for what cannot be opened, before a model is loaded for it."""
+    if sum(source.is_stdin for source in sources) > 1:
+        raise ConfigError("standard input can be read once only: name - one time")
+    for source in sources:
+        path = Path(source.value)
+        # A pipe is left alone: opening it to look would take its writer away.
+        if source.kind == TEXT or source.is_stdin or (path.exists() and not path.is_file() and not path.is_dir()):
+            continue
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{source.value!r} cannot be read: {error.strerror}") from None
+
+
+def count_prompts(sources: Sequence[Source]) -> int | None:
+    """How many there will be; None where that shows only in the reading."""
+    if any(source.can_stall and source.kind in (LINES, JSONL) for source in sources):
+        return None
+    try:
+        return sum(map(_count, sources))
+    except OSError:  # said where it is read
+        return None
+
+
+def _count(source: Source) -> int:
+    if source.kind in (TEXT, FILE):
+        return 1
+    with open(source.value, "rb") as file:
+        return sum(source.kind == LINES or bool(line.strip()) for line in file)
+
+
+def read_prompts(sources: Sequence[Source]) -> Iterator[PromptItem]:
+    """All prompts, in order."""
+    texts = 0
+    for source in sources:
+        if source.kind == TEXT:
+            texts += 1
+            yield PromptItem(f"prompt {texts}", prompt=source.value)
+            continue
+        try:
+            with _open(source) as file:
+                yield from _read(source, file)
+        except OSError as error:
+            yield PromptItem(source.name, error=f"cannot be read: {error.strerror}")
+
+
+def _open(source: Source) -> BinaryIO:
+    if not source.is_stdin:
+        return open(source.value, "rb")
+    try:
+        # A file object of its own: Python's is not safe to leave in a thread that waits while the process ends.
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except (OSError, ValueError):  # standard input is not a file of the system
+        return sys.stdin.buffer
+
+
+def _read(source: Source, file: BinaryIO) -> Iterator[PromptItem]:
+    if source.kind == FILE:
+        yield _item(source.name, source.kind, file.read().removeprefix(BYTE_ORDER_MARK))
+        return
+    for number, line in enumerate(file, start=1):
+        content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if source.kind == LINES or content.strip():
+            yield _item(f"{source.name} line {number}", source.kind, content)
+
+
+def _item(where: str, kind: str, content: bytes) -> PromptItem:
+    try:
+        text = content.removesuffix(b"\n").removesuffix(b"\r").decode()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        return PromptItem(where, error=f"is not UTF-8: byte 0x{byte:02x} at position {error.start}")
+    if kind != JSONL:
+        return PromptItem(where, prompt=text)
+    try:
+        return _json_item(where, _json_object(text))
+    except RequestError as error:
+        return PromptItem(where, error=str(error))
+
+
+# ---- JSON lines
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+        if "\\u" in text:  # which can spell half a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("it spells half a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"it is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"it must be a JSON object with one of {', '.join(PROMPT_KEYS)}, got {text!r:.100}")
+    return value
+
+
+def _json_item(where: str, value: dict[str, Any]) -> PromptItem:
+    given_id = value.pop("id", None)
+    prompts = {key: value.pop(key) for key in PROMPT_KEYS if key in value}
+    error = _prompt_error(prompts)
+    if error is None:
+        known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
+        unknown = next((key for key in value if key not in known), None)
+        if unknown is not None:
+            error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "id"])
+    if isinstance(value.get("logit_bias"), dict):
+        value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
+    return PromptItem(where, **prompts, params=value, given_id=given_id, error=error)
+
+
+def _prompt_error(prompts: Mapping[str, Any]) -> str | None:
+    if len(prompts) != 1:
+        return f"it needs exactly one of {', '.join(PROMPT_KEYS)}, and has {' and '.join(prompts) or 'none'}"
+    if not isinstance(prompts.get("prompt", ""), str):
+        return f"prompt must be text, got {prompts['prompt']!r:.100}"
+    messages = prompts.get("messages", [{}])
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        return f"messages must be a list of objects with role and content, got {messages!r:.100}"
+    return None
+
+
+def _token_id(key: str) -> int | str:
+    """JSON has no numbers for keys."""
+    return int(key) if key.isdecimal() else key
+
+
+# ---- reading ahead
+
+
+class Feed:
+    """Reads prompts in a thread of its own, so that the engine goes on while a pipe has nothing yet.
+
+    Files never make it wait for long: then what runs together does not depend on how fast they are read.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.ended = False
+        self._can_stall = any(source.can_stall for source in sources)
+        self._queue: Queue[PromptItem | BaseException | None] = Queue(READ_AHEAD)
+        Thread(target=self._read, args=(sources,), daemon=True, name="prompts").start()
+
+    def take(self, wait: bool) -> PromptItem | None:
+        """The next prompt; None at the end, and without `wait` where a pipe has nothing."""
+        try:
+            item = self._queue.get(timeout=PATIENCE if self._can_stall and not wait else None)
+        except Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        self.ended = item is None
+        return item
+
+    def _read(self, sources: Sequence[Source]) -> None:
+        try:
+            for item in read_prompts(sources):
+                self._queue.put(item)
+            self._queue.put(None)
+        except BaseException as error:
+            self._queue.put(error)

@@ -1,0 +1,43 @@
+"""What the tests of the command line share: a checkpoint with a tokenizer, and standard input."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import edit_config, make_checkpoint
+from test_tokenizer import write_byte_level
+
+SMALL_CACHE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "80"]
+GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'system') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(path: Path, *, template: bool = True) -> str:
+    """A tiny random checkpoint for 1,024 positions, with a byte-level tokenizer."""
+    make_checkpoint(path, vocab=300, max_positions=1024)
+    write_byte_level(path)
+    if template:
+        edit_config(path, "tokenizer_config.json", chat_template=TEMPLATE)
+    return str(path)
+
+
+def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, *, is_terminal: bool = False) -> None:
+    """Standard input that holds these bytes and ends."""
+    stdin = io.TextIOWrapper(io.BytesIO(content))
+    monkeypatch.setattr(stdin, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr("sys.stdin", stdin)
+
+
+def write_jsonl(path: Path, *lines: object) -> str:
+    """Each line as JSON, or bytes as they are."""
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return str(path)

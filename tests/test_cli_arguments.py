@@ -1,0 +1,106 @@
+"""Flags are made from the fields of EngineConfig and SamplingParams: none is forgotten, and each is read or refused."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from nanovllm.cli import arguments
+from nanovllm.cli.arguments import (
+    ENGINE,
+    HELP,
+    NO_ENGINE_FLAGS,
+    NO_SAMPLING_FLAGS,
+    SAMPLING,
+    add_engine_flags,
+    add_sampling_flags,
+    engine_arguments,
+    flag_name,
+    sampling_arguments,
+)
+from nanovllm.cli.chat import NO_FLAGS
+from nanovllm.cli.main import Parser
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+
+KINDS = {ENGINE: (EngineConfig, NO_ENGINE_FLAGS), SAMPLING: (SamplingParams, NO_SAMPLING_FLAGS)}
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="nanovllm")
+    add_engine_flags(parser)
+    add_sampling_flags(parser)
+    return parser
+
+
+def test_every_field_has_a_flag_with_a_text(parser: argparse.ArgumentParser) -> None:
+    flags = {action.option_strings[0]: action for action in parser._actions}
+    wanted, explained = set(), set()
+    for kind, (described, left_out) in KINDS.items():
+        names = {field.name for field in fields(described)}
+        assert set(left_out) <= names
+        wanted |= {flag_name(kind, name) for name in names - set(left_out)}
+        explained |= names - {*left_out, "seed"}
+    assert wanted == set(flags) - {"-h", "--model"}
+    assert set(HELP) == explained
+    assert set(NO_FLAGS) <= {field.name for field in fields(SamplingParams)}
+
+
+def test_what_is_not_given_is_left_to_the_engine(parser: argparse.ArgumentParser) -> None:
+    args = parser.parse_args(["--model", "m"])
+    assert engine_arguments(args) == {} and sampling_arguments(args) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "sampling"),
+    [
+        ("--max-model-len 32768 --num-gpu-blocks -1", {"max_model_len": 32768, "num_gpu_blocks": -1}, {}),
+        ("--enable-cpu-offload", {"enable_cpu_offload": True}, {}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}, {}),
+        ("--dtype bfloat16 --device cpu --trace t.json", {"dtype": "bfloat16", "device": "cpu", "trace": "t.json"}, {}),
+        ("--max-model-len none", {"max_model_len": None}, {}),
+        ("--gpu-memory-utilization .5", {"gpu_memory_utilization": 0.5}, {}),
+        ("--temperature 0.5 --top-p=0.9 --top-k -1", {}, {"temperature": 0.5, "top_p": 0.9, "top_k": -1}),
+        ("--seed 1 --sampling-seed 2", {"seed": 1}, {"seed": 2}),
+        ("--stop a --stop b", {}, {"stop": ["a", "b"]}),
+        ("--stop-token-ids 3 --bad-words c", {}, {"stop_token_ids": [3], "bad_words": ["c"]}),
+        ("--max-tokens none --logprobs -1 --ignore-eos", {}, {"max_tokens": None, "logprobs": -1, "ignore_eos": True}),
+        ("--logit-bias 3=-1.5 --logit-bias 4=-inf", {}, {"logit_bias": {3: -1.5, 4: float("-inf")}}),
+        ("--early-stopping never --presence-penalty -1", {}, {"early_stopping": "never", "presence_penalty": -1.0}),
+        ("--early-stopping True", {}, {"early_stopping": True}),
+    ],
+)
+def test_values(parser: argparse.ArgumentParser, words: str, engine: dict[str, Any], sampling: dict[str, Any]) -> None:
+    args = parser.parse_args(["--model", "m", *words.split()])
+    assert engine_arguments(args) == engine and sampling_arguments(args) == sampling
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-model-len", "32K"], "--max-model-len: '32K' is not a whole number or none"),
+        (["--max-num-seqs", "none"], "--max-num-seqs: 'none' is not a whole number"),
+        (["--top-p", "much"], "--top-p: 'much' is not a number"),
+        (["--early-stopping", "maybe"], "'maybe' is not one of true, false, never"),
+        (["--logit-bias", "5"], "'5' is not a token id and a number, such as 42=-1.5"),
+        (["--stop-token-ids", "a"], "'a' is not a whole number"),
+        (["--stop", "\udcff"], "is not valid UTF-8"),
+        (["--temperature"], "expected one argument"),
+    ],
+)
+def test_what_is_no_value_costs_one_sentence(
+    parser: argparse.ArgumentParser, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(["--model", "m", *words])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and told in printed and printed.count("\n") == 1
+
+
+def test_a_type_without_a_flag_is_noticed() -> None:
+    with pytest.raises(TypeError, match="no flag"):
+        arguments._options(bytes)

@@ -1,0 +1,89 @@
+"""`nanovllm bench`: what it measures and says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+from nanovllm import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.cli.bench import Run
+from nanovllm.cli.main import main
+
+WORK = ["--prompt-len", "40", "90", "--num-prompts", "2", "--repeats", "2", "--output-len", "4"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=97)
+    (path / "model.safetensors").unlink()  # the config is enough
+    return str(path)
+
+
+def bench(model: str, *options: str) -> int:
+    return main(["bench", "--model", model, "--load-format", "dummy", "--num-gpu-blocks", "8", *WORK, *options])
+
+
+def test_rates_are_of_the_phases() -> None:
+    """Two prompts of 30 tokens: scheduled at 1 and 2, first tokens at 4 and 5, ended at 8 and 9 with 3 and 5 tokens."""
+    outputs = []
+    for offset, tokens in ((0.0, 3), (1.0, 5)):
+        metrics = RequestMetrics(0.0, 1 + offset, 4 + offset, 8 + offset, decode_tokens=tokens - 1)
+        outputs.append(RequestOutput("", None, [1] * 30, [CompletionOutput(0, "", [1] * tokens)], True, metrics))
+    run = Run.of(outputs)
+    assert run.prefill_rate == 60 / (5 - 1) and run.decode_rate == 6 / (9 - 4)
+    assert (run.ttft, run.tpot) == (4.5, (4 / 2 + 4 / 4) / 2)
+    alone = RequestOutput("", None, [1], [], True, RequestMetrics(0.0, 1.0, 2.0, 2.0))
+    assert Run.of([alone]).decode_rate is None and Run.of([alone]).tpot is None
+
+
+def test_figures_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(model, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["engine"]["load_format"] == "dummy" and report["kv"]["num_gpu_blocks"] == 8
+    assert report["engine"]["enable_prefix_caching"] is False
+    assert [result["prompt_len"] for result in report["results"]] == [40, 90]
+    for result in report["results"]:
+        assert len(result["runs"]) == 2
+        for name in ("prefill_rate", "decode_rate", "ttft", "tpot"):
+            figures = [run[name] for run in result["runs"]]
+            assert 0 < result[name]["low"] == min(figures) <= result[name]["median"] <= max(figures)
+
+
+def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(model, "--output-len", "1", "--progress", "--warmup", "0") == 0
+    printed = capsys.readouterr()
+    assert "2 x 40 tokens in, 1 out\nprefill " in printed.out and "2 x 90 tokens in" in printed.out
+    (decode, _) = (line for line in printed.out.splitlines() if line.startswith("decode"))
+    assert decode.split() == ["decode", "-"], "one token each: nothing was decoded"
+    assert "90 tokens: run 2 of 2" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--prompt-len", "5000"], "--prompt-len 5000 and --output-len 4 make 5004 tokens, and max_model_len is 256"),
+        (["--prompt-len", "0"], "'0' is not a whole number of at least 1"),
+        (["--repeats", "x"], "'x' is not a whole number"),
+        (["--warmup", "-1"], "--warmup"),
+        (["--temperature", "1"], "unknown argument '--temperature'"),
+        (["--load-format", "gguf"], "load_format='gguf': must be one of"),
+    ],
+)
+def test_refusals_cost_one_sentence(
+    model: str, options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = bench(model, *options)
+    except SystemExit as stopped:
+        code = stopped.code
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == "" and printed.err.count("\n") == 1 and told in printed.err
+
+
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--model", str(tmp_path)]) == 2
+    assert "config.json does not exist" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""`nanovllm chat` as a person uses it: turns over a document that is computed once, /reset, Ctrl-C, refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli import chat as command
+from nanovllm.cli import status
+from nanovllm.cli.main import main
+from nanovllm.engine.model_runner import ModelRunner
+
+OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
+DOCUMENT = "All that is known. " * 15 + "\n"
+OPENING = DOCUMENT.rstrip() + "\n\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> str:
+    (tmp_path / "document.txt").write_text(DOCUMENT)
+    return str(tmp_path / "document.txt")
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, model: str, lines: str, *options: str) -> int:
+    set_stdin(monkeypatch, lines.encode())
+    return main(["chat", "--model", model, *OPTIONS, *options])
+
+
+def costs(told: str) -> list[tuple[int, int]]:
+    """Cached and computed tokens of each request."""
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+) tokens cached, (\d+) computed", told)]
+
+
+def test_a_conversation_about_a_document(
+    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "What?\n\nWhy?\n/reset\nWhat?\n/restart\n/quit\nnever asked\n"
+    assert talk(monkeypatch, model, lines, "--document", document) == 0
+    printed = capsys.readouterr()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+
+        def ask(prompt: str) -> str:
+            return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+        what = ask(f"<user>{OPENING}What?<assistant>")
+        turns = f"<user>{OPENING}What?<assistant>{what}<user>Why?<assistant>"
+        why = ask(turns)
+        assert printed.out == f"{what}\n{why}\n{what}\n"
+        lengths = [len(llm.engine.tokenizer.encode(text)) for text in ("<user>" + OPENING, turns)]
+    told = costs(printed.err)
+    document_blocks = lengths[0] // 16 * 16
+    assert told[0] == (0, lengths[0]) and "[document: " in printed.err.splitlines()[0]
+    assert told[1][0] == document_blocks, "the document is computed once"
+    assert told[2][0] > document_blocks and sum(told[2]) == lengths[1], "and so is the first turn"
+    assert sum(told[3]) == sum(told[1]) and told[3][0] == (sum(told[1]) - 1) // 16 * 16, "as it was asked before"
+    assert re.search(r"8 generated at [\d.,]+ tok/s, length\]", printed.err)
+    assert "/restart is not a command" in printed.err
+
+
+def test_a_template_from_a_file_and_a_system_message(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path, template=False)
+    assert talk(monkeypatch, str(tmp_path), "hi\n") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "has no chat template" in told and "--chat-template FILE" in told
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    assert talk(monkeypatch, str(tmp_path), "hi", "--chat-template", str(tmp_path / "t.jinja"), "--system", "s") == 0
+    from_file = capsys.readouterr().out
+    assert talk(monkeypatch, model, "hi", "--system", "s") == 0
+    assert capsys.readouterr().out == from_file != ""
+
+
+def test_a_question_that_cannot_be_answered_ends_nothing(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_stdin(monkeypatch, b"x" * 2000 + b"\n\xff\nhi\n")
+    assert main(["chat", "--model", model, *OPTIONS]) == 1
+    printed = capsys.readouterr()
+    told = printed.err.splitlines()
+    assert "max_model_len is 1024" in told[0] and "is not UTF-8" in told[1] and "8 generated" in told[2]
+    assert printed.out != ""
+
+
+def test_a_failed_step_ends_the_answer_only(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, calls = ModelRunner.execute, []
+
+    def failing(self: ModelRunner, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", failing)
+    assert talk(monkeypatch, model, "one\ntwo\n") == 1
+    told = capsys.readouterr().err.splitlines()
+    assert "out of luck" in told[0] and "8 generated" in told[1] and len(told) == 2
+
+
+def test_an_interrupt_ends_the_answer_and_keeps_the_document(
+    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, calls = ModelRunner.execute, []
+
+    def interrupted(self: ModelRunner, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    assert talk(monkeypatch, model, "What?\nWhat else?\n", "--document", document) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert "5 generated" in told[1] and told[1].endswith("abort]")
+    assert "8 generated" in told[2] and costs(told[2])[0][0] >= costs(told[1])[0][0] > 0
+
+
+def test_an_interrupt_while_the_document_is_read_or_twice_ends_it(
+    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, calls, at = ModelRunner.execute, [], {1: 1}
+
+    def interrupted(self: ModelRunner, batch: Any) -> Any:
+        calls.append(batch)
+        for _ in range(at.get(len(calls), 0)):
+            os.kill(os.getpid(), signal.SIGINT)
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    options = ["--document", document, "--max-num-batched-tokens", "100"]
+    assert talk(monkeypatch, model, "What?\n", *options) == 130
+    assert len(calls) == 1 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
+    at[6] = 2
+    assert talk(monkeypatch, model, "What?\n") == 130
+    assert len(calls) == 6 and capsys.readouterr().err == "nanovllm chat: interrupted\n"
+
+
+def test_progress_of_a_long_document(
+    model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "REPRINT", 0.0)
+    monkeypatch.setattr(command, "LONG_PROMPT", 100)
+    options = ["--document", document, "--progress", "--max-num-batched-tokens", "150"]
+    assert talk(monkeypatch, model, "", *options) == 0
+    told = capsys.readouterr().err.splitlines()
+    shares = [int(line.split("prefill ")[1].split("%")[0]) for line in told if line.startswith("prefill")]
+    assert shares == sorted(shares) and shares[0] == 0 and len(shares) == 4
+
+
+def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = iter(["hi"])
+
+    def typed(prompt: str) -> str:
+        assert prompt == "> "
+        for question in questions:
+            return question
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    set_stdin(monkeypatch, b"", is_terminal=True)
+    assert main(["chat", "--model", model, *OPTIONS]) == 130
+    told = capsys.readouterr().err.splitlines()
+    assert "/reset" in told[0] and "8 generated" in told[1] and told[2] == "nanovllm chat: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--document", "{dir}/nothing"], "nothing' cannot be read: No such file"),
+        (["--document", "{dir}/empty"], "is empty: give a text to talk about"),
+        (["--document", "{dir}/bytes"], "is not UTF-8"),
+        (["--chat-template", "{dir}/bytes"], "is not UTF-8: give a Jinja template"),
+        (["--n", "2"], "unknown argument '--n'"),
+        (["--top-p", "2"], "top_p=2.0: must be"),
+        (["--document", "{dir}/long"], "max_model_len is 1024"),
+    ],
+)
+def test_refusals_cost_one_sentence(
+    model: str,
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, content in {"empty": b" \n", "bytes": b"\xff", "long": b"x" * 3000}.items():
+        (tmp_path / name).write_bytes(content)
+    try:
+        code: object = talk(monkeypatch, model, "hi\n", *(option.format(dir=tmp_path) for option in options))
+    except SystemExit as stopped:
+        code = stopped.code
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("nanovllm chat: error: ") and told in printed.err

@@ -1,0 +1,513 @@
+"""`nanovllm generate` as a person runs it: prompts from everywhere, one bad line of many, Ctrl-C, `| head`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, make_model, set_stdin, write_jsonl
+
+import nanovllm.llm
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.cli import generate as command
+from nanovllm.cli import status
+from nanovllm.cli.main import main
+from nanovllm.cli.prompts import Feed, Source
+from nanovllm.cli.results import text_result
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.outputs import RequestMetrics
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> Callable[[Any], str]:
+    """The greedy text that the API gives for a prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+        texts = {prompt: llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS}
+    return lambda prompt: texts[prompt]
+
+
+PROMPTS = ("one", "two words", "line 3", "ünïcode", "two\nlines", "<user>hi<assistant>")
+
+
+def generate(model: str, *options: str) -> int:
+    return main(["generate", "--model", model, *SMALL_CACHE, *GREEDY, *options])
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# ---- prompts in, results out
+
+
+def test_prompts_come_from_everywhere_in_the_order_that_they_were_named(
+    model: str,
+    expected: Callable[[Any], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "whole.txt").write_bytes(b"\xef\xbb\xbftwo\nlines\n")
+    (tmp_path / "lines.txt").write_bytes("line 3\r\nünïcode".encode())
+    jsonl = write_jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt": "one", "id": "first", "max_tokens": 2},
+        b"",
+        {"prompt_token_ids": [111, 110, 101], "logprobs": 2, "prompt_logprobs": 1, "logit_bias": {"5": 1}},
+        {"messages": [{"role": "user", "content": "hi"}], "id": 7},
+    )
+    set_stdin(monkeypatch, b"two words\n")
+    files = ["--lines", str(tmp_path / "lines.txt"), "--file", str(tmp_path / "whole.txt"), "--jsonl", jsonl]
+    assert generate(model, "one", "-", *files, "--json") == 0
+    printed = capsys.readouterr()
+    results = json_lines(printed.out)
+    assert printed.err == "", "progress is for terminals"
+    assert [result["index"] for result in results] == list(range(8))
+    texts = [result["outputs"][0]["text"] for result in results]
+    wanted = ["one", "two words", "line 3", "ünïcode", "two\nlines", "one", "one", "<user>hi<assistant>"]
+    assert texts[:5] + texts[6:] == [expected(prompt) for prompt in wanted[:5] + wanted[6:]]
+    assert len(results[5]["outputs"][0]["token_ids"]) == 2
+    assert [result.get("id") for result in results[5:]] == ["first", None, 7]
+    assert [result["source"] for result in results[:2]] == ["prompt 1", "standard input"]
+    assert results[6]["source"] == f"{jsonl} line 3" and results[6]["num_prompt_tokens"] == 3
+    assert [len(row) for row in results[6]["outputs"][0]["logprobs"]] >= [2] * 6
+    assert results[6]["prompt_logprobs"][0] is None and results[5]["prompt_logprobs"] is None
+    assert results[0]["metrics"]["ttft"] > 0 and "arrival_time" not in results[0]["metrics"]
+
+
+def test_text_goes_to_a_file_a_line_for_each_prompt(
+    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.txt"
+    output.write_text("old")
+    assert generate(model, "one", "two words", "--output", str(output)) == 0
+    assert output.read_bytes().decode() == f"{expected('one')}\n{expected('two words')}\n"
+    assert capsys.readouterr().out == ""
+
+
+def test_standard_input_is_read_where_no_prompt_is_named(
+    model: str,
+    expected: Callable[[Any], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_stdin(monkeypatch, b"two\nlines\n")
+    assert generate(model) == 0
+    assert capsys.readouterr().out == expected("two\nlines") + "\n"
+
+
+def test_every_sequence_is_printed() -> None:
+    completions = [CompletionOutput(index, text, []) for index, text in enumerate(("a", "b"))]
+    assert text_result(RequestOutput("0", None, [], completions, True, RequestMetrics(0.0))) == "a\nb\n"
+
+
+def test_several_sequences_of_a_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["one", "two words", "--temperature", "1", "--n", "3"]
+    assert generate(model, *options, "--json") == 0
+    results = json_lines(capsys.readouterr().out)
+    texts = [completion["text"] for result in results for completion in result["outputs"]]
+    assert generate(model, *options) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts) and len(set(texts)) > 2
+    assert generate(model, *options[:2], "--use-beam-search", "--n", "2", "--json", "--early-stopping", "true") == 0
+    results = json_lines(capsys.readouterr().out)
+    assert [len(result["outputs"]) for result in results] == [2, 2]
+
+
+class Recorder(io.StringIO):
+    """Standard output that remembers its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        return super().write(text)
+
+
+def test_text_is_streamed_as_it_comes(
+    model: str, expected: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdout = Recorder()
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert generate(model, "one", "two words", "--stream", "--max-num-seqs", "4") == 0
+    assert stdout.getvalue() == f"{expected('one')}\n{expected('two words')}\n"
+    assert len([part for part in stdout.parts if part != "\n"]) > 4, "in parts"
+
+
+def test_a_chat_template_from_a_file(
+    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path, template=False)
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    jsonl = write_jsonl(tmp_path / "m.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
+    assert generate(str(tmp_path), "--jsonl", jsonl, "--chat-template", str(tmp_path / "t.jinja")) == 0
+    assert capsys.readouterr().out == expected("<user>hi<assistant>") + "\n"
+    assert generate(str(tmp_path), "--jsonl", jsonl) == 1
+    assert "has no chat template" in capsys.readouterr().err
+
+
+# ---- many
+
+
+class SlowestFirst:
+    """An engine that finishes requests in any order, and knows how many it held."""
+
+    def __init__(self) -> None:
+        self.tokenizer = object()
+        self.scheduler = SimpleNamespace(running=[])
+        self.waiting: dict[str, str] = {}
+        self.most = 0
+        self.random = random.Random(0)
+
+    def check_prompt(self, prompt: str, token_ids: None) -> list[int]:
+        return [1] * len(prompt)
+
+    def add_request(self, request_id: str, prompt: str, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+        self.waiting[request_id] = prompt
+        self.most = max(self.most, len(self.waiting))
+
+    def step(self) -> list[RequestOutput]:
+        names = list(self.waiting)
+        chosen = self.random.sample(names[1:] or names, k=min(4, max(1, len(names) - 1)))
+        if self.random.random() < 0.1:
+            chosen = [*chosen[:-1], names[0]]
+        return [self._output(name, self.waiting.pop(name)) for name in dict.fromkeys(chosen)]
+
+    def _output(self, name: str, prompt: str) -> RequestOutput:
+        completion = CompletionOutput(0, prompt.upper(), [1], finish_reason="length")
+        return RequestOutput(name, prompt, [1] * len(prompt), [completion], True, RequestMetrics(0.0))
+
+
+class FakeLLM:
+    """Has an engine and nothing else."""
+
+    def __init__(self, engine: SlowestFirst) -> None:
+        self.engine = engine
+        self.config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=100)
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_long_file_runs_through_a_window(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, held = SlowestFirst(), []
+    monkeypatch.setattr(nanovllm.llm, "LLM", lambda model, **_: FakeLLM(engine))
+    put = command.InOrder.put
+
+    def recorded(self: command.InOrder, index: int, line: str) -> Iterator[str]:
+        yield from put(self, index, line)
+        held.append(self.num_held)
+
+    monkeypatch.setattr(command.InOrder, "put", recorded)
+    lines = [f"line {number}" for number in range(10_000)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    assert main(["generate", "--model", model, "--lines", str(tmp_path / "lines.txt")]) == 0
+    assert capsys.readouterr().out.splitlines() == [line.upper() for line in lines]
+    assert engine.most == command.WINDOW * 4 and 8 < max(held) <= command.HELD * 4
+
+
+def test_long_prompts_fill_the_window_sooner(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SlowestFirst()
+    monkeypatch.setattr(nanovllm.llm, "LLM", lambda model, **_: FakeLLM(engine))
+    monkeypatch.setattr(command, "WINDOW_TOKENS", 25)
+    (tmp_path / "lines.txt").write_text("ten tokens\n" * 50)
+    assert main(["generate", "--model", model, "--lines", str(tmp_path / "lines.txt")]) == 0
+    assert engine.most == 3 and capsys.readouterr().out.count("\n") == 50
+
+
+def test_a_pipe_that_waits_does_not_hold_up_what_is_there() -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"one\n")
+    feed = Feed([Source("lines", f"/dev/fd/{read_end}")])
+    assert feed.take(wait=True).prompt == "one"
+    assert feed.take(wait=False) is None and not feed.ended
+    os.write(write_end, b"two\n")
+    os.close(write_end)
+    assert feed.take(wait=True).prompt == "two"
+    os.close(read_end)
+    assert feed.take(wait=True) is None and feed.ended
+
+
+# ---- what goes wrong with one prompt
+
+
+def test_bad_lines_lose_no_good_ones(
+    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad: dict[int, tuple[object, str]] = {
+        2: (b"{", "it is not JSON"),
+        3: (b"\xff", "is not UTF-8: byte 0xff at position 0"),
+        4: ([1], "must be a JSON object"),
+        5: ({"id": 5}, "exactly one of prompt, prompt_token_ids, messages, and has none"),
+        6: ({"prompt": "a", "messages": []}, "has prompt and messages"),
+        7: ({"prompt": 3}, "prompt must be text, got 3"),
+        8: ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?"),
+        9: ({"prompt": "a", "temperature": -1}, "temperature=-1: must be"),
+        10: ({"prompt": ""}, "the prompt is empty"),
+        11: ({"prompt_token_ids": [1000]}, "token id 1000"),
+        12: ({"prompt_token_ids": 5}, "prompt_token_ids must be a list"),
+        13: ({"messages": "hi"}, "messages must be a list of objects"),
+        14: ({"messages": [{"role": "judge", "content": "hi"}]}, "no role judge"),
+        15: (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+        16: ({"prompt": "a" * 2000}, "max_model_len is 1024"),
+        17: ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias='x'"),
+        18: ({"prompt": "a", "output_kind": 1}, "unknown key 'output_kind'"),
+        19: (b"[" * 100_000, "it is not JSON"),
+    }
+    lines = [{"prompt": "one"}, *(line for line, _ in bad.values()), {"prompt": "two words"}]
+    assert generate(model, "--json", "--jsonl", write_jsonl(tmp_path / "p.jsonl", *lines)) == 1
+    printed = capsys.readouterr()
+    results = json_lines(printed.out)
+    assert len(results) == 20
+    assert [results[i]["outputs"][0]["text"] for i in (0, 19)] == [expected("one"), expected("two words")]
+    for number, (_, told) in bad.items():
+        result = results[number - 1]
+        assert result["source"] == f"{tmp_path}/p.jsonl line {number}" and "outputs" not in result
+        assert told in result["error"], number
+    assert results[4]["id"] == 5
+    assert printed.err.count("\n") == 1
+    assert f"18 of 20 prompts failed; the first: {tmp_path}/p.jsonl line 2: it is not JSON" in printed.err
+
+
+def test_bad_lines_as_text(
+    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_bytes(b"one\n\n\xff\nline 3\n")
+    assert generate(model, "--lines", str(tmp_path / "lines.txt"), "--file", "/proc/self/mem") == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{expected('one')}\n\n\n{expected('line 3')}\n\n", "the lines stay side by side"
+    assert printed.err.count("\n") == 4
+    for told in ("line 2: the prompt is empty", "line 3: is not UTF-8", "/proc/self/mem: cannot be read", "3 of 5"):
+        assert told in printed.err
+
+
+def test_one_empty_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model, "") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "nanovllm generate: error: prompt 1: the prompt is empty: give at least one token\n"
+
+
+def test_a_failed_step_ends_its_requests_and_no_others(
+    model: str, expected: Callable[[Any], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, calls = ModelRunner.execute, []
+
+    def failing(self: ModelRunner, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", failing)
+    assert generate(model, "one", "two words", "line 3", "--max-num-seqs", "2", "--json") == 1
+    printed = capsys.readouterr()
+    results = json_lines(printed.out)
+    assert ["error" in result for result in results] == [True, True, False]
+    assert results[0]["outputs"][0]["finish_reason"] == "error" and len(results[0]["outputs"][0]["token_ids"]) == 2
+    assert results[2]["outputs"][0]["text"] == expected("line 3")
+    assert "out of luck" in printed.err and "2 of 3 prompts failed" in printed.err
+
+
+# ---- what is refused as a whole
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--model", "{model}", "--temprature", "1", "x"], "'--temprature': did you mean --temperature?"),
+        (["--model", "{model}", "--zzzz"], "see nanovllm generate --help"),
+        (["x"], "--model"),
+        (["--model", "{dir}/nothing", "x"], "is not a directory: give the path"),
+        (["--model", "{dir}", "x"], "config.json does not exist"),
+        (["--model", "{model}", "--file", "{dir}/nothing"], "nothing' cannot be read: No such file or directory"),
+        (["--model", "{model}", "--lines", "{dir}"], "cannot be read: Is a directory"),
+        (["--model", "{model}", "--file", "-", "-"], "standard input can be read once only"),
+        (["--model", "{model}", "x", "--output", "{dir}/no/where"], "cannot be written: No such file or directory"),
+        (["--model", "{model}", "--file", "{dir}/file", "--output", "{dir}/file"], "is also read"),
+        (["--model", "{model}", "x", "--stream", "--json"], "leave one of them out"),
+        (["--model", "{model}", "x", "--stream", "--n", "2"], "n=2: --stream shows one sequence"),
+        (["--model", "{model}", "x", "--temperature", "-1"], "temperature=-1.0: must be"),
+        (["--model", "{model}", "x", "--num-cpu-blocks", "8"], "num_cpu_blocks=8: needs enable_cpu_offload"),
+        (["--model", "{model}", "x", "--dtype", "int8"], "dtype='int8': must be one of"),
+        (["--model", "{model}", "x", "--chat-template", "{dir}/nothing"], "--chat-template"),
+        (["--model", "{model}", "\udcff"], "is not valid UTF-8"),
+        (["--model", "{model}"], "there is no prompt"),
+    ],
+)
+def test_refusals_cost_one_sentence_and_no_model(
+    model: str,
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").write_text("text")
+    monkeypatch.setattr(ModelRunner, "execute", None)
+    set_stdin(monkeypatch, b"", is_terminal=True)
+    try:
+        code: object = main(["generate", *(option.format(model=model, dir=tmp_path) for option in options)])
+    except SystemExit as stopped:
+        code = stopped.code
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("nanovllm generate: error: ") and told in printed.err
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path, vocab=97)
+    capsys.readouterr()
+    jsonl = write_jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1, 2]})
+    assert generate(str(tmp_path), "text") == 2
+    assert generate(str(tmp_path), "--jsonl", jsonl) == 2
+    told = capsys.readouterr().err
+    assert told.count("has no tokenizer files") == told.count("\n") == 2
+    assert generate(str(tmp_path), "--jsonl", jsonl, "--json", "--dtype", "float32") == 0
+    (result,) = json_lines(capsys.readouterr().out)
+    assert len(result["outputs"][0]["token_ids"]) == 6
+
+
+# ---- progress
+
+
+def test_progress_says_where_a_long_prefill_is(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "LONG_PROMPT", 100)
+    monkeypatch.setattr(status, "REPRINT", 0.0)
+    (tmp_path / "doc.txt").write_text("x" * 800)
+    options = ["--file", str(tmp_path / "doc.txt"), "--progress", "--max-num-batched-tokens", "400"]
+    assert generate(model, *options) == 0
+    lines = capsys.readouterr().err.splitlines()
+    shares = [int(line.split("prefill ")[1].split("%")[0]) for line in lines if "prefill" in line]
+    assert shares == [0, 25, 50, 50, 75], "also within a step: two layers, two chunks"
+    assert "prefill 25% of 800 tokens" in lines[1] and lines[1].startswith("0 of 1 prompts, 1 running")
+    assert lines[-1].startswith("1 prompts, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
+
+
+def test_on_a_terminal_the_line_is_redrawn_and_makes_room(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "REDRAW", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert generate(model, "one") == 0
+    shown = capsys.readouterr().err
+    *drawn, last = shown.split("\r\x1b[K")
+    assert len(drawn) > 3 and all("\n" not in line for line in drawn)
+    assert last.startswith("1 prompts, 3 tokens computed"), "the line is gone before the summary"
+
+
+# ---- Ctrl-C and closed pipes
+
+
+def test_an_interrupt_returns_what_is_finished(
+    model: str,
+    expected: Callable[[Any], str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    execute, calls = ModelRunner.execute, []
+
+    def interrupted(self: ModelRunner, batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        return execute(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    jsonl = write_jsonl(
+        tmp_path / "p.jsonl",
+        {"prompt": "one", "max_tokens": 50},
+        {"prompt": "two words"},
+        {"prompt": "line 3"},
+        {"prompt": "x", "max_tokens": 50},
+    )
+    assert generate(model, "--jsonl", jsonl, "--json") == 130
+    printed = capsys.readouterr()
+    results = json_lines(printed.out)
+    assert [result["index"] for result in results] == [1, 2], "behind one that is not finished"
+    assert results[0]["outputs"][0]["text"] == expected("two words")
+    assert printed.err == "nanovllm generate: interrupted: 2 of 4 prompts were finished\n"
+    assert len(calls) == 8 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_while_the_model_loads(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nanovllm.llm, "LLM", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert generate(model, "one") == 130
+    assert capsys.readouterr().err == "nanovllm generate: interrupted\n"
+
+
+def nanovllm_process(*options: str, **settings: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "nanovllm", *options]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings)
+
+
+def test_a_pipe_is_answered_as_it_is_written_and_ctrl_c_ends_it(model: str, expected: Callable[[Any], str]) -> None:
+    options = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--lines", "-"]
+    with nanovllm_process(*options, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        for prompt in ("one", "two words"):
+            process.stdin.write(f"{prompt}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == expected(prompt) + "\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == ""
+        assert process.stderr.read() == "nanovllm generate: interrupted: 2 of at least 2 prompts were finished\n"
+        assert process.wait(timeout=60) == 130
+
+
+def test_head_ends_it_quietly(model: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\n" * 3000)
+    options = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--max-num-seqs", "4"]
+    with nanovllm_process(*options, "--lines", str(tmp_path / "lines.txt")) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() != ""
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == 141
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from nanovllm.cli.main import main\n"
+        "for words in (['--help'], ['generate', '--help'], ['chat', '--help'], ['bench', '--help']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as stopped: assert stopped.code == 0\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command_name in ("generate", "chat", "plan", "bench"):
+        assert command_name in done.stdout

@@ -1,0 +1,220 @@
+"""Text of a growing sequence: whole characters only, nothing lost, the text of the tokens in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizer_files import END, write_byte_fallback, write_byte_level
+
+from nanovllm.engine.detokenizer import StreamDetokenizer, WindowDetokenizer, make_detokenizer
+from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+REPLACEMENT = "\ufffd"
+TEXTS = st.text(
+    st.one_of(
+        st.sampled_from("ab \n"),
+        st.sampled_from("éßñ"),
+        st.sampled_from("日本語한"),
+        st.sampled_from("👍🏽🎉𝄞"),
+        st.characters(exclude_categories=["Cs"]),
+    ),
+    max_size=30,
+)
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    path = tmp_path_factory.mktemp("bytes")
+    write_byte_level(path)
+    return HuggingFaceTokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def marks_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    path = tmp_path_factory.mktemp("marks")
+    write_byte_fallback(path)
+    return HuggingFaceTokenizer(path)
+
+
+class Slow:
+    """The same tokenizer without its backend."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.encode, self.decode, self.token_text = tokenizer.encode, tokenizer.decode, tokenizer.token_text
+
+
+BOTH = pytest.mark.parametrize("slow", [False, True], ids=["stream", "window"])
+
+
+def pieces(tokenizer: Any, token_ids: Sequence[int], prompt: Sequence[int] = (), **options: Any) -> list[str]:
+    """What each token brings, then what is flushed."""
+    detokenizer = make_detokenizer(tokenizer, prompt, **options)
+    return [*(detokenizer.step(token) for token in token_ids), detokenizer.flush()]
+
+
+def test_fast_tokenizers_stream_and_others_have_a_window(bytes_tokenizer: HuggingFaceTokenizer) -> None:
+    assert isinstance(make_detokenizer(bytes_tokenizer), StreamDetokenizer)
+    assert isinstance(make_detokenizer(Slow(bytes_tokenizer)), WindowDetokenizer)
+
+
+@BOTH
+@given(text=TEXTS, prompt=TEXTS)
+@QUICK
+def test_half_a_character_is_never_shown_and_all_are_in_the_end(
+    bytes_tokenizer: HuggingFaceTokenizer, slow: bool, text: str, prompt: str
+) -> None:
+    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
+    found = pieces(tokenizer, tokenizer.encode(text), tokenizer.encode(prompt))
+    assert "".join(found) == text
+    assert REPLACEMENT in text or (found[-1] == "" and not any(REPLACEMENT in piece for piece in found))
+
+
+@BOTH
+@given(data=st.data())
+@QUICK
+def test_any_tokens_give_their_text(bytes_tokenizer: HuggingFaceTokenizer, slow: bool, data: st.DataObject) -> None:
+    """Bytes that are no text, characters cut anywhere, special tokens, and tokens that only the model knows."""
+    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
+    token = st.one_of(st.integers(0, 290), st.integers(128, 255), st.integers(256, 275))
+    token_ids = data.draw(st.lists(token, max_size=40))
+    prompt = data.draw(st.lists(token, max_size=12))
+    if tokenizer.decode(prompt).endswith(REPLACEMENT):
+        prompt = [*prompt, *b"a"]
+    for skip in (True, False):
+        found = pieces(tokenizer, token_ids, prompt, skip_special_tokens=skip)
+        assert "".join(found) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@BOTH
+def test_a_character_of_four_bytes_appears_with_its_last(bytes_tokenizer: HuggingFaceTokenizer, slow: bool) -> None:
+    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
+    assert pieces(tokenizer, [*b"x", *"🎉".encode(), *b"y"]) == ["x", "", "", "", "🎉", "y", ""]
+    assert pieces(tokenizer, [*b"x", *"🎉".encode()[:3]]) == ["x", "", "", "", REPLACEMENT]
+
+
+@BOTH
+def test_special_tokens_are_passed_over_or_shown(bytes_tokenizer: HuggingFaceTokenizer, slow: bool) -> None:
+    tokenizer = Slow(bytes_tokenizer) if slow else bytes_tokenizer
+    end = tokenizer.encode(END)
+    token_ids = [*b"a", *end, *"é".encode(), *end]
+    assert pieces(tokenizer, token_ids) == ["a", "", "", "é", "", ""]
+    assert "".join(pieces(tokenizer, token_ids, skip_special_tokens=False)) == f"a{END}é{END}"
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_shown(bytes_tokenizer: HuggingFaceTokenizer) -> None:
+    half = list("日".encode()[:2])
+    assert pieces(bytes_tokenizer, [*b"ab"], [*b"x", *half]) == ["a", "b", ""]
+    assert pieces(bytes_tokenizer, [*"日".encode()[2:], *b"b"], half) == ["", REPLACEMENT + "b", ""]
+
+
+# ---- byte fallback and marked spaces
+
+
+@BOTH
+@given(data=st.data())
+@QUICK
+def test_text_continues_that_of_the_prompt(
+    marks_tokenizer: HuggingFaceTokenizer, slow: bool, data: st.DataObject
+) -> None:
+    tokenizer = Slow(marks_tokenizer) if slow else marks_tokenizer
+    alphabet = st.sampled_from("abc é日本 🎉")
+    prompt, text = data.draw(st.text(alphabet, max_size=8)), data.draw(st.text(alphabet, max_size=12))
+    prompt_ids = tokenizer.encode(prompt)
+    token_ids = tokenizer.encode(text)
+    whole = tokenizer.decode([*prompt_ids, *token_ids])
+    shown = pieces(tokenizer, token_ids, prompt_ids)
+    assert tokenizer.decode(prompt_ids) + "".join(shown) == whole
+    assert not any(REPLACEMENT in piece for piece in shown)
+
+
+def test_a_space_after_the_prompt_is_kept(marks_tokenizer: HuggingFaceTokenizer) -> None:
+    token_ids = marks_tokenizer.encode("abc")
+    assert "".join(pieces(marks_tokenizer, token_ids)) == "abc"
+    assert "".join(pieces(marks_tokenizer, token_ids, marks_tokenizer.encode("日" * 9))) == " abc"
+    assert "".join(pieces(marks_tokenizer, token_ids, marks_tokenizer.encode("本" * 9))) == " abc", "bytes"
+
+
+def test_malformed_bytes_never_change_what_was_shown(marks_tokenizer: HuggingFaceTokenizer) -> None:
+    """A byte run is decoded as a whole: one that becomes malformed would take back the character before."""
+    byte = {value: marks_tokenizer.tokenizer.convert_tokens_to_ids(f"<0x{value:02X}>") for value in range(256)}
+    a, b = marks_tokenizer.tokenizer.convert_tokens_to_ids(["▁a", "b"])
+    good = [byte[value] for value in "日".encode()]
+    assert pieces(marks_tokenizer, [*good, byte[255], a, b]) == ["", "", "日", "", REPLACEMENT + " a", "b", ""]
+    shown = pieces(marks_tokenizer, [a, *[byte[255]] * 50, *good, b])
+    assert shown[0] == "a" and "".join(shown).replace(REPLACEMENT, "") in ("ab", "a日b")
+
+
+@given(token_ids=st.lists(st.integers(2 + 128, 300), max_size=40))  # no bytes of ASCII
+@QUICK
+def test_no_tokens_break_the_stream(marks_tokenizer: HuggingFaceTokenizer, token_ids: list[int]) -> None:
+    whole, joined = marks_tokenizer.decode(token_ids), "".join(pieces(marks_tokenizer, token_ids))
+    if REPLACEMENT not in whole:
+        assert joined == whole
+    else:  # an earlier byte's meaning may have been decided before
+        assert [c for c in joined if c.isalpha() and c.isascii()] == [c for c in whole if c.isalpha() and c.isascii()]
+
+
+# ---- slow tokenizers
+
+
+class SentencePieceLike:
+    """A space before each word; that before the first is dropped, as such decoders do. 0 is a special token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(f" {chr(token)}" for token in token_ids if token)[1:]
+
+
+def test_spaces_between_words_are_kept_where_decoders_drop_the_first() -> None:
+    assert "".join(pieces(SentencePieceLike(), [97, 98, 99, 0, 100, 0, 0, 101])) == "a b c d e"
+    assert "".join(pieces(SentencePieceLike(), [97, 98], [100])) == " a b"
+
+
+def test_a_prompt_that_its_tokenizer_cannot_write_is_no_error() -> None:
+    class Unspeakable(SentencePieceLike):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            if 7 in token_ids:
+                raise ValueError("no such piece")
+            return super().decode(token_ids)
+
+    assert "".join(pieces(Unspeakable(), [97, 98], [100, 7])) == "a b"
+
+
+# ---- cost
+
+
+class CountingTokenizer:
+    """Counts the tokens that it is asked to decode."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded += len(token_ids)
+        return bytes(token_ids).decode(errors="replace")
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
+    counting, token_ids = CountingTokenizer(), list("日本語のテキスト".encode() * 20)
+    assert "".join(pieces(counting, token_ids)) == "日本語のテキスト" * 20
+    assert counting.decoded < 20 * len(token_ids)
+
+
+@pytest.mark.parametrize("data", [b"ab", b"\xff", REPLACEMENT.encode(), "日".encode() + b"\xe6"])
+def test_the_stream_never_holds_many_tokens(bytes_tokenizer: HuggingFaceTokenizer, data: bytes) -> None:
+    detokenizer, shown = make_detokenizer(bytes_tokenizer), ""
+    assert isinstance(detokenizer, StreamDetokenizer)
+    for token in [*data * 100, *bytes_tokenizer.encode(END) * 100]:
+        shown += detokenizer.step(token)
+        assert len(detokenizer._held) <= 8
+    assert shown + detokenizer.flush() == (data * 100).decode(errors="replace")
