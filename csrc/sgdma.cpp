@@ -32,11 +32,10 @@ constexpr bool kHasCuda = false;
 #endif
 
 // Taking the GIL back can cost a whole switch interval (5 ms) while another thread runs Python, far more than a
-// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least. It is kept for
-// device copies as well, which are only queued, unless there are this many of them.
+// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least. It is never kept for
+// device copies: where CUDA's queue is full they wait for the stream, which may wait for a call that needs the GIL.
 constexpr std::size_t kKeepGilBelow = 64 * 1024;
 constexpr std::size_t kCacheLine = 64;
-constexpr std::size_t kManyCopies = 64;
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -89,13 +88,14 @@ void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch,
     check_kind(kind);
     if (width == 0 || height == 0) return;
     const sgdma::Copy2D copy{pointer(dst), pointer(src), dpitch, spitch, width, height};
-    if (kind != "h2h") {
-        copy_on_device(copy, kind, stream);
-        return;
-    }
+    const bool on_host = kind == "h2h";
     std::optional<py::gil_scoped_release> released;
-    if (worth_releasing_gil(copy)) released.emplace();
-    copy_on_host(copy);
+    if (!on_host || worth_releasing_gil(copy)) released.emplace();
+    if (on_host) {
+        copy_on_host(copy);
+    } else {
+        copy_on_device(copy, kind, stream);
+    }
 }
 
 // ---- batches
@@ -144,9 +144,10 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
     }
     sgdma::CopyBatch batch = joined(dst, src, size);
     if (batch.size.empty()) return 0;
+    const bool on_host = kind == "h2h";
     std::optional<py::gil_scoped_release> released;
-    if (batch.size.size() >= kManyCopies || (kind == "h2h" && total(batch) >= kKeepGilBelow)) released.emplace();
-    if (kind == "h2h") {
+    if (!on_host || total(batch) >= kKeepGilBelow) released.emplace();
+    if (on_host) {
         for (std::size_t i = 0; i < batch.size.size(); ++i) std::memcpy(batch.dst[i], batch.src[i], batch.size[i]);
     } else {
         copy_batch_on_device(batch, kind, stream);
