@@ -180,7 +180,7 @@ class SlowestFirst:
     def check_prompt(self, prompt: str, token_ids: None) -> list[int]:
         return [1] * len(prompt)
 
-    def add_request(self, request_id: str, prompt: str, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+    def add_request(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:
         self.waiting[request_id] = prompt
         self.most = max(self.most, len(self.waiting))
 
@@ -278,20 +278,21 @@ def test_bad_lines_lose_no_good_ones(
         17: ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias='x'"),
         18: ({"prompt": "a", "output_kind": 1}, "unknown key 'output_kind'"),
         19: (b"[" * 100_000, "it is not JSON"),
+        20: ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
     }
     lines = [{"prompt": "one"}, *(line for line, _ in bad.values()), {"prompt": "two words"}]
     assert generate(model, "--json", "--jsonl", write_jsonl(tmp_path / "p.jsonl", *lines)) == 1
     printed = capsys.readouterr()
     results = json_lines(printed.out)
-    assert len(results) == 20
-    assert [results[i]["outputs"][0]["text"] for i in (0, 19)] == [expected("one"), expected("two words")]
+    assert len(results) == 21
+    assert [results[i]["outputs"][0]["text"] for i in (0, 20)] == [expected("one"), expected("two words")]
     for number, (_, told) in bad.items():
         result = results[number - 1]
         assert result["source"] == f"{tmp_path}/p.jsonl line {number}" and "outputs" not in result
         assert told in result["error"], number
     assert results[4]["id"] == 5
     assert printed.err.count("\n") == 1
-    assert f"18 of 20 prompts failed; the first: {tmp_path}/p.jsonl line 2: it is not JSON" in printed.err
+    assert f"19 of 21 prompts failed; the first: {tmp_path}/p.jsonl line 2: it is not JSON" in printed.err
 
 
 def test_bad_lines_as_text(

@@ -57,7 +57,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         "--jsonl",
         type=_source(JSONL),
         help="a file with a JSON object in each line: prompt, prompt_token_ids or messages, sampling parameters that "
-        "differ from the flags, and an id if you like",
+        "differ from the flags, a cache_salt and an id if you like",
         **add_source,  # type: ignore[arg-type]
     )
     parser.add_argument("--json", action="store_true", help="results as JSON lines with everything that is known")
@@ -145,7 +145,7 @@ class Requests:
         engine = self._llm.engine
         token_ids = engine.check_prompt(item.prompt, self._token_ids(item))
         request_id = str(index)
-        engine.add_request(request_id, item.prompt, params, prompt_token_ids=token_ids)
+        engine.add_request(request_id, item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
         self.running[request_id] = (index, item)
         self.num_tokens += len(token_ids)
 

@@ -52,4 +52,4 @@ def _hugging_face_tokenizer(llm: LLM) -> Any:
     tokenizer = llm.engine.tokenizer
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise RequestError(f"{llm.config.model} has no tokenizer files, so messages cannot be read: add them")
-    return tokenizer._tokenizer
+    return tokenizer.tokenizer
