@@ -97,7 +97,7 @@ def test_text_goes_to_a_file_a_line_for_each_prompt(
 ) -> None:
     output = tmp_path / "out.txt"
     output.write_text("old")
-    assert generate(model, "one", "two words", "--output", str(output)) == 0
+    assert generate(model, "one", "--output", str(output), "two words") == 0
     assert output.read_bytes().decode() == f"{expected('one')}\n{expected('two words')}\n"
     assert capsys.readouterr().out == ""
 
@@ -314,6 +314,19 @@ def test_one_empty_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert printed.err == "nanovllm generate: error: prompt 1: the prompt is empty: give at least one token\n"
 
 
+def test_a_prompt_that_is_not_utf8(
+    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are no UTF-8 reach Python as surrogates, in prompts and in names of files."""
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.txt")
+    Path(name).write_text("one")
+    assert generate(model, "a\udcff", "--file", name, "--json") == 1
+    printed = capsys.readouterr()
+    failed, done = json_lines(printed.out)
+    assert failed["error"] == "is not UTF-8: byte 0xff at position 1" and failed["source"] == "prompt 1"
+    assert done["source"].endswith("\ufffd.txt") and done["outputs"][0]["text"] == expected("one")
+
+
 def test_a_failed_step_ends_its_requests_and_no_others(
     model: str, expected: Callable[[Any], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +370,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(
         (["--model", "{model}", "x", "--num-cpu-blocks", "8"], "num_cpu_blocks=8: needs enable_cpu_offload"),
         (["--model", "{model}", "x", "--dtype", "int8"], "dtype='int8': must be one of"),
         (["--model", "{model}", "x", "--chat-template", "{dir}/nothing"], "--chat-template"),
-        (["--model", "{model}", "\udcff"], "is not valid UTF-8"),
+        (["--model", "{model}", "x", "--stop", "\udcff"], "is not valid UTF-8"),
         (["--model", "{model}"], "there is no prompt"),
     ],
 )

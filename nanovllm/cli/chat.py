@@ -9,6 +9,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,8 +219,8 @@ def _questions(interrupt: Interrupt) -> Iterator[str]:
     """Lines that are not empty, until /quit or the end of input."""
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     if is_person:
-        import readline  # noqa: F401  lets lines be edited
-
+        with suppress(ImportError):
+            import readline  # noqa: F401  lets lines be edited
         _say(COMMANDS)
     while True:
         try:

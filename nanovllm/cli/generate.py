@@ -18,7 +18,6 @@ from nanovllm.cli.arguments import (
     checked_config,
     engine_arguments,
     sampling_arguments,
-    text_argument,
 )
 from nanovllm.cli.interrupt import Interrupt
 from nanovllm.cli.main import INTERRUPTED
@@ -50,7 +49,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add_source = {"action": "append", "dest": "sources", "metavar": "FILE"}
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", type=text_argument, help="a prompt; -: standard input")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; -: standard input")
     parser.add_argument("--file", type=_source(FILE), help="a file that is one prompt", **add_source)  # type: ignore[arg-type]
     parser.add_argument("--lines", type=_source(LINES), help="a file with a prompt in each line", **add_source)  # type: ignore[arg-type]
     parser.add_argument(

@@ -35,7 +35,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        return "standard input" if self.value == STDIN else self.value
+        return "standard input" if self.value == STDIN else os.fsencode(self.value).decode(errors="replace")
 
     @property
     def is_stdin(self) -> bool:
@@ -105,7 +105,7 @@ def read_prompts(sources: Sequence[Source]) -> Iterator[PromptItem]:
     for source in sources:
         if source.kind == TEXT:
             texts += 1
-            yield PromptItem(f"prompt {texts}", prompt=source.value)
+            yield _item(f"prompt {texts}", TEXT, os.fsencode(source.value))
             continue
         try:
             with _open(source) as file:
@@ -136,7 +136,7 @@ def _read(source: Source, file: BinaryIO) -> Iterator[PromptItem]:
 
 def _item(where: str, kind: str, content: bytes) -> PromptItem:
     try:
-        text = content.removesuffix(b"\n").removesuffix(b"\r").decode()
+        text = (content if kind == TEXT else content.removesuffix(b"\n").removesuffix(b"\r")).decode()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         return PromptItem(where, error=f"is not UTF-8: byte 0x{byte:02x} at position {error.start}")
