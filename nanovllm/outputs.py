@@ -8,7 +8,11 @@ from enum import Enum
 
 
 class RequestOutputKind(Enum):
-    """What the outputs of `LLMEngine.step` hold: everything so far, what is new, or nothing before the end."""
+    """What the outputs of `LLMEngine.step` hold: everything so far, what is new, or nothing before the end.
+
+    With DELTA, text, token_ids, logprobs and prompt_logprobs hold what no earlier output of the request had, and
+    sequences without news are left out; what it costs does not grow with what has been generated.
+    """
 
     CUMULATIVE = 0
     DELTA = 1

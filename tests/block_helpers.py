@@ -14,9 +14,9 @@ from nanovllm.sampling_params import SamplingParams
 BLOCK = 4
 
 
-def request(prompt: list[int], request_id: str = "r", **others: Any) -> Request:
+def request(prompt: list[int], request_id: str = "r", params: SamplingParams | None = None, **others: Any) -> Request:
     facts = {"number": 0, "seq_ids": count(), "seed": 0, "arrival_time": 0.0, **others}
-    return Request(request_id, prompt, SamplingParams(), **facts)
+    return Request(request_id, prompt, params or SamplingParams(), **facts)
 
 
 def sequence(tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
@@ -166,6 +166,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that it advanced, in batch order. Without work it runs nothing.
 
+        What is said of a request is as its `output_kind` asks: with FINAL_ONLY nothing before it has ended.
         Raises EngineError if the forward pass failed: the requests that were running end with finish_reason "error"
         and are the error's `outputs`, waiting ones stay, and the engine can go on.
         """
@@ -173,11 +174,11 @@ class LLMEngine:
             stepped = self._step()
         except BaseException as error:
             # An interrupt can come between deciding a block move and carrying it out: nothing in the cache is trusted.
-            failed = [self._output(request) for request in self.scheduler.fail(time.monotonic())]
+            failed = self._outputs(self.scheduler.fail(time.monotonic()))
             if not isinstance(error, Exception):  # Ctrl-C and the like pass through as what they are
                 raise
             raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}", failed) from error
-        return [self._output(request) for request in stepped]
+        return self._outputs(stepped)
 
     def close(self) -> None:
         """Release what the executor holds. Safe to call twice."""
@@ -238,7 +239,11 @@ class LLMEngine:
         length = 0 if threshold is None or prompt_len <= threshold else prompt_len
         return length.to_bytes(8, "little") + (asked or "").encode("utf-8", "surrogatepass")
 
-    def _output(self, request: Request) -> RequestOutput:
+    def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        outputs = [self._output(request) for request in requests]
+        return [output for output in outputs if output is not None]
+
+    def _output(self, request: Request) -> RequestOutput | None:
         if request.finished and request.beam_search is not None:  # its results have their texts since just now
             self._write_texts(request)
         for seq in request.sequences:

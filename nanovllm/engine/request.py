@@ -57,6 +57,7 @@ class Request:
         self.sampling = sampling if sampling is not None else ResolvedSampling()
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on, as far as they are computed
         self.reported_prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]
+        self.num_sent_prompt_logprobs = 0  # in earlier outputs
         self.status = RequestStatus.WAITING
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.beam_search = beam_search
@@ -155,6 +156,8 @@ class Sequence:
         self.cumulative_logprob = 0.0  # of the tokens whose logprobs were asked for
         self.logprobs: list[TokenLogprobs] = []  # for each output token, where they were asked for
         self.reported_logprobs: list[Mapping[int, Logprob]] = []  # the same for the user, as far as an output had them
+        self.num_sent_tokens = 0  # output tokens in earlier outputs
+        self.sent_end = False  # whether an output has said that it has ended
         self.num_computed = 0
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were asked for

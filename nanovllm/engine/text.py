@@ -33,6 +33,7 @@ class SequenceText:
         self.num_tokens = 0  # taken so far
         self._open_end = ""  # the end of the text that may be the beginning of a stop string
         self._stop_string: str | None = None
+        self._ended = False
         self._shown = ""
         self._new: list[str] = []  # shown as well, and not yet joined
 
@@ -53,11 +54,11 @@ class SequenceText:
 
     def finish(self) -> str | None:
         """The sequence has ended: what was held back is decided now. Returns as `append`; safe to call again."""
-        if self._stop_string is None:
+        if self._stop_string is None and not self._ended:
             self._read(self._detokenizer.flush())
-        if self._stop_string is None and not self._params.include_stop_str_in_output:
-            self._new.append(self._open_end)
-        self._open_end = ""
+            if not self._params.include_stop_str_in_output:
+                self._new.append(self._open_end)
+        self._ended, self._open_end = True, ""
         return self._stop_string
 
     def visible(self) -> str:
