@@ -276,21 +276,29 @@ class EngineMachine(RuleBasedStateMachine):
             del self.requests[output.request_id]
 
 
+STEPS = 20_000
+TROUBLE = ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "hits")
+
+
+def has_seen_enough(totals: Counter[str]) -> bool:
+    """The runs went where the trouble is, and often."""
+    return totals["steps"] >= STEPS and all(totals[what] >= 50 for what in TROUBLE)
+
+
 def test_random_runs_never_corrupt_leak_or_lose_a_block() -> None:
     EngineMachine.totals.clear()
     machine_settings = settings(
-        max_examples=300,
+        max_examples=60,
         stateful_step_count=60,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     logging.disable(logging.WARNING)  # of every preemption
     try:
-        run_state_machine_as_test(EngineMachine, settings=machine_settings)
+        for _ in range(30):  # how far an example goes is chance
+            run_state_machine_as_test(EngineMachine, settings=machine_settings)
+            if has_seen_enough(EngineMachine.totals):
+                break
     finally:
         logging.disable(logging.NOTSET)
-    # The run must have gone where the trouble is.
-    totals = EngineMachine.totals
-    assert totals["steps"] >= 20_000, totals
-    for what in ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "hits"):
-        assert totals[what] > 20, totals
+    assert has_seen_enough(EngineMachine.totals), EngineMachine.totals

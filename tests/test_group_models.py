@@ -125,4 +125,4 @@ def test_swapping_moves_whole_blocks_once_each_way(model_dir: Path) -> None:
         d2h_copies=blocks,
         d2h_bytes=blocks * stats.bytes_per_block,
     )
-    assert stats.num_swap_blocks == 14 and stats.host_bytes == 14 * stats.bytes_per_block
+    assert stats.num_swap_blocks == 14 and stats.swap_bytes == 14 * stats.bytes_per_block

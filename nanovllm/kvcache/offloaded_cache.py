@@ -93,7 +93,8 @@ class OffloadedKVCache(KVRoom):
             num_cpu_blocks=engine.num_host_blocks,
             num_swap_blocks=len(engine.swap),
             device_bytes=engine.resident.nbytes + engine.ring.nbytes,
-            host_bytes=engine.host.nbytes + engine.swap.nbytes,
+            host_bytes=engine.host.nbytes,
+            swap_bytes=engine.swap.nbytes,
             transfers=engine.transfers,
         )
 

@@ -107,6 +107,7 @@ class PagedKVCache(KVRoom):
             num_cpu_blocks=0,
             num_swap_blocks=len(self._swap),
             device_bytes=self._pool.nbytes,
-            host_bytes=self._swap.nbytes,
+            host_bytes=0,
+            swap_bytes=self._swap.nbytes,
             transfers=self._copies.transfers,
         )

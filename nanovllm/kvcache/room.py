@@ -44,6 +44,7 @@ class KVStats:
     num_swap_blocks: int
     device_bytes: int  # really allocated
     host_bytes: int
+    swap_bytes: int  # on the host too, for preempted requests
     transfers: TransferCount
 
 
