@@ -82,8 +82,8 @@ class LLM:
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the dicts with a
         "cache_salt" if wanted (see `LLMEngine.add_request`); give one or a sequence of them, with one SamplingParams
-        for all or one for each. Every prompt is checked before any is run: RequestError
-        means that nothing was started. If the call is interrupted, its requests are aborted.
+        for all or one for each. Every prompt is checked before any is run: RequestError means that nothing was started.
+        If the call is interrupted, its requests are aborted.
         """
         self._check_open()
         parts = [_prompt_parts(prompt) for prompt in _as_prompts(prompts)]
@@ -214,5 +214,5 @@ def _params_for_each(
 
 def _rates(finished: Collection[RequestOutput], seconds: float) -> str:
     read = sum(len(output.prompt_token_ids) for output in finished)
-    written = sum(len(output.outputs[0].token_ids) for output in finished)
+    written = sum(len(completion.token_ids) for output in finished for completion in output.outputs)
     return f"input {read / seconds:.1f} tok/s, output {written / seconds:.1f} tok/s"

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import edit_config, make_checkpoint
-from test_tokenizer import write_byte_level
+from checkpoints import make_checkpoint
+from tokenizer_files import write_byte_level
 
 SMALL_CACHE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "80"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
@@ -22,9 +22,7 @@ TEMPLATE = (
 def make_model(path: Path, *, template: bool = True) -> str:
     """A tiny random checkpoint for 1,024 positions, with a byte-level tokenizer."""
     make_checkpoint(path, vocab=300, max_positions=1024)
-    write_byte_level(path)
-    if template:
-        edit_config(path, "tokenizer_config.json", chat_template=TEMPLATE)
+    write_byte_level(path, chat_template=TEMPLATE if template else None)
     return str(path)
 
 

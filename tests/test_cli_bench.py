@@ -68,7 +68,7 @@ def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> N
         (["--prompt-len", "5000"], "--prompt-len 5000 and --output-len 4 make 5004 tokens, and max_model_len is 256"),
         (["--prompt-len", "0"], "'0' is not a whole number of at least 1"),
         (["--repeats", "x"], "'x' is not a whole number"),
-        (["--warmup", "-1"], "--warmup"),
+        (["--warmup", "-1"], "--warmup: '-1' is not a whole number of at least 0"),
         (["--temperature", "1"], "unknown argument '--temperature'"),
         (["--load-format", "gguf"], "load_format='gguf': must be one of"),
     ],

@@ -97,7 +97,7 @@ def test_text_goes_to_a_file_a_line_for_each_prompt(
 ) -> None:
     output = tmp_path / "out.txt"
     output.write_text("old")
-    assert generate(model, "one", "two words", "--output", str(output)) == 0
+    assert generate(model, "one", "--output", str(output), "two words") == 0
     assert output.read_bytes().decode() == f"{expected('one')}\n{expected('two words')}\n"
     assert capsys.readouterr().out == ""
 
@@ -180,7 +180,7 @@ class SlowestFirst:
     def check_prompt(self, prompt: str, token_ids: None) -> list[int]:
         return [1] * len(prompt)
 
-    def add_request(self, request_id: str, prompt: str, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+    def add_request(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:
         self.waiting[request_id] = prompt
         self.most = max(self.most, len(self.waiting))
 
@@ -278,20 +278,21 @@ def test_bad_lines_lose_no_good_ones(
         17: ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias='x'"),
         18: ({"prompt": "a", "output_kind": 1}, "unknown key 'output_kind'"),
         19: (b"[" * 100_000, "it is not JSON"),
+        20: ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
     }
     lines = [{"prompt": "one"}, *(line for line, _ in bad.values()), {"prompt": "two words"}]
     assert generate(model, "--json", "--jsonl", write_jsonl(tmp_path / "p.jsonl", *lines)) == 1
     printed = capsys.readouterr()
     results = json_lines(printed.out)
-    assert len(results) == 20
-    assert [results[i]["outputs"][0]["text"] for i in (0, 19)] == [expected("one"), expected("two words")]
+    assert len(results) == 21
+    assert [results[i]["outputs"][0]["text"] for i in (0, 20)] == [expected("one"), expected("two words")]
     for number, (_, told) in bad.items():
         result = results[number - 1]
         assert result["source"] == f"{tmp_path}/p.jsonl line {number}" and "outputs" not in result
         assert told in result["error"], number
     assert results[4]["id"] == 5
     assert printed.err.count("\n") == 1
-    assert f"18 of 20 prompts failed; the first: {tmp_path}/p.jsonl line 2: it is not JSON" in printed.err
+    assert f"19 of 21 prompts failed; the first: {tmp_path}/p.jsonl line 2: it is not JSON" in printed.err
 
 
 def test_bad_lines_as_text(
@@ -311,6 +312,19 @@ def test_one_empty_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == "nanovllm generate: error: prompt 1: the prompt is empty: give at least one token\n"
+
+
+def test_a_prompt_that_is_not_utf8(
+    model: str, expected: Callable[[Any], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that are no UTF-8 reach Python as surrogates, in prompts and in names of files."""
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.txt")
+    Path(name).write_text("one")
+    assert generate(model, "a\udcff", "--file", name, "--json") == 1
+    printed = capsys.readouterr()
+    failed, done = json_lines(printed.out)
+    assert failed["error"] == "is not UTF-8: byte 0xff at position 1" and failed["source"] == "prompt 1"
+    assert done["source"].endswith("\ufffd.txt") and done["outputs"][0]["text"] == expected("one")
 
 
 def test_a_failed_step_ends_its_requests_and_no_others(
@@ -356,7 +370,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(
         (["--model", "{model}", "x", "--num-cpu-blocks", "8"], "num_cpu_blocks=8: needs enable_cpu_offload"),
         (["--model", "{model}", "x", "--dtype", "int8"], "dtype='int8': must be one of"),
         (["--model", "{model}", "x", "--chat-template", "{dir}/nothing"], "--chat-template"),
-        (["--model", "{model}", "\udcff"], "is not valid UTF-8"),
+        (["--model", "{model}", "x", "--stop", "\udcff"], "is not valid UTF-8"),
         (["--model", "{model}"], "there is no prompt"),
     ],
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 import pytest
-from content_model import expected_beams, expected_output, logprob_of
+from content_model import expected_beams, expected_output, logprob_of, sampled_token
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.config import PreemptionMode
+from nanovllm.engine.batch import Sample
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.hybrid_manager import BlockMove
 
@@ -203,6 +204,16 @@ def test_an_aborted_search_gives_what_it_has() -> None:
     assert scores == sorted(scores, reverse=True) and None not in scores
     assert [logprob_of(prompt_of(5), out.token_ids) for out in output.outputs] == pytest.approx(scores)
     assert bench.manager.num_used == 0 and not bench.engine.has_unfinished_requests()
+
+
+def test_a_search_without_logprobs_ends_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(bench.executor, "_sample", lambda digest, row: Sample(sampled_token(digest)))
+    beam_bench(bench, "beams", prompt_of(5), 4)
+    bench.add("other", prompt_of(5, 1), 4)
+    bench.run()
+    assert [output.finish_reason for output in bench.finished["beams"].outputs] == ["error"]
+    assert bench.tokens("other") == expected_output(prompt_of(5, 1), 4) and bench.manager.num_used == 0
 
 
 # ---- preemption

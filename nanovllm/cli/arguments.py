@@ -194,8 +194,17 @@ def text_argument(text: str) -> str:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return _at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive
+from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, not_negative, positive
 from nanovllm.cli.status import StatusLine
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestOutput
@@ -78,7 +78,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--output-len", type=positive, default=32, metavar="N", help="tokens (default: %(default)s)")
     add("--num-prompts", type=positive, default=1, metavar="N", help="requests at once (default: %(default)s)")
     add("--repeats", type=positive, default=3, metavar="N", help="runs that count (default: %(default)s)")
-    add("--warmup", type=int, choices=range(100), default=1, metavar="N", help="runs before (default: %(default)s)")
+    add("--warmup", type=not_negative, default=1, metavar="N", help="runs before (default: %(default)s)")
     add("--json", action="store_true", help="all figures as one JSON object")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add_engine_flags(parser)

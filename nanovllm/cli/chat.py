@@ -9,7 +9,8 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from nanovllm.cli.status import LONG_PROMPT, StatusLine, prefill_share
 from nanovllm.cli.templates import ChatTemplate, read_template
 from nanovllm.engine.progress import Progress
 from nanovllm.errors import ConfigError, EngineError, RequestError
-from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -121,42 +122,72 @@ class Conversation:
         return {"role": "user", "content": question if self._turns else self._opening + question}
 
 
+@dataclass(slots=True)
+class Answer:
+    """What has come of an answer, and what it cost."""
+
+    metrics: RequestMetrics
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def __str__(self) -> str:
+        """Such as `1,024 tokens cached, 56 computed in 0.2 s, 31 generated at 12.3 tok/s, stop`."""
+        metrics = self.metrics
+        parts = [f"{metrics.cached_tokens:,} tokens cached, {metrics.prefill_tokens:,} computed"]
+        if metrics.ttft is not None:
+            parts[0] += f" in {metrics.ttft:,.1f} s"
+            parts.append(f"{self.num_tokens:,} generated")
+        if metrics.tpot:
+            parts[-1] += f" at {1 / metrics.tpot:,.1f} tok/s"
+        return ", ".join([*parts, str(self.finish_reason)])
+
+
 class Answers:
     """Runs one request at a time and shows its text as it comes."""
 
     def __init__(self, llm: LLM, params: SamplingParams, status: StatusLine, interrupt: Interrupt) -> None:
         self._llm = llm
-        self._params = replace(params, output_kind=RequestOutputKind.CUMULATIVE)
+        self._params = replace(params, output_kind=RequestOutputKind.DELTA)
         self._status = status
         self._interrupt = interrupt
         self._ids = map(str, itertools.count())
         if status.shown:
             llm.watch_steps(self._show_progress)
 
-    def answer(self, token_ids: Sequence[int]) -> tuple[str, RequestOutput]:
-        """The text, written to standard output as it comes, and what it cost. Ctrl-C ends it early.
+    def answer(self, token_ids: Sequence[int]) -> Answer:
+        """Write the answer to standard output as it comes. Ctrl-C ends it early.
 
         Raises RequestError, and EngineError for a failed step.
         """
-        shown = ""
-        for output in self._run(token_ids, self._params):
-            text = output.outputs[0].text
-            if text != shown:
-                self._status.clear()
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
-        if shown:
+        answer = self._run(token_ids, self._params, is_shown=True)
+        if answer.text:
             print(flush=True)
-        return shown, output
+        return answer
 
-    def compute(self, token_ids: Sequence[int]) -> RequestOutput:
+    def compute(self, token_ids: Sequence[int]) -> Answer:
         """Bring a prompt into the prefix cache."""
-        (*_, output) = self._run(token_ids, SamplingParams(temperature=0.0, max_tokens=1))
-        if output.outputs[0].finish_reason == "abort":
+        params = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.DELTA)
+        answer = self._run(token_ids, params, is_shown=False)
+        if answer.finish_reason == "abort":
             raise KeyboardInterrupt
-        return output
+        return answer
 
-    def _run(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    def _run(self, token_ids: Sequence[int], params: SamplingParams, is_shown: bool) -> Answer:
+        answer = None
+        for output in self._outputs(token_ids, params):
+            answer = answer or Answer(output.metrics)
+            for new in output.outputs:
+                answer.text += new.text
+                answer.num_tokens += len(new.token_ids)
+                answer.finish_reason = new.finish_reason
+                if is_shown and new.text:
+                    self._status.clear()
+                    print(new.text, end="", flush=True)
+        assert answer is not None, "a request ends with an output"
+        return answer
+
+    def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
         engine, request_id = self._llm.engine, next(self._ids)
         engine.add_request(request_id, sampling_params=params, prompt_token_ids=token_ids)
         try:
@@ -188,8 +219,7 @@ class Answers:
 def _read_ahead(answers: Answers, chat: Conversation) -> None:
     prefix = chat.prefix()
     if prefix:
-        output = answers.compute(prefix)
-        _say(f"[document: {_cost(output)}]")
+        _say(f"[document: {answers.compute(prefix)}]")
 
 
 def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt) -> int:
@@ -201,16 +231,15 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt) -> int
             _say(f"{question} is not a command: {COMMANDS}")
         else:
             try:
-                text, output = answers.answer(chat.prompt(question))
+                answer = answers.answer(chat.prompt(question))
             except (EngineError, RequestError) as error:
                 _say(f"nanovllm chat: error: {error}")
                 failed = True
                 continue
-            reason = output.outputs[0].finish_reason
-            failed = failed or reason == "error"
-            if text or reason != "abort":
-                chat.add(question, text)
-            _say(f"[{_cost(output)}]")
+            failed = failed or answer.finish_reason == "error"
+            if answer.text or answer.finish_reason != "abort":
+                chat.add(question, answer.text)
+            _say(f"[{answer}]")
     return 1 if failed else 0
 
 
@@ -218,8 +247,8 @@ def _questions(interrupt: Interrupt) -> Iterator[str]:
     """Lines that are not empty, until /quit or the end of input."""
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     if is_person:
-        import readline  # noqa: F401  lets lines be edited
-
+        with suppress(ImportError):
+            import readline  # noqa: F401  lets lines be edited
         _say(COMMANDS)
     while True:
         try:
@@ -241,18 +270,6 @@ def _next_line() -> str:
     if not line:
         raise EOFError
     return line.decode()
-
-
-def _cost(output: RequestOutput) -> str:
-    """Such as `1,024 tokens cached, 56 computed in 0.2 s, 31 generated at 12.3 tok/s, stop`."""
-    metrics, completion = output.metrics, output.outputs[0]
-    parts = [f"{metrics.cached_tokens:,} tokens cached, {metrics.prefill_tokens:,} computed"]
-    if metrics.ttft is not None:
-        parts[0] += f" in {metrics.ttft:,.1f} s"
-        parts.append(f"{len(completion.token_ids):,} generated")
-    if metrics.tpot:
-        parts[-1] += f" at {1 / metrics.tpot:,.1f} tok/s"
-    return ", ".join([*parts, str(completion.finish_reason)])
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,6 @@ from nanovllm.cli.arguments import (
     checked_config,
     engine_arguments,
     sampling_arguments,
-    text_argument,
 )
 from nanovllm.cli.interrupt import Interrupt
 from nanovllm.cli.main import INTERRUPTED
@@ -50,14 +49,14 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add_source = {"action": "append", "dest": "sources", "metavar": "FILE"}
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", type=text_argument, help="a prompt; -: standard input")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; -: standard input")
     parser.add_argument("--file", type=_source(FILE), help="a file that is one prompt", **add_source)  # type: ignore[arg-type]
     parser.add_argument("--lines", type=_source(LINES), help="a file with a prompt in each line", **add_source)  # type: ignore[arg-type]
     parser.add_argument(
         "--jsonl",
         type=_source(JSONL),
         help="a file with a JSON object in each line: prompt, prompt_token_ids or messages, sampling parameters that "
-        "differ from the flags, and an id if you like",
+        "differ from the flags, a cache_salt and an id if you like",
         **add_source,  # type: ignore[arg-type]
     )
     parser.add_argument("--json", action="store_true", help="results as JSON lines with everything that is known")
@@ -128,9 +127,7 @@ class Requests:
 
     def __init__(self, llm: LLM, params: SamplingParams, template: str | None, stream: bool) -> None:
         self._llm = llm
-        self._params = replace(
-            params, output_kind=RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
-        )
+        self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self._stream = stream
         self._template_text = template
         self._template: ChatTemplate | None = None
@@ -145,7 +142,7 @@ class Requests:
         engine = self._llm.engine
         token_ids = engine.check_prompt(item.prompt, self._token_ids(item))
         request_id = str(index)
-        engine.add_request(request_id, item.prompt, params, prompt_token_ids=token_ids)
+        engine.add_request(request_id, item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
         self.running[request_id] = (index, item)
         self.num_tokens += len(token_ids)
 
@@ -205,7 +202,7 @@ class Generation:
         self._status, self._meter, self._interrupt = status, meter, interrupt
         self._num_taken = 0
         self._order = InOrder()
-        self._shown = 0  # characters of the text that is being streamed
+        self._in_line = False  # of a text that is being streamed
         self._first_error = ""
 
     def run(self) -> int:
@@ -263,8 +260,10 @@ class Generation:
     def _take(self, output: RequestOutput) -> None:
         if output.request_id not in self._requests.running:
             return
-        if self._stream and output.outputs:
-            self._write_new(output.outputs[0].text)
+        self._meter.count(output)
+        if self._stream:
+            self._write(completion.text for completion in output.outputs)
+            self._in_line = self._in_line or bool(output.outputs)
         if not output.finished:
             return
         index, item = self._requests.remove(output)
@@ -272,10 +271,10 @@ class Generation:
         if failed:
             self._fail(index, item, "the request was ended by a failure of the engine", output)
             return
-        self._meter.count(output.metrics.prefill_tokens, sum(len(o.token_ids) for o in output.outputs))
+        self._meter.finished += 1
         if self._stream:
             self._write(["\n"])
-            self._shown = 0
+            self._in_line = False
         self._put(index, json_result(index, item, output, None) if self._json else text_result(output))
 
     def _fail(self, index: int, item: PromptItem, error: str, output: RequestOutput | None) -> None:
@@ -292,10 +291,6 @@ class Generation:
     def _put(self, index: int, line: str) -> None:
         self._write(self._order.put(index, "" if self._stream else line))
 
-    def _write_new(self, text: str) -> None:
-        self._write([text[self._shown :]])
-        self._shown = len(text)
-
     def _write(self, lines: Iterable[str]) -> None:
         for line in lines:
             if line:
@@ -305,7 +300,7 @@ class Generation:
     # ---- what a person sees
 
     def _show_status(self, step_share: float = 0.0) -> None:
-        if self._status.is_due() and not self._shown:  # text that is being written must not be drawn over
+        if self._status.is_due() and not self._in_line:  # text that is being written must not be drawn over
             requests = self._requests
             in_step = requests.in_step(step_share)
             self._status.show(self._meter.line(requests.progress(), in_step))
@@ -326,7 +321,7 @@ class Generation:
         """Write what is finished, also behind what is not."""
         self._status.clear()
         self._write(self._order.rest())
-        if self._stream and self._shown:
+        if self._in_line:
             self._write(["\n"])
         with suppress(BrokenPipeError):
             self._file.flush()

@@ -68,7 +68,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         else:
             subparsers.add_parser(command, help=summary)
     args, unknown = parser.parse_known_args(arguments)
-    if unknown:
+    if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
+        args.prompts += unknown  # argparse takes the first ones that stand side by side
+    elif unknown:
         known.error(f"unknown argument {unknown[0]!r}{_nearest(unknown[0], known)}")
     return args
 

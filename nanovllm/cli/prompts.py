@@ -35,7 +35,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        return "standard input" if self.value == STDIN else self.value
+        return "standard input" if self.value == STDIN else os.fsencode(self.value).decode(errors="replace")
 
     @property
     def is_stdin(self) -> bool:
@@ -49,13 +49,17 @@ class Source:
 
 @dataclass(slots=True)
 class PromptItem:
-    """One prompt, given in one of three ways, or the reason why there is none. `params` are sampling parameters."""
+    """One prompt, given in one of three ways, or the reason why there is none.
+
+    `params` are sampling parameters; prompts with a `cache_salt` share cached blocks only with others of the same.
+    """
 
     source: str
     prompt: str | None = None
     prompt_token_ids: Any = None
     messages: Any = None
     params: dict[str, Any] = field(default_factory=dict)
+    cache_salt: Any = None
     given_id: Any = None
     error: str | None = None
 
@@ -101,7 +105,7 @@ def read_prompts(sources: Sequence[Source]) -> Iterator[PromptItem]:
     for source in sources:
         if source.kind == TEXT:
             texts += 1
-            yield PromptItem(f"prompt {texts}", prompt=source.value)
+            yield _item(f"prompt {texts}", TEXT, os.fsencode(source.value))
             continue
         try:
             with _open(source) as file:
@@ -132,7 +136,7 @@ def _read(source: Source, file: BinaryIO) -> Iterator[PromptItem]:
 
 def _item(where: str, kind: str, content: bytes) -> PromptItem:
     try:
-        text = content.removesuffix(b"\n").removesuffix(b"\r").decode()
+        text = (content if kind == TEXT else content.removesuffix(b"\n").removesuffix(b"\r")).decode()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         return PromptItem(where, error=f"is not UTF-8: byte 0x{byte:02x} at position {error.start}")
@@ -162,17 +166,17 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _json_item(where: str, value: dict[str, Any]) -> PromptItem:
-    given_id = value.pop("id", None)
+    given_id, cache_salt = value.pop("id", None), value.pop("cache_salt", None)
     prompts = {key: value.pop(key) for key in PROMPT_KEYS if key in value}
     error = _prompt_error(prompts)
     if error is None:
         known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
         unknown = next((key for key in value if key not in known), None)
         if unknown is not None:
-            error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "id"])
+            error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id"])
     if isinstance(value.get("logit_bias"), dict):
         value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
-    return PromptItem(where, **prompts, params=value, given_id=given_id, error=error)
+    return PromptItem(where, **prompts, params=value, cache_salt=cache_salt, given_id=given_id, error=error)
 
 
 def _prompt_error(prompts: Mapping[str, Any]) -> str | None:

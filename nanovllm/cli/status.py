@@ -7,6 +7,7 @@ import sys
 import time
 
 from nanovllm.engine.progress import Progress
+from nanovllm.outputs import RequestOutput
 
 REDRAW = 0.1  # seconds, on a terminal
 REPRINT = 2.0  # seconds, elsewhere
@@ -57,11 +58,11 @@ class Meter:
         self._computed_tokens = 0
         self._output_tokens = 0
 
-    def count(self, computed_tokens: int, output_tokens: int) -> None:
-        """A request has finished."""
-        self.finished += 1
-        self._computed_tokens += computed_tokens
-        self._output_tokens += output_tokens
+    def count(self, output: RequestOutput) -> None:
+        """Take an output in that is final, or holds what is new."""
+        self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.finished:
+            self._computed_tokens += output.metrics.prefill_tokens
 
     def line(self, running: Progress, in_step: float = 0.0) -> str:
         """Such as `3 of 10 prompts, 7 running, prefill 45% of 32,768 tokens, 980.1 tok/s in, 31.0 tok/s out`.

@@ -115,14 +115,15 @@ class BlockManager:
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that `grow` takes: for new tokens, and for copies of blocks that are shared and written next."""
-        missing, writers = 0, Counter[int]()
+        needed, writers = 0, dict[int, int]()
         for seq in sequences:
-            missing += max(0, seq.num_blocks(self.block_size) - len(seq.block_table))
-            written = seq.num_computed // self.block_size
-            writers.update(seq.block_table[written : written + 1])
-        # The last holder of a block writes in place.
-        copies = (min(count, self._blocks[block_id].ref_count - 1) for block_id, count in writers.items())
-        return missing + sum(copies)
+            table, written = seq.block_table, seq.num_computed // self.block_size
+            needed += max(0, seq.num_blocks(self.block_size) - len(table))
+            if written < len(table) and self._blocks[table[written]].ref_count > 1:
+                writers[table[written]] = writers.get(table[written], 0) + 1
+        for block_id, count in writers.items():  # the last holder of a block writes in place
+            needed += min(count, self._blocks[block_id].ref_count - 1)
+        return needed
 
     def can_grow(self, sequences: Seq[Sequence]) -> bool:
         """Whether the running sequences of a request can all go on."""

@@ -22,7 +22,8 @@ class Progress:
     def of(cls, running: Iterable[Request]) -> Progress:
         requests = list(running)
         live = [seq for request in requests for seq in request.live]
-        prefills = [seq for seq in live if seq.num_computed < seq.prompt_len]
+        computing = [seq for request in requests for seq in request.computing]  # a prompt of several sequences once
+        prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
         return cls(
             num_requests=len(requests),
             prompt_tokens=sum(seq.prompt_len for seq in prefills),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 
 from nanovllm.engine.admission import blocks_beside, check_servable
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
@@ -13,7 +14,9 @@ from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.engine.step_chunks import StepChunks, is_prefill
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -57,13 +60,15 @@ class Scheduler:
     def schedule(self, now: float) -> Batch:
         """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
         swapped_out = self._grow_running()
-        step = StepChunks(self.limits.max_num_batched_tokens, self.limits.long_prefill_token_threshold)
+        limits = self.limits
+        seats = limits.max_num_seqs - sum(request.num_seats for request in self.running)
+        step = StepChunks(limits.max_num_batched_tokens, seats, limits.long_prefill_token_threshold)
         for request in sorted(self.running, key=is_prefill):  # which keeps the order within both kinds
             step.give(request)
         while not swapped_out and self._can_swap_in(step):
-            step.give(self._swap_in())
-        while step.left > 0 and self._can_admit():
-            step.give(self._admit(now))
+            step.join(self._swap_in())
+        while step.left > 0 and self._can_admit(step):
+            step.join(self._admit(now))
         self.block_manager.promote(seq for seq, _ in step.chunks)
         moves = self.block_manager.take_moves()
         assert step.chunks or not moves, "whoever runs alone is in every step"
@@ -86,7 +91,11 @@ class Scheduler:
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             seq.request.prompt_logprobs.extend(prompt_logprobs)
         for request, of_request in drawn.items():
-            self._continue(request, of_request, now)
+            try:
+                self._continue(request, of_request, now)
+            except EngineError:  # of what was drawn for this request: it ends, the others go on
+                logger.exception("request %r cannot go on", request.request_id)
+                self.abort(request, now, "error")
         return list(drawn)
 
     def _continue(self, request: Request, samples: list[Sample], now: float) -> None:
@@ -177,13 +186,9 @@ class Scheduler:
 
     # ---- admission and preemption
 
-    def _num_seats(self) -> int:
-        """Sequences that may still be added."""
-        return self.limits.max_num_seqs - sum(request.num_seats for request in self.running)
-
     def _can_swap_in(self, step: StepChunks) -> bool:
         """Whether the first swapped request has a seat, room for its blocks, and a share of the step."""
-        if not self.swapped or self.swapped[0].num_seats > self._num_seats():
+        if not self.swapped or self.swapped[0].num_seats > step.seats:
             return False
         request, manager = self.swapped[0], self.block_manager
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
@@ -197,12 +202,12 @@ class Scheduler:
         self.block_manager.grow(request.computing)
         return request
 
-    def _can_admit(self) -> bool:
+    def _can_admit(self, step: StepChunks) -> bool:
         """Whether the first waiting request can begin. Nobody passes a request of his order that is swapped out."""
         if not self.waiting or (self.swapped and self.swapped[0].order < self.waiting[0].order):
             return False
         request = self.waiting[0]
-        if request.num_seats > self._num_seats():
+        if request.num_seats > step.seats:
             return False
         beside = blocks_beside(request, self.block_manager.block_size)
         return self.block_manager.can_allocate(request.computing[0], beside) is AllocStatus.OK

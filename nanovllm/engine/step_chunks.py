@@ -6,12 +6,16 @@ from nanovllm.engine.request import Request, Sequence
 
 
 class StepChunks:
-    """`chunks`: (sequence, tokens to compute), in the order of the step. `left`: tokens that may still be given."""
+    """`chunks`: (sequence, tokens to compute), in the order of the step.
 
-    def __init__(self, budget: int, max_prefill_chunk: int = 0) -> None:
+    `left`: tokens that may still be given. `seats`: sequences that may still join those that run.
+    """
+
+    def __init__(self, budget: int, seats: int, max_prefill_chunk: int = 0) -> None:
         """max_prefill_chunk: the most tokens of one sequence that cannot sample yet; 0 for no such limit."""
         self.chunks: list[tuple[Sequence, int]] = []
         self.left = budget
+        self.seats = seats
         self._max_prefill_chunk = max_prefill_chunk or budget
 
     def share_of(self, request: Request) -> list[tuple[Sequence, int]]:
@@ -33,6 +37,11 @@ class StepChunks:
                 share.append((seq, chunk))
                 left -= chunk
         return share
+
+    def join(self, request: Request) -> None:
+        """A request begins to run, or runs again, with a share of this step."""
+        self.seats -= request.num_seats
+        self.give(request)
 
     def give(self, request: Request) -> None:
         """Put the request's share into the step."""
