@@ -43,11 +43,11 @@ class Part:
     figures: bool = True
 
 
-def offload(name: str, prompt_len: int, block_size: int, seconds: int) -> Part:
+def offload(name: str, prompt_len: int, block_size: int, seconds: int, *options: str) -> Part:
     """A prompt on the device and offloaded, in turns."""
     sizes = ("--prompt-len", str(prompt_len), "--block-size", str(block_size), "--max-num-batched-tokens", "16384")
     runs = ("--num-layers", "32", "--output-len", "17", "--repeats", "1", "--warmup", "1")
-    return Part(name, ("bench_offload.py", *MODEL, *sizes, *runs), seconds)
+    return Part(name, ("bench_offload.py", *MODEL, *sizes, *runs, *options), seconds)
 
 
 PARTS = (
@@ -62,13 +62,13 @@ PARTS = (
         90,
         figures=False,
     ),
-    offload("offload-32k", 32768, 1024, 120),
+    offload("offload-32k", 32768, 1024, 120, "--no-cpu-attention"),
     Part(
         "resident",
         ("bench.py", *MODEL, "--prompt-len", "2048", "32768", "--output-len", "33", "--repeats", "2"),
         90,
     ),
-    offload("offload-128k", 131072, 4096, 240),
+    offload("offload-128k", 131072, 4096, 240, "--decode-steps", "0"),
 )
 
 

@@ -240,16 +240,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(num_gpu_blocks: int, **others: Any) -> dict[str, Any]:
     sizes = {"max_model_len": 200, "max_num_batched_tokens": 45}
-    return {**offloaded(BLOCK, num_gpu_blocks, 40), **sizes, "dtype": "float32", "device": "cuda", **others}
+    engine = {"dtype": "float32", "device": "cuda", "cpu_attention": False}
+    return {**offloaded(BLOCK, num_gpu_blocks, 40), **sizes, **engine, **others}
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("cpu_attention", [False, True])
 @pytest.mark.parametrize("num_gpu_blocks", [4, 9, 40])
-def test_an_offloaded_engine_gives_the_tokens_of_the_cpu(model_dir: Path, num_gpu_blocks: int) -> None:
+def test_an_offloaded_engine_gives_the_tokens_of_the_cpu(
+    model_dir: Path, num_gpu_blocks: int, cpu_attention: bool
+) -> None:
     prompts = [random_prompt(length, VOCAB, 5) for length in (100, 33, 64, 1)]
     with LLM(model_dir, **arguments(num_gpu_blocks, device="cpu")) as llm:
         expected = token_ids(llm, prompts, greedy(20))
-    with LLM(model_dir, **arguments(num_gpu_blocks)) as llm:
+    with LLM(model_dir, **arguments(num_gpu_blocks, cpu_attention=cpu_attention)) as llm:
         assert llm._runner.device.name == "cuda" and isinstance(llm._runner.device, OrderingCheck)
         assert token_ids(llm, prompts, greedy(20)) == expected
     with LLM(model_dir, **arguments(-1, enable_cpu_offload=False, num_cpu_blocks=-1)) as llm:
