@@ -53,6 +53,7 @@ ROWS: tuple[set[str], ...] = (
     {"kvcache", "models"},
     {"planner"},
     {"engine"},
+    {"progress_bar", "prompts"},
     {"llm", "recall"},
     {""},
     {"demo", "cli"},
