@@ -41,7 +41,14 @@ class LLM:
         self._runner = ModelRunner(config)
         plan, spec = self._runner.plan, self._runner.spec
         self.engine = LLMEngine(
-            SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens, plan.max_model_len, eos_token_ids),
+            SchedulerLimits(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                plan.max_model_len,
+                eos_token_ids,
+                num_layers=spec.num_layers,
+                max_span_tokens=plan.span_blocks * config.block_size,
+            ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
                 plan.split.resident_blocks, plan.num_cpu_blocks, config.block_size, config.enable_prefix_caching

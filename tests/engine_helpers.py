@@ -18,11 +18,19 @@ from nanovllm.sampling_params import SamplingParams
 BLOCK = 4
 
 
+def batch_token_layers(batch: Batch, num_layers: int) -> int:
+    """Tokens times layers that a step computes; the single unit that a span always gets is not counted."""
+    whole, part = batch.num_tokens * num_layers, batch.span.span if batch.span else None
+    if part is None or (part.end_unit == part.first_unit + 1 and batch.whole):
+        return whole
+    return whole + part.token_layers
+
+
 class WatchedExecutor(ContentExecutor):
     """Keeps the batches, checks the budgets, and charges 10 h2d and 20 d2h bytes for each token."""
 
     def __init__(self, device: int, host: int, limits: SchedulerLimits) -> None:
-        super().__init__(device, host, BLOCK)
+        super().__init__(device, host, BLOCK, limits.num_layers)
         self.limits = limits
         self.batches: list[Batch] = []
         self.error: BaseException | None = None
@@ -32,7 +40,7 @@ class WatchedExecutor(ContentExecutor):
             error, self.error = self.error, None
             raise error
         self.batches.append(batch)
-        assert 0 < batch.num_tokens <= self.limits.max_num_batched_tokens
+        assert 0 < batch_token_layers(batch, self.num_layers) <= self.limits.max_num_batched_tokens * self.num_layers
         assert 0 < len(batch.sequences) <= self.limits.max_num_seqs
         tokens = super().execute(batch).token_ids
         lengths = [len(seq.token_ids) for seq in batch.sequences]
@@ -54,10 +62,12 @@ class Bench:
         caching: bool = True,
         seed: int = 0,
         tokenizer: Any = None,
+        num_layers: int = 1,
+        max_span_tokens: int = 0,
     ) -> None:
         self.manager = BlockManager(device, host, BLOCK, caching)
         length = max_model_len or self.manager.max_sequence_tokens
-        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos))
+        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos), num_layers, max_span_tokens)
         self.executor = WatchedExecutor(device, host, self.limits)
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
         self.names: dict[int, str] = {}

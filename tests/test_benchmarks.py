@@ -129,20 +129,22 @@ OFFLOAD = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-bat
 def test_bench_offload_compares_and_counts(model: Path) -> None:
     report = report_of("bench_offload", model, *OFFLOAD, "--device-share", "0.4", *SMALL)
     assert report["outputs_equal"] is True
-    for name in ("on device", "resident", "offload"):
+    for name in ("on device", "resident", "offload", "offload, chunk-major"):
         check_rates(report["rates"][name], PROMPT_LEN)
-    for other in ("on device", "resident"):
+    for other in ("on device", "resident", "offload, chunk-major"):
         for phase in ("prefill", "decode"):
             ratio = report["ratios"][other][phase]
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
     assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
-    traffic = report["traffic"]
-    for name, count in traffic["counted"].items():
-        assert count == traffic["prefill"][name] + traffic["decode"][name] > 0
     on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
-    assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
-    assert traffic["copy_peak_gb_s"] > 0
+    for traffic in report["traffic"].values():
+        for name, count in traffic["counted"].items():
+            assert count == traffic["prefill"][name] + traffic["decode"][name] > 0
+        assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
+        assert traffic["copy_peak_gb_s"] > 0
+    loads = {name: traffic["prefill"]["h2d_bytes"] for name, traffic in report["traffic"].items()}
+    assert loads["offload"] == 0 < loads["offload, chunk-major"], "layer-major prefill loads nothing"
 
 
 def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,14 +42,25 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(1, 24),
         caching=st.booleans(),
+        num_layers=st.integers(1, 4),
+        span_blocks=st.integers(0, 20),
     )
     def start(
-        self, num_device: int, num_host: int, block_size: int, max_num_seqs: int, budget: int, caching: bool
+        self,
+        num_device: int,
+        num_host: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        num_layers: int,
+        span_blocks: int,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
         self.manager = BlockManager(num_device, num_host, block_size, caching)
-        self.executor = ContentExecutor(num_device, num_host, block_size)
-        limits = SchedulerLimits(max_num_seqs, budget, self.manager.max_sequence_tokens)
+        self.executor = ContentExecutor(num_device, num_host, block_size, num_layers)
+        longest, span_tokens = self.manager.max_sequence_tokens, span_blocks * block_size
+        limits = SchedulerLimits(max_num_seqs, budget, longest, num_layers=num_layers, max_span_tokens=span_tokens)
         self.engine = LLMEngine(limits, ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE), self.manager, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
@@ -124,6 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.manager.num_used == 0
         EngineMachine.totals["preemptions"] += self.engine.scheduler.num_preemptions
         EngineMachine.totals["moves"] += self.executor.num_moves
+        EngineMachine.totals["spans"] += self.executor.num_spans
         EngineMachine.totals["hits"] += self.manager.stats.hit_tokens
 
     # ---- what must hold
@@ -138,7 +150,8 @@ class EngineMachine(RuleBasedStateMachine):
         for block_id, count in held.items():
             assert self.manager._blocks[block_id].ref_count == count
         for seq in self.engine.scheduler.waiting:
-            assert not seq.block_table and seq.num_computed == 0
+            assert not seq.block_table and seq.num_computed == 0 and seq.span is None
+        assert sum(seq.span is not None for seq in self._live()) <= 1
         assert len(self.engine.scheduler.running) <= self.engine.limits.max_num_seqs
 
     def _live(self) -> list[Sequence]:
@@ -180,5 +193,5 @@ def test_random_runs_never_corrupt_leak_or_lose_a_block() -> None:
     run_state_machine_as_test(EngineMachine, settings=machine_settings)
     # The run must have gone where the trouble is.
     assert EngineMachine.totals["steps"] >= 5_000, EngineMachine.totals
-    for what in ("preemptions", "moves", "hits"):
+    for what in ("preemptions", "moves", "hits", "spans"):
         assert EngineMachine.totals[what] > 0, EngineMachine.totals

@@ -24,9 +24,10 @@ TORCH_FREE = (
     "nanovllm.kvcache.budget",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
+    "nanovllm.kvcache.prefill_plan",
     "nanovllm.kvcache.sizing",
 )
-TENSORS_BEGIN = {"nanovllm.engine.model_runner", "nanovllm.engine.profiling"}
+TENSORS_BEGIN = {"nanovllm.engine.model_runner", "nanovllm.engine.profiling", "nanovllm.engine.span_runner"}
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
 ROWS: tuple[set[str], ...] = (

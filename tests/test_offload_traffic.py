@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, token_ids
+from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, token_ids, watch_spans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
+from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -30,6 +31,12 @@ def room(llm: LLM) -> OffloadedKVCache:
     kv_cache = llm._runner.kv_cache
     assert isinstance(kv_cache, OffloadedKVCache)
     return kv_cache
+
+
+def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: int) -> int:
+    """Bytes that decoding loads: at each token all that stands on the host before it."""
+    lengths = range(prompt_len, prompt_len + max_tokens - 1)
+    return sum(max(0, length - resident * BLOCK) for length in lengths) * layout.token_bytes
 
 
 def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
@@ -55,21 +62,27 @@ def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
     max_tokens=st.integers(1, 20),
     num_gpu_blocks=st.integers(4, 9),
     chunk=st.integers(5, 100),
+    way=st.sampled_from(PREFILL_WAYS),
 )
 def test_one_request_moves_what_the_formula_says(
-    model_dir: Path, prompt_len: int, max_tokens: int, num_gpu_blocks: int, chunk: int
+    model_dir: Path, prompt_len: int, max_tokens: int, num_gpu_blocks: int, chunk: int, way: str
 ) -> None:
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk)
     with LLM(model_dir, **arguments) as llm:
+        set_prefill(llm, way)
         batches = recorded_batches(llm)
         (output,) = llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(max_tokens), use_tqdm=False)
         stats, layout = llm.kv_stats(), room(llm).layout
     resident = stats.resident_blocks
     for batch, result, moved in batches:
         (seq,) = batch.sequences
-        assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids))
+        if seq.span is None:
+            assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids))
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
-    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk)
+    span_tokens = llm.engine.limits.max_span_tokens if way == "layer-major" else 0
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, span_tokens)
+    if span_tokens:
+        assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
         stats.transfers.h2d_bytes,
         stats.transfers.d2h_bytes,
@@ -101,11 +114,14 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path) -> None:
     assert sum(result.d2h_bytes) == len(tails) * layout.token_bytes
 
 
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("prompt_len", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1, 9 * BLOCK + 7])
-def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, prompt_len: int) -> None:
+def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, prompt_len: int, way: str) -> None:
     """Every byte of the host pool starts as a sentinel; afterwards exactly the tokens that belong there are written."""
     sentinel = -1234.5
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=37)) as llm:
+        set_prefill(llm, way)
+        spans = watch_spans(llm)
         host = room(llm).engine.host  # [blocks, layers, 2, kv_heads, block_size, head_dim]
         host.fill_(sentinel)
         batches = recorded_batches(llm)
@@ -120,6 +136,7 @@ def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, pr
             if place >= resident:
                 written[place - resident, position % BLOCK] = True
         touched = host != sentinel
+    assert bool(spans) == (way == "layer-major")
     assert written.any() and not written.all()
     assert torch.equal(touched.any(dim=(1, 2, 3, 5)), written)
     assert torch.equal(touched.all(dim=(1, 2, 3, 5)), written)
@@ -140,14 +157,16 @@ def test_blocks_move_to_freed_device_places_and_the_answer_stays(model_dir: Path
     assert max(loaded) > 0 and loaded[-1] < max(loaded)
 
 
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nanovllm.device import cpu
     from nanovllm.errors import EngineError
 
     prompt = random_prompt(100, VOCAB, 8)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
+        set_prefill(llm, way)
         expected = token_ids(llm, prompt, greedy(5))
         llm.engine.scheduler.block_manager.reset_prefix_cache()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.prefill_plan import SpanSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,10 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids))."""
+    """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
+
+    With a `span`, whose tokens these are, the step computes only those of its units; without, all layers.
+    """
 
     seq_id: int
     token_ids: Sequence[int]
@@ -35,18 +39,33 @@ class ScheduledSequence:
     prompt_len: int
     block_table: Sequence[int]  # places, covering every position up to the last computed one
     sampling: SamplingRow | None  # None while the prompt is not yet complete
+    span: SpanSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: first the block moves, in order, then one forward pass over all sequences."""
+    """One step: first the block moves, in order, then one forward pass over all sequences.
+
+    At most one of them is in the middle of a span; it is the last, and its units run after the others' pass.
+    """
 
     sequences: Sequence[ScheduledSequence]
     moves: Sequence[BlockMove] = ()
 
     @property
+    def whole(self) -> Sequence[ScheduledSequence]:
+        """Those that go through all layers."""
+        return self.sequences if self.span is None else self.sequences[:-1]
+
+    @property
+    def span(self) -> ScheduledSequence | None:
+        """The one that goes layer by layer."""
+        return self.sequences[-1] if self.sequences and self.sequences[-1].span is not None else None
+
+    @property
     def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
+        """Tokens that go through all layers."""
+        return sum(len(s.token_ids) for s in self.whole)
 
 
 @dataclass(frozen=True, slots=True)

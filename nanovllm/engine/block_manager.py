@@ -137,6 +137,7 @@ class BlockManager:
             self._drop_reference(block_id)
         seq.block_table = []
         seq.num_computed = 0
+        seq.span, seq.span_units = None, 0
 
     # ---- prefix cache
 

@@ -27,7 +27,7 @@ class _NoKVCache:
     """Takes what attention takes per query row, and keeps nothing."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        return AttentionState.empty(q).out.to(q.dtype)
+        return AttentionState.empty(q).output(q)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -62,15 +62,20 @@ class _LiveBytes(TorchDispatchMode):
             self.live -= size
 
 
-def measure_memory(device: Device, model: Decoder, config: EngineConfig) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory."""
+def measure_memory(device: Device, model: Decoder, config: EngineConfig, layer_major: bool) -> MemoryFacts:
+    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory.
+
+    layer_major: whether prefill may go layer by layer, for which each token's residual stream and id are kept.
+    """
+    layer_major = layer_major and config.enable_cpu_offload
     sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory(),
         host_free=device.free_host_memory(),
         tiers_share_memory=device.torch_device.type == "cpu",
-        activation_peak=activation_peak(model, config) if sized_from_memory else 0,
+        activation_peak=activation_peak(model, config) if sized_from_memory or layer_major else 0,
+        span_row_bytes=model.spec.hidden_size * model.dtype.itemsize + 8 if layer_major else 0,
     )
 
 

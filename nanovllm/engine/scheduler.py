@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.span_schedule import next_slice, passes_span, plan_span, share_of_others, span_owner, take_slice
 from nanovllm.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -26,16 +28,18 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
+    num_layers: int = 1
+    max_span_tokens: int = 0  # the last position that can be prefilled layer by layer; see `kvcache/prefill_plan.py`
 
 
 class Scheduler:
     """Continuous batching with chunked prefill; prefill and decode share a step.
 
     A step is filled in this order: sequences that decode (one token each, so that a long prefill never stalls them),
-    running prefills, then waiting sequences as far as blocks and budgets allow. A sequence gets the blocks of its
-    whole prompt when it is admitted, and grows block by block after that. When a running sequence cannot grow, the
-    last one in order (itself last) is preempted: its blocks are freed, it waits in front, and it is recomputed from
-    whatever the prefix cache still holds.
+    running prefills, then waiting sequences as far as blocks and budgets allow, then units of a prompt that is
+    prefilled layer by layer (`span_schedule.py`). A sequence gets the blocks of its whole prompt when it is admitted,
+    and grows block by block after that. When a running sequence cannot grow, the last one in order (itself last) is
+    preempted: its blocks are freed, it waits in front, and it is recomputed from whatever the prefix cache still holds.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -71,21 +75,23 @@ class Scheduler:
         """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
         self._grow_running()
         budget = self.limits.max_num_batched_tokens
-        chunks: list[tuple[Sequence, int]] = []
-        # A decode is a sequence that lacks one token; sorting by that keeps the order within both kinds.
-        for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
-            chunk = min(seq.num_remaining, budget)
-            if chunk > 0:
-                chunks.append((seq, chunk))
-                budget -= chunk
-        while budget > 0 and self._can_admit():
-            seq = self._admit(now)
-            chunk = min(seq.num_remaining, budget)
-            chunks.append((seq, chunk))
-            budget -= chunk
+        whole = [seq for seq in self.running if seq.span is None]
+        # A decode is a sequence that lacks one token.
+        chunks = _cut((seq for seq in whole if seq.num_remaining == 1), budget)
+        left = budget - len(chunks)
+        prefills = _cut((seq for seq in whole if seq.num_remaining > 1), share_of_others(self.running, left))
+        while (seq := self._admissible()) is not None:
+            room = share_of_others(self.running, left) - sum(chunk for _, chunk in prefills)
+            if room <= 0:
+                break
+            self._admit(seq, now)
+            if seq.span is None:
+                prefills.append((seq, min(seq.num_remaining, room)))
+        chunks += prefills
         self.block_manager.promote(seq for seq, _ in chunks)
         moves = self.block_manager.take_moves()
-        return Batch([self._scheduled(seq, chunk) for seq, chunk in chunks], moves)
+        sequences = [self._scheduled(seq, seq.num_computed + chunk) for seq, chunk in chunks]
+        return Batch([*sequences, *self._scheduled_span(budget - sum(chunk for _, chunk in chunks))], moves)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Sequence]:
         """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the sequences."""
@@ -94,6 +100,8 @@ class Scheduler:
         rows = zip(stepped, batch.sequences, result.token_ids, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, token, h2d_bytes, d2h_bytes in rows:
             computed = len(scheduled.token_ids)
+            if scheduled.span is not None:
+                computed = take_slice(seq, scheduled.span, self.limits.num_layers)
             seq.num_computed += computed
             prompt_tokens = max(0, min(computed, seq.prompt_len - scheduled.context_len))
             seq.metrics.prefill_tokens += prompt_tokens
@@ -151,21 +159,26 @@ class Scheduler:
 
     # ---- admission and preemption
 
-    def _can_admit(self) -> bool:
-        if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
-            return False
-        return self.block_manager.can_allocate(self.waiting[0]) is AllocStatus.OK
+    def _admissible(self) -> Sequence | None:
+        """The waiting sequence to admit next, if there are blocks for it; the first, but for `passes_span`."""
+        if len(self.running) >= self.limits.max_num_seqs:
+            return None
+        owner, chunk = span_owner(self.running), self.limits.max_num_batched_tokens
+        passing = (seq for seq in self.waiting if owner is None or passes_span(seq, self.block_manager, chunk))
+        first = next(passing, None)
+        if first is None or self.block_manager.can_allocate(first) is not AllocStatus.OK:
+            return None
+        return first
 
-    def _admit(self, now: float) -> Sequence:
-        seq = self.waiting[0]
+    def _admit(self, seq: Sequence, now: float) -> None:
         self.block_manager.allocate(seq)
+        plan_span(seq, self.block_manager, self.limits.max_num_batched_tokens, self.limits.max_span_tokens)
         if seq.metrics.first_scheduled_time is None:
             seq.metrics.first_scheduled_time = now
             seq.metrics.cached_tokens = seq.num_computed
         seq.status = SequenceStatus.RUNNING
         bisect.insort(self.running, seq, key=lambda s: s.order)
-        del self.waiting[0]  # last, so that a sequence is in one of the lists whenever an interrupt comes
-        return seq
+        self.waiting.remove(seq)  # last, so that a sequence is in one of the lists whenever an interrupt comes
 
     def _grow_running(self) -> None:
         """Give each running sequence the block of its next token, first in order first."""
@@ -196,8 +209,18 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
-    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
-        end = seq.num_computed + chunk
+    def _scheduled_span(self, tokens: int) -> list[ScheduledSequence]:
+        """The next units of the span under way, if there is one, as many as `tokens` are worth through all layers."""
+        seq, num_layers = span_owner(self.running), self.limits.num_layers
+        if seq is None:
+            return []
+        part = next_slice(seq, tokens * num_layers, num_layers)
+        scheduled = self._scheduled(seq, part.span.end)
+        is_last = part.end_unit == num_layers * part.span.num_chunks
+        return [replace(scheduled, span=part, sampling=scheduled.sampling if is_last else None)]
+
+    def _scheduled(self, seq: Sequence, end: int) -> ScheduledSequence:
+        """The sequence's tokens from those that are computed up to `end`."""
         return ScheduledSequence(
             seq_id=seq.seq_id,
             token_ids=seq.token_ids[seq.num_computed : end],
@@ -206,6 +229,16 @@ class Scheduler:
             block_table=self.block_manager.places(seq, end),
             sampling=_sampling_row(seq) if end == len(seq) else None,
         )
+
+
+def _cut(sequences: Iterable[Sequence], tokens: int) -> list[tuple[Sequence, int]]:
+    """What each of them computes while `tokens` last, first in order first."""
+    chunks: list[tuple[Sequence, int]] = []
+    for seq in sequences:
+        if tokens > 0:
+            chunks.append((seq, min(seq.num_remaining, tokens)))
+            tokens -= chunks[-1][1]
+    return chunks
 
 
 def _sampling_row(seq: Sequence) -> SamplingRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from nanovllm.kvcache.prefill_plan import PrefillSpan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -48,6 +49,8 @@ class Sequence:
         self.stop_reason: int | None = None
         self.num_computed = 0
         self.block_table: list[int] = []
+        self.span: PrefillSpan | None = None  # of its tokens, those to prefill layer by layer
+        self.span_units = 0  # of these, units that are done; no token counts as computed before all are
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were asked for
         self.metrics = RequestMetrics(arrival_time=arrival_time)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import plan_prefill
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead
 MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
@@ -71,11 +72,23 @@ def predict_transfers(layout: KVLayout, resident_blocks: int, context_len: int, 
 
 
 def predict_request(
-    layout: KVLayout, resident_blocks: int, prompt_len: int, output_len: int, max_num_batched_tokens: int
+    layout: KVLayout,
+    resident_blocks: int,
+    prompt_len: int,
+    output_len: int,
+    max_num_batched_tokens: int,
+    span_tokens: int = 0,
 ) -> TransferCount:
-    """`predict_transfers` summed over a whole request: its prefill chunks, then one step for each further token."""
+    """`predict_transfers` summed over a whole request: its prefill, then one step for each further token.
+
+    A span that is prefilled layer-major moves what one chunk of its length would. span_tokens: see `plan_prefill`.
+    """
     total = TransferCount()
-    for start in range(0, prompt_len, max_num_batched_tokens):
+    host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))
+    span = plan_prefill(host_blocks, layout.block_size, 0, prompt_len, max_num_batched_tokens, span_tokens)
+    if span is not None:
+        total += predict_transfers(layout, resident_blocks, 0, span.end)
+    for start in range(span.end if span is not None else 0, prompt_len, max_num_batched_tokens):
         chunk = min(max_num_batched_tokens, prompt_len - start)
         total += predict_transfers(layout, resident_blocks, start, chunk)
     for context_len in range(prompt_len, prompt_len + output_len - 1):

@@ -10,6 +10,7 @@ from nanovllm.forward_context import ForwardContext, SequenceSlice
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
+from nanovllm.kvcache.span_cache import SpanKVCache
 from nanovllm.kvcache.step_plan import BlockVisit, HostVisit, ResidentRun, group_visits, plan_visits
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
@@ -25,6 +26,7 @@ class OffloadedKVCache(KVRoom):
         self._geometry = geometry
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
+        self.spans = SpanKVCache(engine, geometry, backend)
         self._plans: dict[int | None, list[ResidentRun | HostVisit]] = {}  # of this step, by sliding window
 
     # ---- steps
@@ -52,7 +54,7 @@ class OffloadedKVCache(KVRoom):
                 self._backend.attend(q, pool, item.table, state, self._geometry.scale, window)
             else:
                 self._attend_host(layer, item, q, k, v, ctx, state)
-        return state.out.to(q.dtype)
+        return state.output(q)
 
     def abandon_step(self) -> None:
         self.engine.abandon()
@@ -69,6 +71,8 @@ class OffloadedKVCache(KVRoom):
             device_bytes=engine.resident.nbytes + engine.ring.nbytes,
             host_bytes=engine.host.nbytes,
             transfers=engine.transfers,
+            layer_buffer_blocks=len(engine.layer_buffer),
+            layer_buffer_bytes=engine.layer_buffer.nbytes,
         )
 
     # ---- helpers

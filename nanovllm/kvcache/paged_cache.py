@@ -57,7 +57,7 @@ class PagedKVCache(KVRoom):
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
-        return state.out.to(q.dtype)
+        return state.output(q)
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:
         first = first_visible_block(seq.context_len, window, self.layout.block_size)

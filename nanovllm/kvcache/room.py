@@ -43,6 +43,13 @@ class KVStats:
     device_bytes: int  # really allocated
     host_bytes: int
     transfers: TransferCount
+    layer_buffer_blocks: int = 0  # one layer of each, for layer-major prefill: kept aside beyond num_gpu_blocks
+    layer_buffer_bytes: int = 0
+
+    @property
+    def span_tokens(self) -> int:
+        """The last position that can be prefilled layer-major."""
+        return self.layer_buffer_blocks * self.block_size
 
 
 class KVRoom(ABC):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import span_block_bytes, span_blocks
+
+SPAN_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class MemoryFacts:
     host_free: int
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch; 0 when nothing had to be sized from memory
+    span_row_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class KVPlan:
     num_cpu_blocks: int
     split: DeviceSplit
     max_model_len: int
+    span_blocks: int = 0  # of the layer buffer; 0: all prefill is chunk-major
 
     @property
     def num_sequence_blocks(self) -> int:
@@ -48,25 +53,56 @@ def plan_kv_cache(
         )
     # More blocks than max_num_seqs sequences of full length can use would only take memory from others.
     useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
-    num_gpu_blocks = _device_blocks(config, layout, memory, useful)
+    buffer_blocks = _span_blocks(config, layout, memory, wanted_len)
+    span_bytes = buffer_blocks * span_block_bytes(layout, memory.span_row_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
+    num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers)
-        num_cpu_blocks = _host_blocks(config, layout, memory, num_gpu_blocks, max(useful - split.resident_blocks, 0))
+        num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
     else:
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
     total = split.resident_blocks + num_cpu_blocks
     capacity = (total - int(watermark * total)) * layout.block_size
+    if buffer_blocks and capacity < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
+        return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
     _check_capacity(config, layout, total, capacity)
-    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, min(wanted_len, capacity))
+    if not num_cpu_blocks:  # nothing ever leaves the device
+        buffer_blocks = 0
+    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, min(wanted_len, capacity), buffer_blocks)
+
+
+def _span_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> int:
+    """Blocks of the layer buffer, so that the longest prompt is prefilled layer-major if memory allows.
+
+    Where KV blocks are still to be sized from the same memory, spans take at most an eighth of what there is for both,
+    and leave the smallest cache; where all sizes were named, what those leave.
+    """
+    if not config.enable_cpu_offload or not memory.span_row_bytes:
+        return 0
+    left = _budget(config, memory)
+    shared = memory.tiers_share_memory
+    named = [config.num_gpu_blocks, *([config.num_cpu_blocks] if shared else [])]
+    left -= sum(max(blocks, 0) for blocks in named) * layout.block_bytes
+    if -1 in named:
+        smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
+        left = min(left // SPAN_SHARE, left - smallest)
+    blocks = span_blocks(layout, memory.span_row_bytes, left, longest)
+    return blocks if blocks * layout.block_size > config.max_num_batched_tokens else 0  # a span has several chunks
+
+
+def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
+    """Device memory for the KV cache: total * gpu_memory_utilization - what is held - what a step needs."""
+    held = memory.device_total - memory.device_free
+    return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
 
 
 def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int) -> int:
-    """blocks = (total * gpu_memory_utilization - peak) // bytes per block; peak: what is held, plus activations."""
+    """blocks = (total * gpu_memory_utilization - peak) // bytes per block; peak: what is held, and what steps need."""
     if config.num_gpu_blocks != -1:
         _check_fits("num_gpu_blocks", config.num_gpu_blocks, layout, memory.device_free, "the device has")
         return config.num_gpu_blocks
-    held = memory.device_total - memory.device_free
-    budget = int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
+    held, budget = memory.device_total - memory.device_free, _budget(config, memory)
     if memory.tiers_share_memory and config.enable_cpu_offload:
         budget //= 2
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)

@@ -38,12 +38,15 @@ class EventsByKey:
 
 
 class TransferOrder:
-    """One transfer stream per slot, one stream for block moves, and the device's compute stream."""
+    """Streams for slots, one for block moves, and the device's compute stream.
 
-    def __init__(self, device: Device, num_slots: int) -> None:
+    Slot i always uses stream i % num_streams: ring slots have one each, the layer buffer's share those.
+    """
+
+    def __init__(self, device: Device, num_streams: int) -> None:
         self._device = device
         self._compute = device.compute_stream
-        self._slot_streams = [device.new_stream(f"kv-slot-{slot}") for slot in range(num_slots)]
+        self._slot_streams = [device.new_stream(f"kv-slot-{index}") for index in range(num_streams)]
         self._move_stream = device.new_stream("kv-moves")
         self._make_events()
 
@@ -54,11 +57,14 @@ class TransferOrder:
         self._host_ready = EventsByKey(self._device)
         self._moves_begin, self._moves_end = self._device.new_event(), self._device.new_event()
 
+    def _stream(self, slot: int) -> Stream:
+        return self._slot_streams[slot % len(self._slot_streams)]
+
     # ---- a slot's life, in order
 
     def before_fill(self, slot: int) -> Stream:
         """The slot may be overwritten by what is put on the returned stream."""
-        stream = self._slot_streams[slot]
+        stream = self._stream(slot)
         self._ring_slot_compute_done.wait(stream, slot)
         return stream
 
@@ -67,7 +73,7 @@ class TransferOrder:
         self._host_ready.wait(stream, host_block)
 
     def after_fill(self, slot: int) -> None:
-        self._ring_slot_ready.record(self._slot_streams[slot], slot)
+        self._ring_slot_ready.record(self._stream(slot), slot)
 
     def before_compute(self, slot: int) -> None:
         """Compute uses the slot next: what was loaded has arrived, what was stored out has left."""
@@ -75,14 +81,14 @@ class TransferOrder:
 
     def before_store(self, slot: int, host_block: int) -> Stream:
         """New K/V were written into the slot; the returned stream may copy them to `host_block`."""
-        stream = self._slot_streams[slot]
+        stream = self._stream(slot)
         self._kv_written.record(self._compute, slot)
         self._kv_written.wait(stream, slot)
         self._host_ready.wait(stream, host_block)
         return stream
 
     def after_store(self, slot: int, host_block: int) -> None:
-        self._host_ready.record(self._slot_streams[slot], host_block)
+        self._host_ready.record(self._stream(slot), host_block)
 
     def after_compute(self, slot: int) -> None:
         """Attention over the slot was put on the compute stream."""
