@@ -18,12 +18,15 @@ from nanovllm.sampling_params import SamplingParams
 BLOCK = 4
 
 
-def batch_token_layers(batch: Batch, num_layers: int) -> int:
-    """Tokens times layers that a step computes; the single unit that a span always gets is not counted."""
-    whole, part = batch.num_tokens * num_layers, batch.span.span if batch.span else None
-    if part is None or (part.end_unit == part.first_unit + 1 and batch.whole):
-        return whole
-    return whole + part.token_layers
+def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
+    """A step computes max_num_batched_tokens tokens in all layers; a span's last unit may be half in, its first all."""
+    assert 0 < len(batch.sequences) <= limits.max_num_seqs
+    assert 0 <= batch.num_tokens <= limits.max_num_batched_tokens
+    if batch.span is not None and batch.span.span is not None:
+        part = batch.span.span
+        left = (limits.max_num_batched_tokens - batch.num_tokens) * limits.num_layers - part.token_layers
+        assert part.token_layers > 0
+        assert -2 * left <= len(part.span.positions(part.end_unit - 1)) or part.end_unit == part.first_unit + 1
 
 
 class WatchedExecutor(ContentExecutor):
@@ -40,8 +43,7 @@ class WatchedExecutor(ContentExecutor):
             error, self.error = self.error, None
             raise error
         self.batches.append(batch)
-        assert 0 < batch_token_layers(batch, self.num_layers) <= self.limits.max_num_batched_tokens * self.num_layers
-        assert 0 < len(batch.sequences) <= self.limits.max_num_seqs
+        check_budget(batch, self.limits)
         tokens = super().execute(batch).token_ids
         lengths = [len(seq.token_ids) for seq in batch.sequences]
         return StepResult(tokens, [10 * n for n in lengths], [20 * n for n in lengths])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt
+from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill
 
 from nanovllm import LLM
 from nanovllm.device import PitchedCopy
@@ -115,16 +116,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def stress(model_dir: Path) -> tuple[int, int, int]:
-    """Prefill, decode, several sequences, prefix hits, preemption, aborts, block moves, in two engines.
+def stress(model_dir: Path, ways: Sequence[str] = PREFILL_WAYS) -> tuple[int, int, int]:
+    """Prefill, decode, several sequences, prefix hits, preemption, aborts, block moves, in two engines for each way.
 
     Returns how often sequences were preempted, how many blocks were moved, and how many accesses were checked.
     """
     preemptions = moves = checked = 0
-    for num_gpu_blocks, num_cpu_blocks in ((4, 14), (9, 9)):
+    for way, (num_gpu_blocks, num_cpu_blocks) in itertools.product(ways, ((4, 14), (9, 9))):
         arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45)
         random = Random(7)
         with LLM(model_dir, dtype="float32", max_model_len=120, **arguments) as llm:
+            set_prefill(llm, way)
             recorded_moves: list[object] = []
             move_blocks = llm._runner.kv_cache.engine.move_blocks  # type: ignore[attr-defined]
             llm._runner.kv_cache.engine.move_blocks = lambda m, r=recorded_moves, f=move_blocks: (r.extend(m), f(m))  # type: ignore[attr-defined]

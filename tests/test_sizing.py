@@ -121,6 +121,62 @@ def test_no_more_is_taken_than_sequences_can_use() -> None:
     assert few.max_model_len == both.max_model_len == 160
 
 
+SPANS = replace(MEMORY, span_row_bytes=128)  # a block's positions take 1 / 4 of a KV block: 1 / 8 of it is K/V
+SHARED_SPANS = replace(SPANS, host_free=900 * BLOCK, tiers_share_memory=True)
+
+
+def plan_spans(memory: MemoryFacts = SPANS, **arguments: Any) -> KVPlan:
+    return plan(memory, **{"enable_cpu_offload": True, "max_num_batched_tokens": 64, **arguments})
+
+
+def test_spans_are_given_memory_before_blocks_are_sized() -> None:
+    made = plan_spans()  # 1000 blocks of positions would take 250; an eighth of 750 is 93.75
+    assert (made.span_blocks, made.num_gpu_blocks) == (375, 750 - 94)
+    short = plan_spans(max_model_len=1600, num_cpu_blocks=10)
+    assert (short.span_blocks, short.num_gpu_blocks) == (100, 750 - 25), "as much as the longest prompt needs"
+    shared = plan_spans(SHARED_SPANS)
+    assert (shared.span_blocks, shared.num_gpu_blocks) == (375, 328), "half of what is left"
+    assert shared.num_cpu_blocks == int(0.9 * (900 - 328 - 50 - 375 / 4))
+
+
+def test_spans_take_what_named_sizes_leave() -> None:
+    assert plan_spans(num_gpu_blocks=500, num_cpu_blocks=900).span_blocks == 1000, "250 blocks' worth are left"
+    assert plan_spans(num_gpu_blocks=700, num_cpu_blocks=900).span_blocks == 200, "50 are left"
+    assert plan_spans(num_gpu_blocks=750, num_cpu_blocks=900).span_blocks == 0
+    assert plan_spans(SHARED_SPANS, num_gpu_blocks=100, num_cpu_blocks=600).span_blocks == 200
+    assert plan_spans(SHARED_SPANS, num_gpu_blocks=100, num_cpu_blocks=650).span_blocks == 0
+    unnamed = plan_spans(SHARED_SPANS, num_gpu_blocks=100)
+    assert (unnamed.span_blocks, unnamed.num_cpu_blocks) == (325, int(0.9 * (900 - 100 - 50 - 325 / 4)))
+
+
+def test_the_layer_buffer_is_no_longer_than_the_longest_sequence() -> None:
+    assert plan_spans(num_gpu_blocks=50, num_cpu_blocks=51).span_blocks == 99, "the watermark keeps a block"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"enable_cpu_offload": False},
+        {"num_gpu_blocks": 100, "num_cpu_blocks": 0},  # nothing leaves the device
+        {"max_model_len": 4000, "max_num_batched_tokens": 4000},  # every prompt is a step
+        {"num_gpu_blocks": 100, "num_cpu_blocks": 100, "max_num_batched_tokens": 4000},
+        {"num_gpu_blocks": 745, "num_cpu_blocks": 900, "max_num_batched_tokens": 320},  # memory for 320 tokens
+    ],
+)
+def test_no_layer_buffer_where_it_is_of_no_use(arguments: dict[str, Any]) -> None:
+    assert plan_spans(**arguments) == plan_spans(MEMORY, **arguments)
+
+
+def test_spans_never_cost_a_prompt_its_blocks() -> None:
+    """Beside spans the cache would be too small for max_model_len, or for the smallest cache."""
+    wanted = 16 * 690
+    assert plan_spans(num_cpu_blocks=4).num_gpu_blocks < 690
+    tight = plan_spans(num_cpu_blocks=4, max_model_len=wanted)
+    assert (tight.max_model_len, tight.span_blocks, tight.num_gpu_blocks) == (wanted, 0, 750)
+    smallest = plan_spans(replace(SPANS, activation_peak=795 * BLOCK))
+    assert (smallest.num_gpu_blocks, smallest.span_blocks) == (5, 0)
+
+
 @given(gpu=st.integers(4, 700), cpu=st.integers(0, 700), layers=st.integers(1, 30), offload=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_the_longest_sequence_is_the_block_managers(gpu: int, cpu: int, layers: int, offload: bool) -> None:

@@ -3,8 +3,8 @@
 One span is under way at a time, since its hidden states stay on the device. Other prompts that need more than a step
 wait until it has ended, and may find its blocks in the prefix cache then; shorter ones pass them by. A step is as long
 as max_num_batched_tokens tokens through all layers take: decodes come first, then other prefills, which may take half
-of what decodes leave, and the span's units fill the rest, at least one in a step. So neither a decode nor a short
-prompt waits for a long one to end, and the long one comes forward in every step.
+of what decodes leave, and the span's units fill the rest, at least one in a step and to the nearest unit. So neither a
+decode nor a short prompt waits for a long one to end, and the long one comes forward in every step.
 """
 
 from __future__ import annotations

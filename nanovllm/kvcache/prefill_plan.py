@@ -43,15 +43,17 @@ class PrefillSpan:
         return range(first, min(first + self.chunk, self.end))
 
     def slice_end(self, first_unit: int, token_layers: int, num_layers: int) -> int:
-        """Where a step stops that starts at `first_unit`: units of at most `token_layers` tokens in all, at least one.
+        """Where a step stops that starts at `first_unit`: units of about `token_layers` tokens in all, at least one.
 
-        Each unit takes its tokens through one of the layers, a step of n tokens takes n through `num_layers` of them.
+        Each unit takes its tokens through one of the layers, a step of n tokens takes n through `num_layers` of them. A
+        last unit is run if at least half of it fits, so that a token of somebody else does not cost a whole unit.
         """
         unit = first_unit
         while unit < num_layers * self.num_chunks:
-            token_layers -= len(self.positions(unit))
-            if token_layers < 0 and unit > first_unit:
+            tokens = len(self.positions(unit))
+            if 2 * token_layers < tokens and unit > first_unit:
                 break
+            token_layers -= tokens
             unit += 1
         return unit
 

@@ -67,9 +67,10 @@ def plan_kv_cache(
     if buffer_blocks and capacity < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
         return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
     _check_capacity(config, layout, total, capacity)
-    if not num_cpu_blocks:  # nothing ever leaves the device
-        buffer_blocks = 0
-    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, min(wanted_len, capacity), buffer_blocks)
+    longest = min(wanted_len, capacity)
+    has_spans = num_cpu_blocks > 0 and longest > config.max_num_batched_tokens
+    buffer_blocks = min(buffer_blocks, -(-longest // layout.block_size)) if has_spans else 0
+    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, buffer_blocks)
 
 
 def _span_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> int:
