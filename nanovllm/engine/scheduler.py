@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, take_slice
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.span_schedule import next_slice, passes_span, plan_span, share_of_others, span_owner, take_slice
 from nanovllm.errors import ConfigError, RequestError
+from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ class Scheduler:
     """Continuous batching with chunked prefill; prefill and decode share a step.
 
     A step is filled in this order: sequences that decode (one token each, so that a long prefill never stalls them),
-    running prefills, then waiting sequences as far as blocks and budgets allow, then units of a prompt that is
-    prefilled layer by layer (`span_schedule.py`). A sequence gets the blocks of its whole prompt when it is admitted,
+    running prefills, then waiting sequences as far as blocks and budgets allow; a prompt that takes several steps
+    shares them with the others (`long_prefill.py`). A sequence gets the blocks of its whole prompt when it is admitted,
     and grows block by block after that. When a running sequence cannot grow, the last one in order (itself last) is
     preempted: its blocks are freed, it waits in front, and it is recomputed from whatever the prefix cache still holds.
     """
@@ -75,23 +76,20 @@ class Scheduler:
         """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
         self._grow_running()
         budget = self.limits.max_num_batched_tokens
-        whole = [seq for seq in self.running if seq.span is None]
         # A decode is a sequence that lacks one token.
-        chunks = _cut((seq for seq in whole if seq.num_remaining == 1), budget)
+        chunks = _cut((seq for seq in self.running if seq.num_remaining == 1), budget)
         left = budget - len(chunks)
-        prefills = _cut((seq for seq in whole if seq.num_remaining > 1), share_of_others(self.running, left))
-        while (seq := self._admissible()) is not None:
-            room = share_of_others(self.running, left) - sum(chunk for _, chunk in prefills)
-            if room <= 0:
-                break
-            self._admit(seq, now)
-            if seq.span is None:
-                prefills.append((seq, min(seq.num_remaining, room)))
-        chunks += prefills
+        others, long = self._prefills(left, now)
+        chunks += others
+        left -= sum(chunk for _, chunk in others)
+        if long is not None and long.span is None:
+            chunks += _cut([long], left)
         self.block_manager.promote(seq for seq, _ in chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, seq.num_computed + chunk) for seq, chunk in chunks]
-        return Batch([*sequences, *self._scheduled_span(budget - sum(chunk for _, chunk in chunks))], moves)
+        if long is not None and long.span is not None:
+            sequences.append(self._scheduled_slice(long, long.span, left))
+        return Batch(sequences, moves)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Sequence]:
         """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the sequences."""
@@ -159,14 +157,30 @@ class Scheduler:
 
     # ---- admission and preemption
 
-    def _admissible(self) -> Sequence | None:
-        """The waiting sequence to admit next, if there are blocks for it; the first, but for `passes_span`."""
+    def _prefills(self, left: int, now: float) -> tuple[list[tuple[Sequence, int]], Sequence | None]:
+        """Chunks of prefills, running and admitted now, out of the tokens `left` by decodes; and the long prefill."""
+        long = long_prefill(self.running, left)
+        room = left if long is None else -(-left // 2)
+        chunks = _cut((seq for seq in self.running if seq.num_remaining > 1 and seq is not long), room)
+        while (seq := self._admissible(long)) is not None:
+            taken = sum(chunk for _, chunk in chunks)
+            room = left if long is None else -(-left // 2)
+            if taken >= room:
+                break
+            self._admit(seq, now)
+            if seq.span is not None:
+                long = seq
+            else:
+                chunks.append((seq, min(seq.num_remaining, room - taken)))
+        return chunks, long
+
+    def _admissible(self, long: Sequence | None) -> Sequence | None:
+        """The waiting sequence to admit next: the first, or beside a long prefill the first that may pass it."""
         if len(self.running) >= self.limits.max_num_seqs:
             return None
-        owner, chunk = span_owner(self.running), self.limits.max_num_batched_tokens
-        passing = (seq for seq in self.waiting if owner is None or passes_span(seq, self.block_manager, chunk))
-        first = next(passing, None)
-        if first is None or self.block_manager.can_allocate(first) is not AllocStatus.OK:
+        manager, chunk = self.block_manager, self.limits.max_num_batched_tokens
+        first = next((seq for seq in self.waiting if long is None or passes(seq, manager, chunk)), None)
+        if first is None or manager.can_allocate(first) is not AllocStatus.OK:
             return None
         return first
 
@@ -209,15 +223,13 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
-    def _scheduled_span(self, tokens: int) -> list[ScheduledSequence]:
-        """The next units of the span under way, if there is one, as many as `tokens` are worth through all layers."""
-        seq, num_layers = span_owner(self.running), self.limits.num_layers
-        if seq is None:
-            return []
-        part = next_slice(seq, tokens * num_layers, num_layers)
-        scheduled = self._scheduled(seq, part.span.end)
-        is_last = part.end_unit == num_layers * part.span.num_chunks
-        return [replace(scheduled, span=part, sampling=scheduled.sampling if is_last else None)]
+    def _scheduled_slice(self, seq: Sequence, span: PrefillSpan, tokens: int) -> ScheduledSequence:
+        """The next units of the sequence's span, as many as `tokens` are worth through all layers."""
+        num_layers = self.limits.num_layers
+        end_unit = span.slice_end(seq.span_units, tokens * num_layers, num_layers)
+        scheduled = self._scheduled(seq, span.end)
+        sampling = scheduled.sampling if end_unit == num_layers * span.num_chunks else None
+        return replace(scheduled, span=SpanSlice(span, seq.span_units, end_unit), sampling=sampling)
 
     def _scheduled(self, seq: Sequence, end: int) -> ScheduledSequence:
         """The sequence's tokens from those that are computed up to `end`."""

@@ -33,7 +33,8 @@ class KVPlan:
     num_cpu_blocks: int
     split: DeviceSplit
     max_model_len: int
-    span_blocks: int = 0  # of the layer buffer; 0: all prefill is chunk-major
+    span_blocks: int  # of the layer buffer; 0: all prefill is chunk-major
+    step_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
 
     @property
     def num_sequence_blocks(self) -> int:
@@ -54,8 +55,8 @@ def plan_kv_cache(
     # More blocks than max_num_seqs sequences of full length can use would only take memory from others.
     useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
     buffer_blocks = _span_blocks(config, layout, memory, wanted_len)
-    span_bytes = buffer_blocks * span_block_bytes(layout, memory.span_row_bytes)
-    left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
+    per_block = span_block_bytes(layout, memory.span_row_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + buffer_blocks * per_block)
     num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers)
@@ -70,7 +71,8 @@ def plan_kv_cache(
     longest = min(wanted_len, capacity)
     has_spans = num_cpu_blocks > 0 and longest > config.max_num_batched_tokens
     buffer_blocks = min(buffer_blocks, -(-longest // layout.block_size)) if has_spans else 0
-    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, buffer_blocks)
+    step_bytes = memory.activation_peak + buffer_blocks * per_block
+    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, buffer_blocks, step_bytes)
 
 
 def _span_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> int:

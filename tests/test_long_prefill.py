@@ -1,4 +1,4 @@
-"""Long prompts that go layer by layer beside everything else: who gets which share of a step. No torch."""
+"""Prompts that take several steps, layer by layer or chunk by chunk, and what others get beside them. No torch."""
 
 from __future__ import annotations
 
@@ -98,17 +98,19 @@ def test_decodes_go_on_in_every_step() -> None:
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET, 1), 1)
 
 
-def test_short_prompts_are_served_beside_a_long_one() -> None:
+@pytest.mark.parametrize("max_span_tokens", [0, 1000])
+def test_short_prompts_are_served_beside_a_long_one(max_span_tokens: int) -> None:
     """At most half of a step goes to them: a prompt of that length is answered in the step after its arrival."""
-    bench = bench_with_spans()
+    bench = bench_with_spans(max_span_tokens=max_span_tokens)
     bench.add("long", prompt_of(10 * BUDGET), 1)
     bench.step()
     for index in range(6):
         bench.add(f"short {index}", prompt_of(BUDGET // 2, index + 1), 1)
         bench.step()
         assert f"short {index}" in bench.finished and "long" not in bench.finished
-        (part,) = slices(bench, "long")[-1:]
-        assert part.span is not None and part.span.token_layers >= BUDGET // 2 * LAYERS, "half is the span's"
+        (row,) = [seq for seq in bench.executor.batches[-1].sequences if bench.names[seq.seq_id] == "long"]
+        worth = len(row.token_ids) * LAYERS if row.span is None else row.span.token_layers
+        assert worth == BUDGET // 2 * LAYERS, "half is the long one's"
     bench.run()
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET), 1)
 
@@ -135,6 +137,19 @@ def test_a_span_gets_a_unit_even_when_decodes_fill_the_step() -> None:
     full = [batch for batch in bench.executor.batches if len(batch.whole) == BUDGET]
     assert len(full) > 5 and all(batch.span is not None for batch in full[:5])
     assert bench.tokens("long") == expected_output(prompt_of(960), 1)
+
+
+def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_left() -> None:
+    bench = bench_with_spans(device=90, host=10)
+    document = prompt_of(120)
+    for name, prompt in (("first", [*document, 1]), ("same document", [*document, 2]), ("short", [3] * 30)):
+        bench.add(name, prompt, 2)
+    bench.add("shorter", [4] * 10, 2)
+    bench.run()
+    assert bench.order == ["shorter", "first", "same document", "short"]
+    assert bench.finished["same document"].metrics.cached_tokens > 120 - BUDGET
+    assert not any(slices(bench, name) for name in bench.finished)
+    assert bench.tokens("same document") == expected_output([*document, 2], 2)
 
 
 def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
