@@ -15,13 +15,13 @@ ROUNDS = 10
 def matmul_gflop_s(dtype: torch.dtype) -> float:
     """torch.mm on two square matrices, a multiply-add being two operations."""
     a, b = (torch.randn(MATRIX, MATRIX).to(dtype) for _ in range(2))
-    return 2.0 * MATRIX**3 / _least_seconds(lambda: torch.mm(a, b)) / 1e9
+    return 2.0 * MATRIX**3 / least_seconds(lambda: torch.mm(a, b)) / 1e9
 
 
 def read_gb_s() -> float:
     """torch.sum over memory that is in no cache."""
     memory = torch.ones(BUFFER_BYTES // 4)
-    return memory.nbytes / _least_seconds(memory.sum) / 1e9
+    return memory.nbytes / least_seconds(memory.sum) / 1e9
 
 
 def copy_gb_s() -> float:
@@ -33,10 +33,10 @@ def copy_gb_s() -> float:
     def copy() -> None:
         memcpy_2d_async(dst, src, BUFFER_BYTES, BUFFER_BYTES, BUFFER_BYTES, 1, "h2h", 0)
 
-    return BUFFER_BYTES / _least_seconds(copy) / 1e9
+    return BUFFER_BYTES / least_seconds(copy) / 1e9
 
 
-def _least_seconds(work: Callable[[], object]) -> float:
+def least_seconds(work: Callable[[], object]) -> float:
     """Seconds of the fastest call after a first one: a peak is what the machine can do while nothing else runs."""
     work()
     times = []

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.planner.network import Network
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -40,28 +40,28 @@ class Shape:
     dtype: torch.dtype
 
     @property
+    def network(self) -> Network:
+        return Network(self.spec, str(self.dtype).removeprefix("torch."))
+
+    @property
     def weight_bytes(self) -> int:
-        return Decoder(self.spec, self.dtype, torch.device("meta")).weight_bytes
+        return self.network.weight_bytes
 
     @property
     def kv_token_bytes(self) -> int:
         """K and V of one token over all layers."""
-        return self.spec.num_layers * 2 * self.spec.kv_size * self.dtype.itemsize
+        return self.network.layout(1).token_bytes
 
     def prefill_operations(self, prompt_len: int) -> float:
         """Operations of one prompt's prefill, a multiply-add being two: projections, attention, one row of logits."""
-        spec = self.spec
-        layer = (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size) * spec.hidden_size
-        keys = sum(_visible_keys(prompt_len, window) for window in spec.sliding_windows)
-        projections = 2.0 * layer * spec.num_layers * prompt_len
-        return projections + 4.0 * spec.q_size * keys + 2.0 * spec.vocab_size * spec.hidden_size
+        network, logits = self.network, 2.0 * self.spec.vocab_size * self.spec.hidden_size
+        return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + logits
 
     def decode_bytes(self, context_len: int) -> int:
         """Bytes that one sequence's decode step reads at the least: weights but the embedding table, and visible KV."""
-        spec = self.spec
-        table = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size * self.dtype.itemsize
-        keys = sum(min(context_len, window or context_len) for window in spec.sliding_windows)
-        return self.weight_bytes - table + keys * self.kv_token_bytes // spec.num_layers
+        network = self.network
+        table = 0 if self.spec.tie_word_embeddings else network.head_bytes
+        return network.weight_bytes - table + network.attended_bytes(context_len - 1, 1)
 
     def facts(self) -> dict[str, Any]:
         """What the report says of it."""
@@ -81,12 +81,6 @@ class Shape:
         """Random token ids, the same for the same arguments."""
         rng = random.Random(f"{seed}-{length}")
         return [rng.choices(range(self.spec.vocab_size), k=length) for _ in range(count)]
-
-
-def _visible_keys(tokens: int, window: int | None) -> int:
-    """Keys that the rows of a causal prefill see, summed over its rows."""
-    full = min(tokens, window or tokens)
-    return full * (full + 1) // 2 + (tokens - full) * full
 
 
 @contextmanager

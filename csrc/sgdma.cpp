@@ -1,9 +1,11 @@
-// Pitched (2D) memory copies for the KV cache: `height` rows of `width` bytes, `pitch` bytes from one row to the next.
+// Memory copies for the KV cache: pitched (2D) ones, `height` rows of `width` bytes, `pitch` bytes from one row to the
+// next, and batches of copies of any sizes. Besides, what it takes to page-lock host memory.
 //
 // The module does not link against torch: pointers, pitches and a stream handle go in, so that one build serves every
 // torch version. All checking that needs to know a tensor is done before, in nanovllm/comm/sgdma.py.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +14,8 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "sgdma.h"
 
@@ -29,6 +33,25 @@ constexpr bool kHasCuda = false;
 // small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least.
 constexpr std::size_t kKeepGilBelow = 64 * 1024;
 constexpr std::size_t kCacheLine = 64;
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+[[noreturn, maybe_unused]] void refuse_without_cuda(const std::string& what) {
+    throw std::runtime_error("This build of nanovllm.comm._sgdma has no CUDA, so " + what +
+                             ": rebuild with NANOVLLM_CUDA=1 on a machine that has nvcc.");
+}
+
+void check_kind(std::string_view kind) {
+    if (kind != "h2h" && kind != "h2d" && kind != "d2h" && kind != "d2d") {
+        throw std::invalid_argument("kind must be h2h, h2d, d2h or d2d, got " + std::string(kind) + ".");
+    }
+}
+
+[[maybe_unused]] void check(const char* error, const std::string& what) {
+    if (error != nullptr) throw std::runtime_error(what + " failed: " + error + ".");
+}
+
+// ---- pitched copies
 
 bool worth_releasing_gil(const sgdma::Copy2D& copy) {
     return copy.height * (copy.width > kCacheLine ? copy.width : kCacheLine) >= kKeepGilBelow;
@@ -48,28 +71,20 @@ void copy_on_host(const sgdma::Copy2D& copy) {
 
 void copy_on_device(const sgdma::Copy2D& copy, std::string_view kind, std::uintptr_t stream) {
 #ifdef NANOVLLM_WITH_CUDA
-    const char* error = sgdma::cuda_copy(copy, kind, stream);
-    if (error != nullptr) {
-        throw std::runtime_error("cudaMemcpy2DAsync failed for a " + std::string(kind) + " copy of " +
-                                 std::to_string(copy.height) + " rows of " + std::to_string(copy.width) +
-                                 " bytes: " + error + ".");
-    }
+    check(sgdma::cuda_copy(copy, kind, stream), "A " + std::string(kind) + " copy of " + std::to_string(copy.height) +
+                                                    " rows of " + std::to_string(copy.width) + " bytes");
 #else
     (void)copy;
     (void)stream;
-    throw std::runtime_error("This build of nanovllm.comm._sgdma has no CUDA, so a " + std::string(kind) +
-                             " copy cannot run: rebuild with NANOVLLM_CUDA=1 on a machine that has nvcc.");
+    refuse_without_cuda("a " + std::string(kind) + " copy cannot run");
 #endif
 }
 
 void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch, std::size_t spitch,
                      std::size_t width, std::size_t height, std::string_view kind, std::uintptr_t stream) {
-    if (kind != "h2h" && kind != "h2d" && kind != "d2h" && kind != "d2d") {
-        throw std::invalid_argument("kind must be h2h, h2d, d2h or d2d, got " + std::string(kind) + ".");
-    }
+    check_kind(kind);
     if (width == 0 || height == 0) return;
-    const sgdma::Copy2D copy{reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), dpitch, spitch, width,
-                             height};
+    const sgdma::Copy2D copy{pointer(dst), pointer(src), dpitch, spitch, width, height};
     const bool on_host = kind == "h2h";
     std::optional<py::gil_scoped_release> released;
     if (!on_host || worth_releasing_gil(copy)) released.emplace();
@@ -80,12 +95,141 @@ void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch,
     }
 }
 
+// ---- batches
+
+// The copies in order, neighbours joined where they follow each other without a gap on both sides.
+sgdma::CopyBatch joined(const std::vector<std::uintptr_t>& dst, const std::vector<std::uintptr_t>& src,
+                        const std::vector<std::size_t>& size) {
+    sgdma::CopyBatch batch;
+    std::uintptr_t dst_end = 0, src_end = 0;
+    for (std::size_t i = 0; i < size.size(); ++i) {
+        if (size[i] == 0) continue;
+        if (!batch.size.empty() && dst[i] == dst_end && src[i] == src_end) {
+            batch.size.back() += size[i];
+        } else {
+            batch.dst.push_back(pointer(dst[i]));
+            batch.src.push_back(pointer(src[i]));
+            batch.size.push_back(size[i]);
+        }
+        dst_end = dst[i] + size[i];
+        src_end = src[i] + size[i];
+    }
+    return batch;
+}
+
+void copy_batch_on_device(sgdma::CopyBatch& batch, std::string_view kind, std::uintptr_t stream) {
+#ifdef NANOVLLM_WITH_CUDA
+    check(sgdma::cuda_copy_batch(batch, kind, stream),
+          "A batch of " + std::to_string(batch.size.size()) + " " + std::string(kind) + " copies");
+#else
+    (void)batch;
+    (void)stream;
+    refuse_without_cuda("a " + std::string(kind) + " copy cannot run");
+#endif
+}
+
+std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std::vector<std::uintptr_t>& src,
+                               const std::vector<std::size_t>& size, std::string_view kind, std::uintptr_t stream) {
+    check_kind(kind);
+    if (dst.size() != size.size() || src.size() != size.size()) {
+        throw std::invalid_argument("dst, src and size must be of one length, got " + std::to_string(dst.size()) +
+                                    ", " + std::to_string(src.size()) + " and " + std::to_string(size.size()) + ".");
+    }
+    const py::gil_scoped_release released;
+    sgdma::CopyBatch batch = joined(dst, src, size);
+    if (batch.size.empty()) return 0;
+    if (kind == "h2h") {
+        for (std::size_t i = 0; i < batch.size.size(); ++i) std::memcpy(batch.dst[i], batch.src[i], batch.size[i]);
+    } else {
+        copy_batch_on_device(batch, kind, stream);
+    }
+    return batch.size.size();
+}
+
+// ---- memory
+
+std::pair<std::string, int> memory_of(std::uintptr_t address) {
+#ifdef NANOVLLM_WITH_CUDA
+    const sgdma::Place place = sgdma::cuda_memory_of(pointer(address));
+    return {place.memory, place.device};
+#else
+    (void)address;
+    return {"pageable", -1};
+#endif
+}
+
+void lock_pages(std::uintptr_t start, std::size_t size) {
+#ifdef NANOVLLM_WITH_CUDA
+    const py::gil_scoped_release released;
+    check(sgdma::cuda_lock_pages(pointer(start), size), "cudaHostRegister of " + std::to_string(size) + " bytes");
+#else
+    (void)start;
+    refuse_without_cuda(std::to_string(size) + " bytes cannot be page-locked");
+#endif
+}
+
+void unlock_pages(std::uintptr_t start) {
+#ifdef NANOVLLM_WITH_CUDA
+    const py::gil_scoped_release released;
+    check(sgdma::cuda_unlock_pages(pointer(start)), "cudaHostUnregister");
+#else
+    (void)start;
+    refuse_without_cuda("no memory is page-locked");
+#endif
+}
+
+std::size_t max_pitch(int device) {
+    std::size_t pitch = 0;
+#ifdef NANOVLLM_WITH_CUDA
+    check(sgdma::cuda_max_pitch(device, pitch), "Asking device " + std::to_string(device) + " for its largest pitch");
+#else
+    refuse_without_cuda("device " + std::to_string(device) + " cannot be asked");
+#endif
+    return pitch;
+}
+
+std::string pci_bus_id(int device) {
+    std::string id;
+#ifdef NANOVLLM_WITH_CUDA
+    check(sgdma::cuda_pci_bus_id(device, id), "Asking device " + std::to_string(device) + " for its PCI address");
+#else
+    refuse_without_cuda("device " + std::to_string(device) + " cannot be asked");
+#endif
+    return id;
+}
+
+int cuda_version() {
+#ifdef NANOVLLM_WITH_CUDA
+    return sgdma::cuda_version();
+#else
+    return 0;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_sgdma, m) {
-    m.doc() = "Pitched memory copies on raw addresses; use nanovllm.comm.memcpy_2d_async, which checks its arguments.";
+    m.doc() = "Memory copies on raw addresses; use nanovllm.comm, which checks its arguments.";
     m.attr("has_cuda") = py::bool_(kHasCuda);
+    m.attr("cuda_version") = py::int_(cuda_version());
     m.def("memcpy_2d_async", &memcpy_2d_async, py::arg("dst_ptr"), py::arg("src_ptr"), py::arg("dpitch"),
           py::arg("spitch"), py::arg("width"), py::arg("height"), py::arg("kind"), py::arg("stream"),
           "Copy `height` rows of `width` bytes. h2h is done on return; the other kinds are queued on `stream`.");
+    m.def("memcpy_batch_async", &memcpy_batch_async, py::arg("dst_ptrs"), py::arg("src_ptrs"), py::arg("sizes"),
+          py::arg("kind"), py::arg("stream"),
+          "Copy sizes[i] bytes for each i, in any order; returns the number of copies after joining neighbours.");
+    m.def("memory_of", &memory_of, py::arg("address"),
+          "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA.");
+    m.def("touch_pages", [](std::uintptr_t start, std::size_t size, unsigned threads) {
+              sgdma::touch_pages(pointer(start), size, threads);
+          }, py::arg("start"), py::arg("size"), py::arg("threads"), py::call_guard<py::gil_scoped_release>(),
+          "Write 0 into every page.");
+    m.def("prefer_node", [](std::uintptr_t start, std::size_t size, int node) {
+              return sgdma::prefer_node(pointer(start), size, node);
+          }, py::arg("start"), py::arg("size"), py::arg("node"),
+          "Place pages that are not there yet on a NUMA node; False where that cannot be had.");
+    m.def("lock_pages", &lock_pages, py::arg("start"), py::arg("size"), "cudaHostRegister.");
+    m.def("unlock_pages", &unlock_pages, py::arg("start"), "cudaHostUnregister, once the device is idle.");
+    m.def("max_pitch", &max_pitch, py::arg("device"), "Bytes: the largest pitch that the device copies with.");
+    m.def("pci_bus_id", &pci_bus_id, py::arg("device"), "Such as 0000:17:00.0.");
 }

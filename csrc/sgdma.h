@@ -1,9 +1,12 @@
-// What sgdma.cpp (compiled by the host compiler) and sgdma_kernel.cu (compiled by nvcc) share.
+// What the parts of the sgdma extension share: sgdma.cpp (the module), sgdma_pages.cpp (host pages) and
+// sgdma_kernel.cu (the CUDA half, compiled by nvcc and left out of builds without it).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace sgdma {
 
@@ -17,8 +20,43 @@ struct Copy2D {
     std::size_t height;
 };
 
-// Queues an h2d, d2h or d2d copy on `stream` (a cudaStream_t; 0 is the default stream). Returns nullptr, or what
-// CUDA says went wrong.
+// Copies of size[i] bytes from src[i] to dst[i], none of them empty. They may run in any order.
+struct CopyBatch {
+    std::vector<void*> dst;
+    std::vector<void*> src;  // read only; CUDA 12 declares them without const
+    std::vector<std::size_t> size;
+};
+
+// Where an address lies. `device` is -1 for pageable memory.
+struct Place {
+    const char* memory;  // "device", "managed", "pinned" or "pageable"
+    int device;
+};
+
+// ---- host pages; addresses and sizes of whole mappings
+
+// Writes to every page of [start, start + size), split over `threads` threads, so that the pages exist.
+void touch_pages(void* start, std::size_t size, unsigned threads);
+
+// Asks for the pages of a mapping to be placed on a NUMA node when they are touched; false where that cannot be had.
+bool prefer_node(void* start, std::size_t size, int node);
+
+// ---- the CUDA half. A `const char*` is nullptr, or what CUDA says went wrong; no error is left behind for later calls.
+
+int cuda_version();  // of the runtime that is linked in, 13000 for 13.0
+
+// Queues an h2d, d2h or d2d copy on `stream` (a cudaStream_t; 0 is the default stream).
 const char* cuda_copy(const Copy2D& copy, std::string_view kind, std::uintptr_t stream);
+
+// The same for a batch: one call where toolkit, driver and stream allow it, else one for each copy.
+const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintptr_t stream);
+
+Place cuda_memory_of(const void* address);  // pageable where CUDA cannot be asked
+
+const char* cuda_lock_pages(void* start, std::size_t size);
+const char* cuda_unlock_pages(void* start);  // waits for the device first: nothing may be using them
+
+const char* cuda_max_pitch(int device, std::size_t& pitch);
+const char* cuda_pci_bus_id(int device, std::string& id);  // such as 0000:17:00.0
 
 }  // namespace sgdma

@@ -1,24 +1,132 @@
-// The CUDA half of the pitched copy: one cudaMemcpy2DAsync, which the copy engine carries out at link speed.
+// The CUDA half: copies that the copy engines carry out at link speed, and page-locked host memory.
+//
+// Every error is reported by the call that met it and taken out of CUDA's own record, so that no later, unrelated CUDA
+// call of this thread finds it.
 
 #include <cuda_runtime.h>
+
+#include <climits>
 
 #include "sgdma.h"
 
 namespace sgdma {
 
+namespace {
+
+const char* report(cudaError_t status) {
+    if (status == cudaSuccess) return nullptr;
+    cudaGetLastError();
+    return cudaGetErrorString(status);
+}
+
+cudaMemcpyKind direction(std::string_view kind) {
+    if (kind == "h2d") return cudaMemcpyHostToDevice;
+    if (kind == "d2h") return cudaMemcpyDeviceToHost;
+    return cudaMemcpyDeviceToDevice;
+}
+
+#if CUDART_VERSION >= 12080
+// The batch call is in drivers from CUDA 12.8 on, and refuses the legacy default stream.
+bool can_batch(cudaStream_t stream) {
+    static const bool driver_has_it = [] {
+        int version = 0;
+        const bool known = cudaDriverGetVersion(&version) == cudaSuccess;
+        if (!known) cudaGetLastError();
+        return known && version >= 12080;
+    }();
+    return driver_has_it && stream != nullptr && stream != cudaStreamLegacy;
+}
+
+cudaError_t queue_batch(CopyBatch& batch, cudaStream_t stream) {
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    std::size_t first = 0;  // the attributes hold from the first copy on
+#if CUDART_VERSION >= 13000
+    return cudaMemcpyBatchAsync(batch.dst.data(), batch.src.data(), batch.size.data(), batch.size.size(), &attributes,
+                                &first, 1, stream);
+#else
+    std::size_t failed = 0;
+    return cudaMemcpyBatchAsync(batch.dst.data(), batch.src.data(), batch.size.data(), batch.size.size(), &attributes,
+                                &first, 1, &failed, stream);
+#endif
+}
+#endif
+
+}  // namespace
+
+int cuda_version() { return CUDART_VERSION; }
+
 const char* cuda_copy(const Copy2D& copy, std::string_view kind, std::uintptr_t stream) {
-    const cudaMemcpyKind direction = kind == "h2d"   ? cudaMemcpyHostToDevice
-                                     : kind == "d2h" ? cudaMemcpyDeviceToHost
-                                                     : cudaMemcpyDeviceToDevice;
     // CUDA refuses a pitch below the width even for a single row, where the pitch is never used.
     const std::size_t dpitch = copy.height == 1 ? copy.width : copy.dpitch;
     const std::size_t spitch = copy.height == 1 ? copy.width : copy.spitch;
-    const cudaError_t status = cudaMemcpy2DAsync(copy.dst, dpitch, copy.src, spitch, copy.width, copy.height,
-                                                 direction, reinterpret_cast<cudaStream_t>(stream));
-    if (status == cudaSuccess) return nullptr;
-    // Reported here, so it must not be found again by the next unrelated CUDA call of this thread.
-    cudaGetLastError();
-    return cudaGetErrorString(status);
+    if (dpitch == copy.width && spitch == copy.width) {  // 1D has no limit on the width
+        return report(cudaMemcpyAsync(copy.dst, copy.src, copy.width * copy.height, direction(kind),
+                                      reinterpret_cast<cudaStream_t>(stream)));
+    }
+    return report(cudaMemcpy2DAsync(copy.dst, dpitch, copy.src, spitch, copy.width, copy.height, direction(kind),
+                                    reinterpret_cast<cudaStream_t>(stream)));
+}
+
+const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintptr_t stream) {
+    const auto handle = reinterpret_cast<cudaStream_t>(stream);
+#if CUDART_VERSION >= 12080
+    if (batch.size.size() > 1 && can_batch(handle)) {
+        const cudaError_t status = queue_batch(batch, handle);
+        const bool refused = status == cudaErrorNotSupported || status == cudaErrorCallRequiresNewerDriver;
+        if (!refused) return report(status);
+        cudaGetLastError();
+    }
+#endif
+    for (std::size_t i = 0; i < batch.size.size(); ++i) {
+        const cudaError_t status =
+            cudaMemcpyAsync(batch.dst[i], batch.src[i], batch.size[i], direction(kind), handle);
+        if (status != cudaSuccess) return report(status);
+    }
+    return nullptr;
+}
+
+Place cuda_memory_of(const void* address) {
+    cudaPointerAttributes attributes{};
+    if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
+        cudaGetLastError();
+        return {"pageable", -1};
+    }
+    switch (attributes.type) {
+        case cudaMemoryTypeDevice:
+            return {"device", attributes.device};
+        case cudaMemoryTypeManaged:
+            return {"managed", attributes.device};
+        case cudaMemoryTypeHost:
+            return {"pinned", attributes.device};
+        default:
+            return {"pageable", -1};
+    }
+}
+
+const char* cuda_lock_pages(void* start, std::size_t size) {
+    return report(cudaHostRegister(start, size, cudaHostRegisterPortable));
+}
+
+const char* cuda_unlock_pages(void* start) {
+    const char* failed = report(cudaDeviceSynchronize());
+    const char* kept = report(cudaHostUnregister(start));
+    return kept != nullptr ? kept : failed;
+}
+
+const char* cuda_max_pitch(int device, std::size_t& pitch) {
+    int value = 0;
+    const char* error = report(cudaDeviceGetAttribute(&value, cudaDevAttrMaxPitch, device));
+    pitch = value > 0 ? static_cast<std::size_t>(value) : INT_MAX;
+    return error;
+}
+
+const char* cuda_pci_bus_id(int device, std::string& id) {
+    char text[64] = {};
+    const char* error = report(cudaDeviceGetPCIBusId(text, static_cast<int>(sizeof(text)), device));
+    id = text;
+    return error;
 }
 
 }  // namespace sgdma

@@ -6,17 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
     from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "nanovllm.llm",
     "CompletionOutput": "nanovllm.outputs",
+    "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
+    "RequestOutputKind": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
 }
 

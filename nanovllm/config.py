@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, unknown_name_message
 
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # the smallest ring that can load, attend and store at once
@@ -27,7 +26,9 @@ class EngineConfig:
     Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
+    for in logprobs and prompt_logprobs; -1 does not. `trace` names a file for a timeline of all copies and kernels,
+    written when the engine is closed.
     """
 
     model: str
@@ -43,9 +44,11 @@ class EngineConfig:
     num_cpu_blocks: int = -1
     enable_prefix_caching: bool = True
     seed: int = 0
+    max_logprobs: int = 20
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    trace: str | Path | None = None
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -56,6 +59,7 @@ class EngineConfig:
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         self._check_sizes()
         self._check_blocks()
+        self._check_trace()
 
     @property
     def block_size(self) -> int:
@@ -77,6 +81,8 @@ class EngineConfig:
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _require_int("seed", self.seed, 0)
         _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
+        if self.max_logprobs != -1:
+            _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.tensor_parallel_size != 1:
             _refuse(
@@ -101,6 +107,13 @@ class EngineConfig:
                 self.num_cpu_blocks,
             )
 
+    def _check_trace(self) -> None:
+        if self.trace is None:
+            return
+        path = Path(self.trace) if isinstance(self.trace, str | Path) else None
+        possible = path is not None and path.parent.is_dir() and not path.is_dir()
+        _require(possible, "trace", "must be a file in a directory that exists", self.trace)
+
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:
     """The checked configuration. An unknown argument is refused with the nearest valid name."""
@@ -109,13 +122,6 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
         if name not in known:
             raise ConfigError(unknown_name_message("engine argument", name, known))
     return EngineConfig(model=str(model), **engine_args)
-
-
-def unknown_name_message(what: str, name: str, known: list[str]) -> str:
-    """One sentence for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
-    return f"unknown {what} {name!r}: {hint}"
 
 
 def _refuse(name: str, rule: str, value: object) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 
@@ -26,3 +27,10 @@ class EngineError(RuntimeError):
     def __init__(self, message: str, outputs: Sequence[object] = ()) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+def unknown_name_message(what: str, name: str, known: list[str]) -> str:
+    """One sentence for a name that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
+    return f"unknown {what} {name!r}: {hint}"

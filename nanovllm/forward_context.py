@@ -56,6 +56,6 @@ def positions_of(sequence: SequenceSlice) -> Tensor:
     return torch.arange(sequence.context_len, sequence.total_len, dtype=torch.int64)
 
 
-def flat_positions(sequences: Sequence[SequenceSlice], device: torch.device) -> Tensor:
-    """Positions of a flat batch of at least one sequence, int64 [tokens], in batch order."""
-    return torch.cat([positions_of(sequence) for sequence in sequences]).to(device)
+def flat_positions(sequences: Sequence[SequenceSlice]) -> Tensor:
+    """Positions of a flat batch of at least one sequence, int64 [tokens], in batch order, on the host."""
+    return torch.cat([positions_of(sequence) for sequence in sequences])

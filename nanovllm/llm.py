@@ -21,6 +21,8 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.room import KVStats
 from nanovllm.models.hf_config import load_eos_token_ids
 from nanovllm.outputs import RequestOutput
+from nanovllm.planner.machine import Rates
+from nanovllm.planner.plan import Plan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import load_tokenizer
 
@@ -56,6 +58,8 @@ class LLM:
             self._runner,
             tokenizer,
             seed=config.seed,
+            max_logprobs=config.max_logprobs,
+            advise=self._runner.advise,
         )
         self.config = config
         self.max_model_len = plan.max_model_len
@@ -86,6 +90,10 @@ class LLM:
                 self.engine.add_request(request_ids[-1], text, param, prompt_token_ids=token_ids)
             finished = self._run(set(request_ids), use_tqdm)
         return [finished[request_id] for request_id in request_ids]
+
+    def plan(self, rates: Rates | None = None) -> Plan:
+        """What this engine's memory holds, and what any prompt takes and moves; with `rates`, how long it lasts."""
+        return self._runner.whole_plan(rates or Rates())
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far."""

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of `LLMEngine.step` hold: everything so far, what is new, or nothing before the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token at one position: natural log of its probability under the raw logits, and its rank from 1.
+
+    Equally likely tokens share a rank. decoded_token: its text by itself; None where the tokenizer does not know it or
+    there is none.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
 
 
 @dataclass(slots=True)
@@ -50,16 +73,18 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence. finish_reason: "stop", "length", "abort", "error" (a step failed), None while it runs.
+    """One generated sequence.
 
-    stop_reason: the id from stop_token_ids that ended it; None for the model's own end token.
+    logprobs: for each token the most likely ones and the chosen one, by token id. finish_reason: "stop", "length",
+    "abort", "error" (a step failed), None while it runs. stop_reason: the stop string, or the id from stop_token_ids,
+    that ended it; None for the model's own end token.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -78,4 +103,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    prompt_logprobs: None = None
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None

@@ -2,80 +2,87 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
-from nanovllm.errors import RequestError
-
-GREEDY_EPS = 1e-5  # below this a temperature only scales rounding noise: it means greedy
+from nanovllm.errors import RequestError, unknown_name_message
+from nanovllm.outputs import RequestOutputKind
+from nanovllm.sampling_rules import GREEDY_EPS, check
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request, under vLLM's names and rules; immutable, refused at once when invalid.
 
+    n: sequences to return. best_of: sequences to generate, of which the n with the highest cumulative logprob are
+    returned; None means n. With use_beam_search it is the beam width.
+    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once and for each occurrence.
+    repetition_penalty: divides positive logits and multiplies negative ones of tokens in the prompt or the output.
     temperature: 0 is greedy. top_k: 0 and -1 both mean off. top_p in (0, 1]. min_p in [0, 1], relative to the most
-    likely token. seed: the same seed gives the same tokens, whatever else is in the batch. max_tokens: None
-    generates up to max_model_len. stop_token_ids end the request with finish_reason "stop"; ignore_eos goes on past
-    the model's own end tokens, not past stop_token_ids.
+    likely token. seed: the same seed gives the same tokens, whatever else is in the batch; -1 means None.
+    stop: strings that end the text; it is cut before them unless include_stop_str_in_output. stop_token_ids end the
+    request with finish_reason "stop"; ignore_eos goes on past the model's own end tokens, not past stop_token_ids.
+    min_tokens: no end token (with ignore_eos neither) and no stop string before that many. max_tokens: None generates
+    up to max_model_len.
+    logprobs: the k most likely tokens at each output position, and the chosen one; -1 is the whole vocabulary.
+    prompt_logprobs: the same for the prompt. Both are of the raw logits, before penalties and temperature.
+    logit_bias: token id to a number added to its logit; -inf bans it. bad_words: strings whose last token is never
+    sampled when the tokens before it end the output.
+    length_penalty, early_stopping: beam search only; a finished beam scores cumulative logprob / length ** penalty, and
+    early_stopping True ends the search with as many finished beams as wanted, False when no better one is likely, and
+    "never" when no better one is possible.
     """
 
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __new__(cls, **params: Any) -> Self:
+        known = [f.name for f in fields(cls)]
+        for name in params:
+            if name not in known:
+                raise RequestError(unknown_name_message("sampling parameter", name, known))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        # vLLM's callers pass None for "no stop tokens" and keep using the list they passed.
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        _check(self)
+        check(self)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        # Callers of vLLM pass None for "none of them", and keep using the lists that they passed.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in (self.logit_bias or {}).items()})
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPS
 
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        _refuse("stop_token_ids", "must be a list of token ids", value)
-    for token in value:
-        if not _is_int(token) or token < 0:
-            _refuse("stop_token_ids", "must hold token ids, whole numbers of at least 0", token)
-    return tuple(value)
-
-
-def _check(p: SamplingParams) -> None:
-    _check_number("temperature", p.temperature, "must be a number of at least 0", lambda x: x >= 0)
-    _check_number("top_p", p.top_p, "must be a number above 0 and at most 1", lambda x: 0 < x <= 1)
-    _check_number("min_p", p.min_p, "must be a number from 0 to 1", lambda x: 0 <= x <= 1)
-    if not _is_int(p.top_k) or p.top_k < -1:
-        _refuse("top_k", "must be a whole number of at least 1, or 0 or -1 for off", p.top_k)
-    if p.seed is not None and (not _is_int(p.seed) or not -(2**63) <= p.seed < 2**63):
-        _refuse("seed", "must be None or a whole number that fits 64 bits", p.seed)
-    if p.max_tokens is not None and (not _is_int(p.max_tokens) or p.max_tokens < 1):
-        _refuse("max_tokens", "must be None or a whole number of at least 1", p.max_tokens)
-    if not isinstance(p.ignore_eos, bool):
-        _refuse("ignore_eos", "must be True or False", p.ignore_eos)
-
-
-def _check_number(name: str, value: float, rule: str, holds: Callable[[float], bool]) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A NaN fails every comparison; an int can be too large for a float.
-    if not is_number or not abs(value) <= sys.float_info.max or not holds(value):
-        _refuse(name, rule, value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _refuse(name: str, rule: str, value: object) -> NoReturn:
-    raise RequestError(f"{name}={value!r}: {rule}")
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated: best_of, or n."""
+        return self.best_of if self.best_of is not None else self.n

@@ -14,13 +14,18 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
+    def token_text(self, token_id: int) -> str: ...
+
 
 class HuggingFaceTokenizer:
-    """A Transformers tokenizer; special tokens are added when encoding and left out when decoding."""
+    """A Transformers tokenizer; special tokens are added when encoding and left out when decoding.
+
+    `token_text` is the text of one token by itself, also of a special one; U+FFFD stands for part of a character.
+    """
 
     def __init__(self, model_dir: str | Path) -> None:
         from transformers import AutoTokenizer  # slow to import, and not needed for token-id prompts
@@ -30,11 +35,14 @@ class HuggingFaceTokenizer:
         except Exception as error:  # whatever the library raises on damaged files
             raise ModelError(f"the tokenizer files in {model_dir} cannot be read: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer | None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
+from typing import Any
 
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.sequence import Sequence as TokenSequence
+from nanovllm.engine.request import Request
+from nanovllm.engine.request import Sequence as TokenSequence
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK = 4
 
 
+def request(prompt: list[int], request_id: str = "r", **others: Any) -> Request:
+    facts = {"number": 0, "seq_ids": count(), "seed": 0, "arrival_time": 0.0, **others}
+    return Request(request_id, prompt, SamplingParams(), **facts)
+
+
 def sequence(tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
-    return TokenSequence(0, "r", list(tokens), SamplingParams(), seed=0, arrival_time=0.0, cache_salt=salt)
+    return request(list(tokens), cache_salt=salt).sequences[0]
 
 
 def compute(manager: BlockManager, seq: TokenSequence, upto: int | None = None) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Without a GPU, Triton kernels run in Triton's interpreter; it has to be told before anybody imports it."""
+    if not _sees_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,10 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--run-slow") and "slow" not in config.getoption("markexpr"):
-        slow = [item for item in items if "slow" in item.keywords]
+        slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if "slow" not in item.keywords]
-    cuda = [item for item in items if "cuda" in item.keywords]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    # Not by keyword: the names of the directories above are keywords too.
+    cuda = [item for item in items if item.get_closest_marker("cuda")]
     if cuda and not _sees_cuda():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
 
 VOCAB = 50
@@ -67,9 +67,9 @@ class ContentExecutor:
         self._check_written_places(batch)
         if batch.span is None:
             self.span = None
-        tokens = [self._run_slice(seq, seq.span) if seq.span else self._compute(seq) for seq in batch.sequences]
+        samples = [self._run_slice(seq, seq.span) if seq.span else self._compute(seq) for seq in batch.sequences]
         zeros = [0] * len(batch.sequences)
-        return StepResult(tokens, zeros, zeros)
+        return StepResult(samples, zeros, zeros)
 
     def close(self) -> None:
         return
@@ -93,7 +93,7 @@ class ContentExecutor:
             for place in seq.block_table[seq.context_len // self.block_size :]:
                 assert users[place] == 1, f"place {place} is written while another sequence uses it"
 
-    def _compute(self, seq: ScheduledSequence) -> int | None:
+    def _compute(self, seq: ScheduledSequence) -> list[Sample]:
         assert len(seq.token_ids) > 0, "zero-length query"
         total = seq.context_len + len(seq.token_ids)
         assert len(seq.block_table) == -(-total // self.block_size)
@@ -109,9 +109,9 @@ class ContentExecutor:
                 assert entry == [digest] * self.num_layers, f"wrong KV at position {position} of {seq.seq_id}"
             else:
                 self.entries[where] = [digest] * self.num_layers
-        return sampled_token(digest) if seq.sampling is not None else None
+        return [Sample(sampled_token(digest)) for _ in seq.samples]
 
-    def _run_slice(self, seq: ScheduledSequence, part: SpanSlice) -> int | None:
+    def _run_slice(self, seq: ScheduledSequence, part: SpanSlice) -> list[Sample]:
         """A few units of a span: each reads its own layer up to its chunk, and writes it there."""
         span = part.span
         if part.first_unit == 0:
@@ -128,8 +128,8 @@ class ContentExecutor:
             self._run_unit(span.layer(unit), span.positions(unit), seq.block_table, digests[1:])
         self.span = (seq.seq_id, span, part.end_unit)
         is_last = part.end_unit == self.num_layers * span.num_chunks
-        assert is_last or seq.sampling is None, "a token is sampled when all layers are done"
-        return sampled_token(digests[-1]) if seq.sampling is not None else None
+        assert is_last or not seq.samples, "a token is sampled when all layers are done"
+        return [Sample(sampled_token(digests[-1])) for _ in seq.samples]
 
     def _run_unit(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
         assert layer < self.num_layers and len(chunk) > 0

@@ -44,9 +44,9 @@ class WatchedExecutor(ContentExecutor):
             raise error
         self.batches.append(batch)
         check_budget(batch, self.limits)
-        tokens = super().execute(batch).token_ids
+        samples = super().execute(batch).samples
         lengths = [len(seq.token_ids) for seq in batch.sequences]
-        return StepResult(tokens, [10 * n for n in lengths], [20 * n for n in lengths])
+        return StepResult(samples, [10 * n for n in lengths], [20 * n for n in lengths])
 
 
 class Bench:
@@ -87,9 +87,10 @@ class Bench:
         self.engine.add_request(name, None, greedy, prompt, priority=priority)
 
     def step(self) -> list[RequestOutput]:
-        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
-            self.names[seq.seq_id] = seq.request_id
-            self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
+        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+            for seq in request.sequences:
+                self.names[seq.seq_id] = request.request_id
+                self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
         outputs = self.engine.step()
         self.manager.check()
         for output in outputs:

@@ -87,12 +87,13 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
 
     def recording_execute(batch: Batch) -> StepResult:
         first_ids.append(min(s.seq_id for s in batch.sequences))
-        rows[:] = [(s.seq_id - first_ids[0], s.sampling.index) for s in batch.sequences if s.sampling is not None]
+        rows[:] = [(s.seq_id - first_ids[0], s.samples[0].index) for s in batch.sequences if s.samples]
         return execute(batch)
 
     def recording_logits(hidden: Tensor) -> Tensor:
         logits = compute_logits(hidden)
-        found.update(zip(rows, logits.clone(), strict=True))
+        found.update(zip(rows[: len(logits)], logits.clone(), strict=True))
+        del rows[: len(logits)]  # a span that ends has a call of its own, after the others
         return logits
 
     runner.execute, runner.model.compute_logits = recording_execute, recording_logits  # type: ignore[method-assign]

@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from random import Random
+from dataclasses import replace
 
 import pytest
 import torch
+from attention_cases import Case, Shape, part, same_bits, split
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_mode import DEVICE, NARROW, TRITON_MARKS
 
-from nanovllm.ops import select_cpu_backend
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.errors import ConfigError
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.backends import cuda_backends, first_right, select_backend
+from nanovllm.ops.flash_attention import FlashAttention
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
-
-BACKENDS: tuple[AttentionBackend, ...] = (NativeAttention(), TorchAttention())
-# Absolute bounds on (output, LSE) against fp64 on the same inputs, for keys, queries and values of size 1.
-BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 2e-4)}
-BOTH_DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
+from nanovllm.ops.triton_attention import TritonAttention
 
 
-@dataclass(frozen=True)
-class Shape:
-    head_dim: int
-    kv_heads: int
-    group: int
-    block_size: int
-    window: int | None
-    lengths: tuple[tuple[int, int], ...]  # (context, new tokens) of each sequence
+def plain_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """What flash-attn 2 computes, from the definition: masks aligned bottom-right, LSE +inf for a row without keys."""
+    queries, keys = q.shape[0], k.shape[0]
+    assert queries > 0 and keys > 0 and k.stride(2) == v.stride(2) == 1
+    assert left >= -1 and right >= -1, "flash-attn takes any negative number for no bound"
+    shift = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
+    hidden = torch.zeros(queries, keys, dtype=torch.bool)
+    hidden |= (shift > right) if right >= 0 else False
+    hidden |= (shift < -left) if left >= 0 else False
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("thd,shd->hts", q.double(), k.double().repeat_interleave(group, 1)) * scale
+    scores.masked_fill_(hidden, -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
+    out = torch.einsum("hts,shd->thd", weights, v.double().repeat_interleave(group, 1))
+    return out.to(q.dtype), lse.masked_fill(lse == -math.inf, math.inf).float()
 
-    @property
-    def heads(self) -> int:
-        return self.kv_heads * self.group
 
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
+EVERY_DTYPE = (torch.float32, torch.float16, torch.bfloat16)
+ON_CPU: tuple[AttentionBackend, ...] = (
+    NativeAttention(),
+    TorchAttention(),
+    FlashAttention("plain flash attention", plain_flash, None, EVERY_DTYPE),
+)
+# Without a GPU, Triton's interpreter computes; it, as compilation for every shape, is too slow for random ones.
+OTHERS = cuda_backends(torch.device("cuda"), 128) if DEVICE == "cuda" else [TritonAttention()]
+CPU_BACKENDS = pytest.mark.parametrize("backend", ON_CPU, ids=lambda backend: backend.name)
+EVERY_BACKEND = pytest.mark.parametrize(
+    "backend",
+    [*ON_CPU, *(pytest.param(backend, marks=TRITON_MARKS) for backend in OTHERS)],
+    ids=lambda backend: backend.name,
+)
+CPU_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+BOTH_DTYPES = pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "narrow"])
+
+
+def make_case(backend: AttentionBackend, shape: Shape, seed: int, narrow: bool = False) -> Case:
+    """On the backend's device, in fp32 or in a narrow dtype that it takes."""
+    on_cpu = backend in ON_CPU
+    dtype = torch.float32 if not narrow else torch.bfloat16 if on_cpu else NARROW
+    return Case(shape, dtype, seed, "cpu" if on_cpu else DEVICE)
 
 
 SHAPES = st.builds(
@@ -55,74 +77,19 @@ SHAPES = st.builds(
 )
 
 
-class Case:
-    """Sequences whose K/V lie scattered over a pool that is NaN everywhere else."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(dtype)
-
-        self.shape = shape
-        counts = [-(-sum(lengths) // shape.block_size) for lengths in shape.lengths]
-        order = list(range(sum(counts) + 2))
-        Random(seed).shuffle(order)
-        block = (2, shape.kv_heads, shape.block_size, shape.head_dim)
-        self.pool = torch.full((len(order), *block), float("nan"), dtype=dtype)
-        self.segments: list[KVSegment] = []
-        self.keys: list[tuple[Tensor, Tensor]] = []
-        start = 1  # rows before, between and after the sequences belong to nobody
-        for (context, new), count in zip(shape.lengths, counts, strict=True):
-            blocks, order = order[:count], order[count:]
-            k, v = (
-                random(context + new, shape.kv_heads, shape.head_dim),
-                random(context + new, shape.kv_heads, shape.head_dim),
-            )
-            for position in range(context + new):
-                where = blocks[position // shape.block_size], position % shape.block_size
-                self.pool[where[0], 0, :, where[1]], self.pool[where[0], 1, :, where[1]] = k[position], v[position]
-            self.segments.append(KVSegment(start, new, context, 0, context + new, blocks))
-            self.keys.append((k, v))
-            start += new + 1
-        self.q = random(start, shape.heads, shape.head_dim)
-
-    def attend(self, backend: AttentionBackend, tables: list[list[KVSegment]] | None = None) -> AttentionState:
-        """The state after one call for each list of segments; by default all in one call."""
-        state = AttentionState.empty(self.q)
-        for segments in tables or [self.segments]:
-            backend.attend(self.q, self.pool, SegmentTable(segments), state, self.shape.scale, self.shape.window)
-        return state
-
-    def check(self, state: AttentionState) -> None:
-        """Every row of a sequence is what fp64 says, every other row is empty."""
-        out_bound, lse_bound = BOUNDS[self.q.dtype]
-        nobody = torch.ones(self.q.shape[0], dtype=torch.bool)
-        for segment, (k, v) in zip(self.segments, self.keys, strict=True):
-            rows = slice(segment.query_start, segment.query_start + segment.query_len)
-            nobody[rows] = False
-            out, lse = reference_attention(
-                self.q[rows], k, v, self.shape.scale, segment.query_position, window=self.shape.window
-            )
-            assert (state.out[rows] - out).abs().max() <= out_bound
-            assert (state.lse[:, rows] - lse).abs().max() <= lse_bound
-        assert (state.out[nobody] == 0).all() and (state.lse[:, nobody] == -math.inf).all()
-
-
-def part(segment: KVSegment, first: int, last: int, block_size: int) -> KVSegment:
-    """The same rows over the blocks [first, last) only."""
-    end = min(segment.kv_end, segment.first_position + last * block_size)
-    begin = segment.first_position + first * block_size
-    return replace(segment, first_position=begin, kv_end=end, blocks=segment.blocks[first:last])
-
-
-def split(segment: KVSegment, cuts: list[int], block_size: int) -> list[KVSegment]:
-    edges = sorted({0, len(segment.blocks), *(cut for cut in cuts if cut < len(segment.blocks))})
-    return [part(segment, *edge, block_size) for edge in pairwise(edges)]
-
-
-def same_bits(a: AttentionState, b: AttentionState) -> bool:
-    return torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
+# Edges of tiles, blocks, partitions and windows, with few query rows and with many.
+FIXED = {
+    "small heads": Shape(16, 1, 2, 16, None, ((0, 3), (20, 1), (5, 70))),
+    "80 of 128, a whole partition": Shape(80, 2, 2, 512, None, ((511, 1), (5, 66))),
+    "window": Shape(64, 1, 3, 32, 20, ((70, 66), (63, 10))),
+    "window of one": Shape(64, 1, 1, 32, 1, ((31, 2), (0, 65))),
+    "tiny blocks": Shape(128, 2, 1, 5, None, ((30, 4), (0, 65))),
+    "large heads": Shape(256, 1, 1, 64, None, ((10, 67), (64, 1))),
+    "a group of seven": Shape(96, 1, 7, 32, 33, ((63, 3),)),
+    "uneven blocks": Shape(112, 1, 4, 17, None, ((16, 1), (17, 1), (0, 1))),
+    "partitions": Shape(64, 1, 1, 1100, 900, ((1040, 66), (1300, 1))),
+    "most of the few": Shape(64, 1, 1, 64, None, ((9, FEW_ROWS), (0, FEW_ROWS + 1))),
+}
 
 
 # ---- exactness
@@ -130,6 +97,20 @@ def same_bits(a: AttentionState, b: AttentionState) -> bool:
 
 @EVERY_BACKEND
 @BOTH_DTYPES
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed_shapes(backend: AttentionBackend, narrow: bool, name: str) -> None:
+    """Exact in one call, and the same bits one block at a time and one sequence at a time."""
+    case = make_case(backend, FIXED[name], 1, narrow)
+    together = case.attend(backend)
+    case.check(together)
+    block_size = case.shape.block_size
+    cuts = [1, 2, 5, 11]
+    alone = [[piece] for segment in case.segments for piece in split(segment, cuts, block_size)]
+    assert same_bits(case.attend(backend, alone), together)
+
+
+@CPU_BACKENDS
+@CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_attention_is_exact(backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int) -> None:
@@ -137,8 +118,8 @@ def test_attention_is_exact(backend: AttentionBackend, dtype: torch.dtype, shape
     case.check(case.attend(backend))
 
 
-@EVERY_BACKEND
-@BOTH_DTYPES
+@CPU_BACKENDS
+@CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_attention_carries_on_from_earlier_blocks(
@@ -155,7 +136,7 @@ def test_attention_carries_on_from_earlier_blocks(
 def test_attention_at_the_edges_of_blocks_and_windows(
     backend: AttentionBackend, block_size: int, context: int, new: int, window: int | None
 ) -> None:
-    case = Case(Shape(16, 1, 2, block_size, window, ((context, new),)), torch.float32, 3)
+    case = make_case(backend, Shape(16, 1, 2, block_size, window, ((context, new),)), 3)
     case.check(case.attend(backend))
 
 
@@ -174,33 +155,35 @@ def test_a_window_smaller_than_the_mask_bound_is_cut_into_rows(monkeypatch: pyte
 @EVERY_BACKEND
 def test_strided_queries_are_taken_as_they_are(backend: AttentionBackend) -> None:
     """Rows of a wider tensor, as a merged projection gives them."""
-    case = Case(Shape(32, 2, 2, 16, None, ((9, 12), (40, 1))), torch.float32, 1)
-    wide = torch.full((case.q.shape[0], 7, 32), float("nan"))
+    case = make_case(backend, Shape(32, 2, 2, 16, None, ((9, 12), (40, 1), (3, FEW_ROWS + 1))), 1)
+    wide = torch.full((case.q.shape[0], 7, 32), float("nan"), device=case.q.device)
     wide[:, 2:6] = case.q
     case.q = wide[:, 2:6]
     case.check(case.attend(backend))
 
 
 @EVERY_BACKEND
-def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
-    shape = Shape(64, 1, 2, 16, None, ((50, 20),))
-    case = Case(shape, torch.float32, 1)
+@pytest.mark.parametrize("new", [20, FEW_ROWS + 6])
+def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> None:
+    shape = Shape(64, 1, 2, 16, None, ((50, new),))
+    case = make_case(backend, shape, 1)
     case.q *= 400
     (k, v), segment = case.keys[0], case.segments[0]
     rows = slice(segment.query_start, segment.query_start + segment.query_len)
-    out, lse = reference_attention(case.q[rows], k, v, shape.scale, segment.query_position)
+    out, lse = reference_attention(case.q[rows].cpu(), k, v, shape.scale, segment.query_position)
     state = case.attend(backend)
     assert lse.abs().max() > 500
-    torch.testing.assert_close(state.lse[:, rows].double(), lse, rtol=1e-6, atol=1e-4)
-    torch.testing.assert_close(state.out[rows].double(), out, rtol=0, atol=2e-3)
+    torch.testing.assert_close(state.lse[:, rows].double().cpu(), lse, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(state.out[rows].double().cpu(), out, rtol=0, atol=2e-3)
 
 
 @EVERY_BACKEND
-def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend) -> None:
+@pytest.mark.parametrize("new", [8, FEW_ROWS + 6])
+def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: int) -> None:
     """Blocks after a row's position, or left behind by its window, change nothing."""
-    case = Case(Shape(16, 1, 1, 16, 10, ((40, 8),)), torch.float32, 1)
+    case = make_case(backend, Shape(16, 1, 1, 16, 10, ((40, new),)), 1)
     segment = case.segments[0]
-    early, late = part(segment, 0, 1, 16), replace(segment, query_position=0, first_position=32, blocks=[0])
+    early, late = part(segment, 0, 1, 16), replace(segment, query_position=0, first_position=96, kv_end=112, blocks=[0])
     case.pool[0] = 1.0
     assert same_bits(case.attend(backend, [[early]]), AttentionState.empty(case.q))
     assert same_bits(case.attend(backend, [[late]]), AttentionState.empty(case.q))
@@ -210,8 +193,8 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend) -> Non
 # ---- the same bits however the work is cut
 
 
-@EVERY_BACKEND
-@BOTH_DTYPES
+@CPU_BACKENDS
+@CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_grouping_of_blocks_and_company_of_other_rows_change_no_bit(
@@ -226,9 +209,9 @@ def test_grouping_of_blocks_and_company_of_other_rows_change_no_bit(
 
 @EVERY_BACKEND
 def test_the_place_of_blocks_changes_no_bit(backend: AttentionBackend) -> None:
-    case = Case(Shape(64, 2, 2, 32, None, ((100, 40), (0, 7))), torch.float32, 1)
+    case = make_case(backend, Shape(32, 1, 2, 32, None, ((20, FEW_ROWS + 6), (40, 3))), 1)
     together = case.attend(backend)
-    order = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1)).to(case.pool.device)
     where = order.argsort().tolist()
     case.pool = case.pool[order]
     case.segments = [replace(s, blocks=[where[block] for block in s.blocks]) for s in case.segments]
@@ -243,7 +226,7 @@ def test_the_place_of_blocks_changes_no_bit(backend: AttentionBackend) -> None:
     assert same_bits(state, together)
 
 
-@BOTH_DTYPES
+@CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), size=st.integers(1, 40))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
@@ -261,8 +244,51 @@ def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
     assert same_bits(case.attend(NativeAttention(), chunks), case.attend(NativeAttention()))
 
 
-def test_the_backend_is_chosen_by_head_size() -> None:
+# ---- the choice
+
+
+def test_the_cpu_backend_is_chosen_by_head_size() -> None:
+    cpu = torch.device("cpu")
     for head_dim in (16, 64, 80, 96, 112, 128, 256):
-        assert isinstance(select_cpu_backend(head_dim), NativeAttention)
+        assert isinstance(select_backend(cpu, head_dim), NativeAttention)
     for head_dim in (8, 20, 72, 100):
-        assert isinstance(select_cpu_backend(head_dim), TorchAttention)
+        assert isinstance(select_backend(cpu, head_dim), TorchAttention)
+
+
+class Wrong(NativeAttention):
+    """Loses the LSE's base on the way, or the whole call."""
+
+    def __init__(self, name: str, fails: bool) -> None:
+        super().__init__()
+        self.name, self._fails = name, fails
+
+    def attend(
+        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        if self._fails:
+            raise RuntimeError("no kernel image is available")
+        super().attend(q, pool, table, state, scale, window)
+        state.lse *= math.log2(math.e)
+
+
+def test_a_backend_that_fails_or_is_wrong_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    cpu, failing, wrong = torch.device("cpu"), Wrong("failing", True), Wrong("base 2", False)
+    assert first_right([failing, wrong, ON_CPU[1]], cpu, 64) is ON_CPU[1]
+    assert "failing is not used, it fails: no kernel image" in caplog.text
+    assert "base 2 is not used, it is wrong by" in caplog.text
+    with pytest.raises(ConfigError, match=r"no attention backend works for heads of 64 \(tried: failing, base 2\)"):
+        first_right([failing, wrong], cpu, 64)
+
+
+def test_a_narrow_kernel_alone_refuses_fp32() -> None:
+    case = Case(Shape(16, 1, 1, 16, None, ((0, 5),)), torch.float32, 1)
+    with pytest.raises(ConfigError, match="dtype='float32': narrow computes in float16 and bfloat16 only"):
+        case.attend(FlashAttention("narrow", plain_flash, None))
+    case.check(case.attend(FlashAttention("narrow", plain_flash, TorchAttention())))
+
+
+@pytest.mark.cuda
+def test_the_device_has_a_backend() -> None:
+    """The name is what the log says."""
+    for head_dim in (64, 80, 96, 112, 128, 256):
+        print(head_dim, select_backend(torch.device("cuda"), head_dim).name)

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from nanovllm.ops.cpu_linear import available
+from nanovllm.planner.measure import ProbeSizes
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_LEN, OUTPUT_LEN, LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 160, 5, 3, 2, 16, 101, 64, 96
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2  # bfloat16
@@ -33,6 +36,8 @@ def small_peaks(scripts_can_be_imported: None, monkeypatch: pytest.MonkeyPatch) 
     peaks = importlib.import_module("benchmarks.peaks")
     for name, value in (("MATRIX", 64), ("BUFFER_BYTES", 4096), ("ROUNDS", 1)):
         monkeypatch.setattr(peaks, name, value)
+    sizes = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
+    monkeypatch.setattr(importlib.import_module("benchmarks.plan_accuracy"), "ProbeSizes", lambda: sizes)
 
 
 @pytest.fixture
@@ -186,6 +191,69 @@ def test_prefill_memory_adds_up(model: Path, placement: list[str]) -> None:
     assert (memory["kv_host"] > 0) == bool(placement)
 
 
+# ---- linear layers
+
+
+@pytest.mark.skipif(not available(), reason="this processor has no AVX512-bf16")
+def test_cpu_linear_measures_every_projection(model: Path) -> None:
+    output = model.parent / "linear.json"
+    options = ["--model", str(model), "--rows", "1", "99", "--rounds", "2", "--output-json", str(output)]
+    assert main_of("benchmarks.cpu_linear")(options) == 0
+    report = json.loads(output.read_text())
+    assert set(report["machine"]) >= MACHINE_FIELDS
+    heads = 4 * HEAD_DIM
+    shapes = {
+        "qkv": (HIDDEN, heads + 2 * KV_HEADS * HEAD_DIM),
+        "o": (heads, HIDDEN),
+        "gate_up": (HIDDEN, 2 * INTERMEDIATE),
+        "down": (INTERMEDIATE, HIDDEN),
+        "lm_head": (HIDDEN, VOCAB),
+    }
+    measured = [(r["projection"], r["rows"], r["in_features"], r["out_features"]) for r in report["results"]]
+    assert measured == [(name, rows, *shape) for name, shape in shapes.items() for rows in (1, 99)]
+    for result in report["results"]:
+        for name in ("kernel_gb_s", "torch_gb_s", "read_gb_s"):
+            assert 0 < result[name]["low"] <= result[name]["median"] <= result[name]["high"]
+        assert not (result["rows"] == 99 and result["kernel_is_used"])
+
+
+def test_cpu_linear_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("benchmarks.cpu_linear")
+    monkeypatch.setattr(script.cpu_linear, "available", lambda: False)
+    assert script.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "AVX512-bf16" in error
+
+
+# ---- plan accuracy
+
+
+def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = importlib.import_module("benchmarks.plan_accuracy")
+    output = model.parent / "accuracy.json"
+    options = [
+        "--num-layers",
+        "2",
+        "3",
+        "--prompt-len",
+        "40",
+        "100",
+        "--block-size",
+        "16",
+        "--output-json",
+        str(output),
+    ]
+    assert script.main(["--model", str(model), *options, *SMALL]) == 0
+    report = json.loads(output.read_text())
+    cases = [(r["num_layers"], r["placement"], r["prompt_len"]) for r in report["results"]]
+    assert cases == [(n, p, length) for n in (2, 3) for p in ("resident", "offload") for length in (40, 100)]
+    for result in report["results"]:
+        assert (result["streamed_bytes"] > 0) == (result["placement"] == "offload")
+        for phase in (result["prefill"], result["decode"]):
+            assert phase["predicted"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
+    assert len(report["errors"]) == 16 and "within" in capsys.readouterr().out
+
+
 # ---- bench_vllm.py
 
 
@@ -252,6 +320,7 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
     "a share above one": ("bench_offload", ["--device-share", "9/8"], "at most 1"),
     "a share of nothing": ("bench_offload", ["--device-share", "1/0"], "at most 1"),
     "too small a block": ("benchmarks.prefill_memory", ["--block-size", "3"], "16"),
+    "no decode to predict": ("benchmarks.plan_accuracy", ["--output-len", "1"], "at least 2"),
     "an unknown dtype": ("bench_vllm", ["--dtype", "int3"], "bfloat16"),
 }
 

@@ -26,9 +26,11 @@ DEFAULTS = {
     "num_cpu_blocks": -1,
     "enable_prefix_caching": True,
     "seed": 0,
+    "max_logprobs": 20,
     "load_format": "auto",
     "enforce_eager": False,
     "tensor_parallel_size": 1,
+    "trace": None,
 }
 
 
@@ -106,7 +108,9 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     ),
     "num_cpu_blocks": ("must be a whole number of at least 0 or -1 to size it from memory", [-2, None, *NOT_INTS]),
     "seed": ("must be a whole number of at least 0", [-1, None, *NOT_INTS]),
+    "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "trace": ("must be a file in a directory that exists", ["", "/", "/no/such/directory/trace.json", 3, True]),
 }
 CASES = [(field, value) for field in REFUSED for value in REFUSED[field][1]]
 
@@ -137,12 +141,14 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], says: str
 
 
 ACCEPTED: list[dict[str, Any]] = [
-    {"device": "cpu", "dtype": "float32", "load_format": "dummy"},
+    {"device": "cpu", "dtype": "float32", "load_format": "dummy", "trace": "trace.json"},
     {"max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1},
     {"kvcache_block_size": 16, "num_gpu_blocks": 4},
     {"kvcache_block_size": 17, "gpu_memory_utilization": 1},
     {"enable_cpu_offload": True, "num_cpu_blocks": 0, "gpu_memory_utilization": 0.01},
     {"enable_cpu_offload": True, "num_cpu_blocks": 10**6, "num_gpu_blocks": 10**6},
+    {"max_logprobs": -1},
+    {"max_logprobs": 0},
     {"num_cpu_blocks": 0, "seed": 2**63 - 1, "enforce_eager": True, "enable_prefix_caching": False},
 ]
 

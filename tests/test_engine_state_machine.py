@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduler import SchedulerLimits
-from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -149,13 +149,15 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.manager.num_used == len(held)
         for block_id, count in held.items():
             assert self.manager._blocks[block_id].ref_count == count
-        for seq in self.engine.scheduler.waiting:
-            assert not seq.block_table and seq.num_computed == 0 and seq.span is None
+        for request in self.engine.scheduler.waiting:
+            for seq in request.sequences:
+                assert not seq.block_table and seq.num_computed == 0 and seq.span is None
         assert sum(seq.span is not None for seq in self._live()) <= 1
         assert len(self.engine.scheduler.running) <= self.engine.limits.max_num_seqs
 
     def _live(self) -> list[Sequence]:
-        return [*self.engine.scheduler.waiting, *self.engine.scheduler.running]
+        requests: list[Request] = [*self.engine.scheduler.waiting, *self.engine.scheduler.running]
+        return [seq for request in requests for seq in request.sequences]
 
     def _tell_histories(self) -> None:
         for seq in self._live():

@@ -22,24 +22,38 @@ TORCH_FREE = (
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
+    "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.prefill_plan",
     "nanovllm.kvcache.sizing",
+    "nanovllm.planner.plan",
+    "nanovllm.planner.report",
+    "nanovllm.planner.units",
 )
-TENSORS_BEGIN = {"nanovllm.engine.model_runner", "nanovllm.engine.profiling", "nanovllm.engine.span_runner"}
+TENSORS_BEGIN = {
+    "nanovllm.engine.model_runner",
+    "nanovllm.engine.profiling",
+    "nanovllm.engine.scoring",
+    "nanovllm.engine.scratch_attention",
+    "nanovllm.engine.span_runner",
+}
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"config", "sampling_params", "outputs", "forward_context", "tokenizer"},
+    {"config", "outputs", "forward_context", "tokenizer"},
+    {"sampling_rules"},
+    {"sampling_params"},
     {"ops", "comm"},
     {"device", "layers"},
     {"kvcache", "models"},
+    {"planner"},
     {"engine"},
     {"llm", "recall"},
     {""},
-    {"demo"},
+    {"demo", "cli"},
+    {"__main__"},
 )
 
 

@@ -206,9 +206,9 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length:
         activations, hidden_size = activation_peak(llm._runner.model, llm.config), llm._runner.spec.hidden_size
     assert len(spans[0].token_ids) == length + 1, "all of it is one span"
     hidden_states = (length + 1) * hidden_size * 2
-    assert hidden_states < counter.peak <= plan.step_bytes - stats.layer_buffer_bytes
+    assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
     kept = blocks * (1024 * (hidden_size * 2 + 8) + stats.bytes_per_block // llm._runner.spec.num_layers)
-    assert plan.step_bytes == activations + kept
+    assert plan.working_bytes == activations + kept
 
 
 def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:

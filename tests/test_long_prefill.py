@@ -46,12 +46,12 @@ def test_alone_a_span_advances_as_fast_as_chunks_would() -> None:
 def test_a_span_is_in_the_cache_when_its_last_layer_is_done_and_not_before() -> None:
     bench = bench_with_spans()
     bench.add("long", prompt_of(100), 3)
-    (seq,) = bench.scheduler.waiting
+    (seq,) = bench.scheduler.waiting[0].sequences
     while bench.step()[0].outputs[0].token_ids == []:
         assert seq.num_computed == 0 and not bench.manager._by_hash
     assert seq.num_computed == 100 and seq.span is None and len(bench.manager._by_hash) == 100 // BLOCK
     assert bench.run()["long"].metrics.prefill_tokens == 100
-    assert [row.sampling is not None for row in bench.rows("long")] == [False] * 4 + [True] * 3
+    assert [bool(row.samples) for row in bench.rows("long")] == [False] * 4 + [True] * 3
 
 
 def test_what_fits_the_device_or_a_step_goes_by_chunks() -> None:

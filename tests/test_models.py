@@ -97,7 +97,7 @@ def _step(
         ids.append(prompt[start:end])
         lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
         row += end - start
-    ctx = ForwardContext(flat_positions(slices, CPU), torch.cat(lengths), tuple(slices), cache)
+    ctx = ForwardContext(flat_positions(slices), torch.cat(lengths), tuple(slices), cache)
     return decoder(torch.cat(ids), ctx)
 
 

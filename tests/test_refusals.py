@@ -69,6 +69,11 @@ def test_requests_that_cannot_be_served(model_dir: Path, arguments: dict[str, An
         ([PROMPT], ["greedy"], ["SamplingParams", "greedy"]),
         (5, None, ["5"]),
         ([[1, "a"]], None, ["a"]),
+        (PROMPT, SamplingParams(logit_bias={VOCAB: 1.0}), ["logit_bias=97", "from 0 to 96"]),
+        (PROMPT, SamplingParams(stop_token_ids=[1, 500]), ["stop_token_ids=500", "from 0 to 96"]),
+        (PROMPT, SamplingParams(bad_words=["word"]), ["bad_words=['word']", "no tokenizer files"]),
+        (PROMPT, SamplingParams(logprobs=21), ["Cannot request more than 20 logprobs.", "logprobs=21", "max_logprobs"]),
+        ([PROMPT, PROMPT], [greedy(1), SamplingParams(prompt_logprobs=-1)], ["more than 20", "prompt_logprobs=-1"]),
     ]
     with LLM(model_dir, **arguments) as llm:
         expected = token_ids(llm, PROMPT, greedy(6))

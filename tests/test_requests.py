@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from block_helpers import request
 from content_model import VOCAB, expected_output
 from engine_helpers import BLOCK, Bench, crowd, prompt_of
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import RequestStatus
 from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
-from nanovllm.engine.sequence import Sequence as TokenSequence
-from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -25,15 +25,13 @@ from nanovllm.sampling_params import SamplingParams
 def test_a_request_that_never_fits_is_refused_at_once_and_others_go_on() -> None:
     manager = BlockManager(200, 50, BLOCK)  # the watermark keeps 2 blocks
     scheduler = Scheduler(SchedulerLimits(8, 24, manager.max_sequence_tokens), manager)
-    params = SamplingParams()
-    fits = TokenSequence(0, "fits", prompt_of(248 * BLOCK), params, seed=0, arrival_time=0.0)
+    fits = request(prompt_of(248 * BLOCK), "fits")
     scheduler.add(fits)
-    too_long = TokenSequence(1, "huge", prompt_of(248 * BLOCK + 1), params, seed=0, arrival_time=0.0)
     with pytest.raises(RequestError) as refusal:
-        scheduler.add(too_long)
+        scheduler.add(request(prompt_of(248 * BLOCK + 1), "huge"))
     for number in ("'huge'", "993 tokens", "249 KV blocks", "of 4 tokens", "250", "keeps 2 free", "992 tokens"):
         assert number in str(refusal.value), number
-    assert scheduler.waiting == [fits] and too_long.block_table == []
+    assert scheduler.waiting == [fits]
 
 
 def test_a_refused_request_leaves_nothing_behind() -> None:
@@ -335,8 +333,33 @@ def test_requests_that_wait_show_it() -> None:
 def test_finished_sequences_say_so() -> None:
     bench = Bench()
     bench.add("a", prompt_of(3), 2)
-    seq = bench.scheduler.waiting[0]
-    assert seq.status is SequenceStatus.WAITING
-    seen = [(seq.status, outputs[0].finished) for outputs in bench.steps()]
-    assert seen == [(SequenceStatus.RUNNING, False), (SequenceStatus.FINISHED, True)]
-    assert seq.status is SequenceStatus.FINISHED and not seq.block_table
+    waiting = bench.scheduler.waiting[0]
+    assert waiting.status is RequestStatus.WAITING
+    seen = [(waiting.status, outputs[0].finished) for outputs in bench.steps()]
+    assert seen == [(RequestStatus.RUNNING, False), (RequestStatus.FINISHED, True)]
+    assert waiting.finished and not waiting.sequences[0].block_table
+
+
+class Unspeakable(SpelledOut):
+    """Has no text for one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.token in token_ids:
+            raise ValueError("no such piece")
+        return super().decode(token_ids)
+
+
+def test_a_request_whose_text_cannot_be_made_ends_and_the_others_go_on() -> None:
+    tokens, others = expected_output(prompt_of(6), 8), expected_output(prompt_of(6, 1), 8)
+    bad = next(i for i, token in enumerate(tokens) if token not in others)
+    bench = Bench(tokenizer=Unspeakable(tokens[bad]))
+    bench.add("bad", prompt_of(6))
+    bench.add("good", prompt_of(6, 1))
+    bench.run()
+    assert bench.reason("bad") == ("error", None) and bench.tokens("bad") == tokens[: bad + 1]
+    assert bench.reason("good") == ("length", None) and bench.tokens("good") == others
+    assert bench.finished["good"].outputs[0].text == "".join(f" {token}" for token in others)
+    assert bench.manager.num_used == 0

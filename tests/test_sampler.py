@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.engine.batch import SamplingRow
+from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import gumbel_noise, sample
 
@@ -32,9 +32,31 @@ def draws(logits: Sequence[float], count: int, **params: Any) -> list[int]:
     return sample(torch.tensor(logits).expand(count, -1), rows)
 
 
+def changes(**fields: Any) -> LogitAdjustments:
+    """Adjustments whose tokens are given as lists, and biases as a dict."""
+    biases: dict[int, float] = fields.pop("bias", {})
+    tokens = {name: token_array(fields.pop(name, ())) for name in ("banned", "prompt_tokens", "output_tokens")}
+    return LogitAdjustments(**tokens, biased=token_array(biases), biases=array("d", biases.values()), **fields)
+
+
+def changed(logits: Sequence[float], by: LogitAdjustments | None) -> list[float]:
+    """The logits after adjustments, each written out from its definition."""
+    if by is None:
+        return list(logits)
+    result = []
+    for token, logit in enumerate(logits):
+        logit += dict(zip(by.biased, by.biases, strict=True)).get(token, 0.0)
+        if token in by.prompt_tokens or token in by.output_tokens:
+            logit = logit / by.repetition_penalty if logit > 0 else logit * by.repetition_penalty
+        logit -= by.output_tokens.count(token) * by.frequency_penalty
+        logit -= by.presence_penalty if token in by.output_tokens else 0.0
+        result.append(-math.inf if token in by.banned else logit)
+    return result
+
+
 def exact(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
     """Probabilities in fp64: softmax, cut to min_p and top_k, renormalized, cut to top_p, renormalized."""
-    weights = [math.exp(value / temperature) for value in logits]
+    weights = [math.exp(value / temperature) if value > -math.inf else 0.0 for value in logits]
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
     kept = [token for token in order[: top_k or len(order)] if weights[token] >= min_p * weights[order[0]]]
     total, before = sum(weights[token] for token in kept), 0.0
@@ -75,20 +97,36 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def noise_made_once() -> Callable[[int, int, int], Tensor]:
-    """The sampler's own noise, kept from test to test: making it is nearly all of their time."""
-    return cache(gumbel_noise)
+HISTORY: dict[str, Any] = {"prompt_tokens": [0, 2, 4, 7], "output_tokens": [4, 1, 4, 10, 4]}
+CHANGES: list[dict[str, Any]] = [
+    {"banned": [4, 10, 4]},
+    {"bias": {0: 5.0, 4: -2.0, 10: -100.0}},
+    {"bias": {1: 1.5, 3: -math.inf}, "banned": [1]},
+    {"repetition_penalty": 1.6, **HISTORY},
+    {"repetition_penalty": 0.5, **HISTORY},
+    {"frequency_penalty": 0.7, **HISTORY},
+    {"frequency_penalty": -0.3, **HISTORY},
+    {"presence_penalty": 1.9, **HISTORY},
+    {"presence_penalty": -2.0, "frequency_penalty": 0.4, **HISTORY},
+    {
+        "banned": [2],
+        "bias": {4: 1.0, 9: 3.0},
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.25,
+        **HISTORY,
+    },
+]
+ALL_CUTS: dict[str, Any] = {"temperature": 0.7, "top_k": 6, "top_p": 0.9, "min_p": 0.02}
+CASES = [({}, cut) for cut in CUTS] + [(by, cut) for by in CHANGES for cut in ({}, ALL_CUTS)]
 
 
-@pytest.mark.parametrize("params", CUTS, ids=str)
-def test_draws_follow_the_exact_distribution(
-    params: dict[str, Any], noise_made_once: Callable[[int, int, int], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler, "gumbel_noise", noise_made_once)
-    cut = {name: OFF[name] for name in ("temperature", "top_k", "top_p", "min_p")} | params
-    probabilities = exact(LOGITS, **cut)
-    counts = Counter(draws(LOGITS, DRAWS, **params))
+@pytest.mark.parametrize(("by", "cut"), CASES, ids=str)
+def test_draws_follow_the_exact_distribution(by: dict[str, Any], cut: dict[str, Any]) -> None:
+    adjustments = changes(**by) if by else None
+    cut = {name: OFF[name] for name in ("temperature", "top_k", "top_p", "min_p")} | cut
+    probabilities = exact(changed(LOGITS, adjustments), **cut)
+    counts = Counter(draws(LOGITS, DRAWS, adjustments=adjustments, **cut))
     possible = {token for token, p in enumerate(probabilities) if p > 0}
     assert set(counts) <= possible, "a token that was cut off was drawn"
     expected = {token: probabilities[token] * DRAWS for token in possible}
@@ -114,6 +152,13 @@ def test_neighbouring_seeds_draw_independently() -> None:
         assert chi_square < critical_chi_square(8)
 
 
+def test_greedy_takes_the_largest_logit_after_adjustments() -> None:
+    for by in CHANGES:
+        adjustments = changes(**by)
+        expected = changed(LOGITS, adjustments)
+        assert draws(LOGITS, 1, temperature=0.0, adjustments=adjustments) == [expected.index(max(expected))]
+
+
 def test_greedy_takes_the_largest_logit_and_needs_no_seed() -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     best = logits.argmax(-1).tolist()
@@ -121,18 +166,44 @@ def test_greedy_takes_the_largest_logit_and_needs_no_seed() -> None:
         assert sample(logits, [row(temperature=0.0, **params)] * 7) == best
 
 
+@pytest.mark.parametrize("window", [1024, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "WINDOW", window)
     generator = torch.Generator().manual_seed(1)
     logits = (2 * torch.randn(40, 300, generator=generator)).to(dtype)
     kinds = [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.7}]
+    kinds += [{**kind, "adjustments": changes(**by)} for kind, by in zip(2 * kinds, CHANGES, strict=False)]
     rows = [row(seed=i // 2, index=i % 7, **kinds[i % len(kinds)]) for i in range(40)]
     alone = [sample(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
     assert sample(logits, rows) == alone
     order = torch.randperm(40, generator=generator).tolist()
     assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
-    monkeypatch.setattr(sampler, "MAX_ROWS", 3)
+    monkeypatch.setattr(sampler, "CPU_PIECE", 3 * 300)
     assert sample(logits, rows) == alone
+
+
+def test_sorting_a_window_draws_as_sorting_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the window holds all that is kept, ends among equal logits, or is too narrow."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (8 * torch.randn(300, 60, generator=generator)).round() / 4
+    cuts: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_k": 6},
+        {"top_k": 25},
+        {"top_p": 0.3},
+        {"top_p": 0.97},
+        {"top_k": 25, "top_p": 0.5},
+        {"top_k": 59, "top_p": 0.99},
+        {"min_p": 0.02, "top_p": 0.9},
+        {"top_k": 4, "adjustments": changes(banned=range(57))},
+    ]
+    rows = [row(seed=i, **cuts[i % len(cuts)]) for i in range(300)]
+    assert logits.shape[1] < sampler.WINDOW
+    whole = sample(logits, rows)
+    for window in (1, 2, 7, 24, 40, 59):
+        monkeypatch.setattr(sampler, "WINDOW", window)
+        assert sample(logits, rows) == whole, window
 
 
 def test_a_draw_is_named_by_seed_and_index() -> None:
@@ -154,8 +225,8 @@ def test_any_64_bit_seed_is_its_own(seed: int) -> None:
 
 @pytest.mark.parametrize("index", [0, 1, 2**31, 2**40])
 def test_noise_is_finite_and_of_mean_and_variance_of_gumbel(index: int) -> None:
-    noise = gumbel_noise(5, index, 40_000)
-    assert noise.dtype == torch.float64 and noise.shape == (40_000,) and noise.isfinite().all()
+    noise = gumbel_noise([row(seed=5, index=index)], torch.arange(40_000))
+    assert noise.dtype == torch.float64 and noise.shape == (1, 40_000) and noise.isfinite().all()
     assert abs(noise.mean().item() - 0.5772) < 0.03
     assert abs(noise.var().item() - math.pi**2 / 6) < 0.08
 
@@ -164,7 +235,16 @@ def test_noise_is_finite_and_of_mean_and_variance_of_gumbel(index: int) -> None:
 def test_the_outermost_random_numbers_give_finite_noise(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A uniform that rounds to 0 or 1 would make a token impossible or certain."""
     monkeypatch.setattr(sampler, "_finalise", lambda z: torch.full_like(z, bits))
-    assert gumbel_noise(1, 1, 5).isfinite().all()
+    assert gumbel_noise([row()], torch.arange(5)).isfinite().all()
+
+
+def test_noise_is_named_by_seed_index_and_token() -> None:
+    rows = [row(seed=seed, index=index) for seed in (1, 2) for index in (0, 7)]
+    noise = gumbel_noise(rows, torch.arange(30))
+    assert noise.unique().numel() == noise.numel()
+    order = torch.stack([torch.randperm(30, generator=torch.Generator().manual_seed(i)) for i in range(4)])
+    assert torch.equal(gumbel_noise(rows, order), noise.gather(1, order))
+    assert torch.equal(gumbel_noise(rows[2:3], torch.arange(30)), noise[2:3])
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-9, 0.01])
@@ -192,7 +272,41 @@ def test_tokens_that_the_model_excludes_are_never_drawn() -> None:
 
 
 def test_logits_are_left_as_they_were() -> None:
-    logits = torch.randn(4, 30)
+    logits = torch.randn(6, 30)
     before: Tensor = logits.clone()
-    sample(logits, [row(), row(temperature=0.0), row(top_k=2), row(top_p=0.2, min_p=0.1)])
+    by = changes(banned=[3], bias={4: 1.0}, repetition_penalty=2.0, presence_penalty=1.0, output_tokens=[5])
+    rows = [row(), row(temperature=0.0), row(top_k=2), row(top_p=0.2, min_p=0.1)]
+    sample(logits, [*rows, row(adjustments=by), row(temperature=0.0, adjustments=by)])
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}], ids=str)
+def test_a_row_without_any_token_left_still_gives_one(kind: dict[str, Any]) -> None:
+    (token,) = draws(LOGITS, 1, adjustments=changes(banned=range(len(LOGITS))), **kind)
+    assert 0 <= token < len(LOGITS)
+
+
+def test_a_mixed_batch_costs_no_more_than_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows are not copied, only rows with top_k or top_p are sorted, and noise is made for kept tokens."""
+    greedy, drawn = row(temperature=0.0), row()
+    cut, penalized = row(top_k=3), row(temperature=0.0, adjustments=changes(banned=[1]))
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def watch(name: str) -> None:
+        original = getattr(sampler, name)
+
+        def watched(*args: Any) -> Any:
+            seen.append((name, next(tuple(arg.shape) for arg in args if isinstance(arg, Tensor))))
+            return original(*args)
+
+        monkeypatch.setattr(sampler, name, watched)
+
+    for name in ("adjust_", "kept_in_order", "gumbel_noise"):
+        watch(name)
+    logits = torch.randn(8, 50)
+    sample(logits, [greedy] * 8)
+    assert seen == []
+    sample(logits, [greedy, cut, penalized, drawn, greedy, cut, greedy, greedy])
+    expected = [("adjust_", (1, 50)), ("adjust_", (1, 50)), ("adjust_", (2, 50))]
+    expected += [("gumbel_noise", (2, 3)), ("gumbel_noise", (50,)), ("kept_in_order", (2, 50))]
+    assert sorted(seen) == expected

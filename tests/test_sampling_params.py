@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import RequestOutputKind, SamplingParams
 from nanovllm.errors import RequestError
 
 NAN, INF = math.nan, math.inf
@@ -18,16 +17,37 @@ NAN, INF = math.nan, math.inf
 def test_defaults() -> None:
     params = SamplingParams()
     assert {field.name: getattr(params, field.name) for field in fields(params)} == {
+        "n": 1,
+        "best_of": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
         "seed": None,
-        "max_tokens": 16,
-        "ignore_eos": False,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "stop": (),
         "stop_token_ids": (),
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "skip_special_tokens": True,
+        "logit_bias": {},
+        "bad_words": (),
+        "output_kind": RequestOutputKind.CUMULATIVE,
     }
 
+
+TOKEN_IDS = "must hold token ids, whole numbers of at least 0"
+STRINGS = "must be a list of strings"
+GREEDY_RULE = "must be 1 with greedy sampling, whose sequences would all be the same"
 
 # field -> (rule in the message, values that are refused)
 REFUSED: dict[str, tuple[str, list[Any]]] = {
@@ -37,9 +57,61 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "top_k": ("must be a whole number of at least 1, or 0 or -1 for off", [-2, -100, 1.0, 0.5, NAN, "5", None, True]),
     "seed": ("must be None or a whole number that fits 64 bits", [2**63, -(2**63) - 1, 1.0, "1", True]),
     "max_tokens": ("must be None or a whole number of at least 1", [0, -1, 1.5, "16", True]),
+    "min_tokens": ("must be a whole number of at least 0", [-1, 0.5, "1", None, True]),
     "ignore_eos": ("must be True or False", [0, 1, None, "yes"]),
+    "use_beam_search": ("must be True or False", [0, 1, None, "yes"]),
+    "include_stop_str_in_output": ("must be True or False", [0, 1, None, "yes"]),
+    "skip_special_tokens": ("must be True or False", [0, 1, None, "yes"]),
+    "output_kind": ("must be a RequestOutputKind", [0, "CUMULATIVE", None]),
     "stop_token_ids": ("must be a list of token ids", [5, "12", b"12", {1: 2}, {3}]),
+    "n": ("must be a whole number of at least 1", [0, -1, 1.0, "2", None, True]),
+    "best_of": ("must be None or a whole number of at least n=1", [0, -1, 2.0, "2", True]),
+    "presence_penalty": ("must be a number from -2 to 2", [-2.01, 2.5, NAN, INF, "1", None, True]),
+    "frequency_penalty": ("must be a number from -2 to 2", [-2.01, 2.5, NAN, INF, "1", None, True]),
+    "repetition_penalty": ("must be a number above 0", [0, 0.0, -1, NAN, INF, "1", None, True]),
+    "length_penalty": ("must be a number", [NAN, INF, "1", None, True]),
+    "early_stopping": ('must be True, False or "never"', ["always", None, 1, 0]),
+    "logprobs": (LOGPROBS := "must be None, a whole number of at least 0, or -1 for the whole vocabulary", [-2, 1.0]),
+    "prompt_logprobs": (LOGPROBS, [-2, 5.0, "5", True, False]),
+    "stop": ("must be a string or a list of strings", [5, b"x", {"x"}, [1], ["x", None]]),
+    "bad_words": (STRINGS, ["word", b"x", 5, {"x"}, [1], ["x", None]]),
+    "logit_bias": ("must be a dict from token id to a number", [5, [(1, 2.0)], "1", {1}]),
 }
+# the same for what is inside: (parameters, field, value in the message, rule)
+REFUSED_INSIDE: list[tuple[dict[str, Any], str, Any, str]] = [
+    *(({"stop_token_ids": [3, token]}, "stop_token_ids", token, TOKEN_IDS) for token in (-1, 1.0, "7", None, True)),
+    *(({"logit_bias": {3: 1, token: 1}}, "logit_bias", token, TOKEN_IDS) for token in (-1, 1.0, "7", None, True)),
+    *(
+        ({"logit_bias": {3: bias}}, "logit_bias", bias, "must hold numbers, or -inf to ban a token")
+        for bias in (NAN, INF, "1", None, True)
+    ),
+    ({"stop": ""}, "stop", "", "must not hold an empty string, which would end every text at once"),
+    ({"stop": ["x", ""]}, "stop", ["x", ""], "must not hold an empty string"),
+    ({"bad_words": ["x", ""]}, "bad_words", ["x", ""], "must not hold an empty string"),
+    ({"n": 3, "best_of": 2}, "best_of", 2, "must be None or a whole number of at least n=3"),
+    ({"min_tokens": 17}, "min_tokens", 17, "must be at most max_tokens=16"),
+    ({"min_tokens": 2, "max_tokens": 1}, "min_tokens", 2, "must be at most max_tokens=1"),
+    *(({"temperature": 0.0, name: 2}, name, 2, GREEDY_RULE) for name in ("n", "best_of")),
+    ({"early_stopping": True}, "early_stopping", True, "needs use_beam_search=True"),
+    ({"early_stopping": "never"}, "early_stopping", "never", "needs use_beam_search=True"),
+    ({"length_penalty": 0.5}, "length_penalty", 0.5, "needs use_beam_search=True"),
+]
+BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "temperature": 0.0}
+REFUSED_INSIDE += [
+    ({**BEAMS, "n": 1}, "use_beam_search", True, "needs n or best_of of at least 2, the beam width"),
+    ({**BEAMS, "temperature": 1.0}, "temperature", 1.0, "must be 0 with use_beam_search, which does not sample"),
+    ({**BEAMS, "top_p": 0.5}, "top_p", 0.5, "must be 1 with use_beam_search, which does not sample"),
+    ({**BEAMS, "min_p": 0.5}, "min_p", 0.5, "must be 0 with use_beam_search, which does not sample"),
+    ({**BEAMS, "top_k": 5}, "top_k", 5, "must be off (0 or -1) with use_beam_search, which does not sample"),
+    *(
+        ({**BEAMS, name: 1.5}, name, 1.5, f"must be {off} with use_beam_search, which ranks by the raw logits")
+        for name, off in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1))
+    ),
+    *(
+        ({**BEAMS, name: value}, name, value, "must be empty with use_beam_search, which ranks by the raw logits")
+        for name, value in (("logit_bias", {1: 2.0}), ("bad_words", ["x"]))
+    ),
+]
 
 
 @pytest.mark.parametrize("field, value", [(field, value) for field in REFUSED for value in REFUSED[field][1]], ids=str)
@@ -49,10 +121,15 @@ def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value:
     assert str(refusal.value) == f"{field}={value!r}: {REFUSED[field][0]}"
 
 
-@pytest.mark.parametrize("token", [-1, 1.0, "7", None, True])
-def test_stop_token_ids_hold_token_ids(token: Any) -> None:
-    with pytest.raises(RequestError, match=rf"^stop_token_ids={re.escape(repr(token))}: must hold token ids"):
-        SamplingParams(stop_token_ids=[3, token])
+@pytest.mark.parametrize(("params", "field", "value", "rule"), REFUSED_INSIDE, ids=str)
+def test_what_is_refused_inside_and_together(params: dict[str, Any], field: str, value: Any, rule: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(**params)
+    assert str(refusal.value) == f"{field}={value!r}: {rule}"
+
+
+def test_every_field_has_a_refusal() -> None:
+    assert {field.name for field in fields(SamplingParams)} == set(REFUSED)
 
 
 ACCEPTED: dict[str, list[Any]] = {
@@ -60,25 +137,52 @@ ACCEPTED: dict[str, list[Any]] = {
     "top_p": [1e-300, 0.5, 1, 1.0],
     "min_p": [0, 0.0, 1e-9, 1, 1.0],
     "top_k": [-1, 0, 1, 10**6, 2**70],
-    "seed": [None, 0, -1, -(2**63), 2**63 - 1],
+    "seed": [None, 0, -2, -(2**63), 2**63 - 1],
     "max_tokens": [None, 1, 10**9],
     "ignore_eos": [True, False],
     "stop_token_ids": [[], (), [0], (1, 2), range(3)],
+    "n": [1, 2, 100],
+    "best_of": [None, 1, 5],
+    "presence_penalty": [-2, 0, 0.5, 2.0],
+    "frequency_penalty": [-2.0, 0, 0.5, 2],
+    "repetition_penalty": [1e-300, 0.5, 1, 2.0, 3.5, 1e300],
+    "min_tokens": [0, 16],
+    "logprobs": [None, -1, 0, 1, 10**6],
+    "prompt_logprobs": [None, -1, 0, 1, 10**6],
+    "logit_bias": [{}, {0: 1.0, 5: -100.0}, {3: -INF}, {3: 1e300}],
+    "bad_words": [[], (), ["a"], ("a", " b")],
+    "stop": [[], (), ["a"], ("a", "b")],
+    "include_stop_str_in_output": [True, False],
+    "skip_special_tokens": [True, False],
+    "output_kind": list(RequestOutputKind),
 }
 
 
 @pytest.mark.parametrize("field, value", [(field, value) for field in ACCEPTED for value in ACCEPTED[field]], ids=str)
 def test_valid_values_are_kept(field: str, value: Any) -> None:
-    expected = tuple(value) if field == "stop_token_ids" else value
+    expected = tuple(value) if field in ("stop_token_ids", "stop", "bad_words") else value
     assert getattr(SamplingParams(**{field: value}), field) == expected
 
 
-def test_stop_token_ids_are_a_copy_and_may_be_none() -> None:
-    mine = [1, 2]
-    params = SamplingParams(stop_token_ids=mine)
-    mine.append(3)
-    assert params.stop_token_ids == (1, 2)
-    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # type: ignore[arg-type]
+def test_lists_are_copies_and_may_be_none() -> None:
+    mine: dict[str, Any] = {"stop_token_ids": [1, 2], "stop": ["a"], "bad_words": ["b"], "logit_bias": {1: 2}}
+    params = SamplingParams(**mine)
+    for value in mine.values():
+        value.clear()
+    kept = (params.stop_token_ids, params.stop, params.bad_words, params.logit_bias)
+    assert kept == ((1, 2), ("a",), ("b",), {1: 2.0})
+    none = SamplingParams(**dict.fromkeys(mine))  # type: ignore[arg-type]
+    assert (none.stop_token_ids, none.stop, none.bad_words, none.logit_bias) == ((), (), (), {})
+    assert SamplingParams(stop="a").stop == ("a",)
+
+
+def test_the_seed_that_means_none() -> None:
+    assert SamplingParams(seed=-1).seed is None
+
+
+def test_beam_search_with_what_belongs_to_it() -> None:
+    params = SamplingParams(**BEAMS, best_of=4, length_penalty=0.5, early_stopping="never", min_tokens=1)
+    assert (params.num_sequences, params.length_penalty, params.early_stopping) == (4, 0.5, "never")
 
 
 def test_parameters_cannot_be_changed_or_given_by_position() -> None:
@@ -86,7 +190,7 @@ def test_parameters_cannot_be_changed_or_given_by_position() -> None:
         SamplingParams().top_k = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(RequestError, match="unknown sampling parameter 'temprature': did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
 
 

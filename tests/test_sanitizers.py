@@ -16,6 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 EXTENSIONS = {  # module -> (sources, tests that exercise it)
     "nanovllm/comm/_sgdma": ("sgdma*.cpp", "test_sgdma.py"),
     "nanovllm/ops/_cpu_attention": ("cpu_attention*.cpp", "test_cpu_attention.py"),
+    "nanovllm/ops/_cpu_linear": ("cpu_linear*.cpp", "test_cpu_linear.py"),
 }
 FLAGS = [
     "-std=c++17",

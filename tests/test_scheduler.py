@@ -37,7 +37,7 @@ def test_a_token_is_sampled_only_when_the_prompt_is_complete() -> None:
     bench.add("a", prompt_of(10), max_tokens=2)
     outputs = [bench.step()[0] for _ in range(4)]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [0, 0, 1, 2]
-    assert [row.sampling is not None for row in bench.rows("a")] == [False, False, True, True]
+    assert [len(row.samples) == 1 for row in bench.rows("a")] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -106,11 +106,11 @@ def test_sampling_rows_say_how_each_token_is_drawn() -> None:
     bench.add("a", prompt_of(3), 3, temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=-5)
     bench.add("b", prompt_of(3, 1), 2, temperature=1e-6, top_k=7)
     bench.run()
-    a, b = ([row.sampling for row in bench.rows(name)] for name in "ab")
-    assert [(r.temperature, r.top_k, r.top_p, r.min_p, r.seed, r.index) for r in a if r] == [
+    a, b = ([row for seq in bench.rows(name) for row in seq.samples] for name in "ab")
+    assert [(r.temperature, r.top_k, r.top_p, r.min_p, r.seed, r.index) for r in a] == [
         (0.7, 0, 0.9, 0.1, -5, index) for index in range(3)
     ]
-    assert [(r.temperature, r.top_k, r.index) for r in b if r] == [(0.0, 7, 0), (0.0, 7, 1)]
+    assert [(r.temperature, r.top_k, r.index) for r in b] == [(0.0, 7, 0), (0.0, 7, 1)]
 
 
 def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> None:
@@ -119,7 +119,7 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> Non
         for name in "abc":
             bench.add(name, prompt_of(3), 1, temperature=1.0)
         bench.step()
-        return [seq.sampling.seed for seq in bench.executor.batches[0].sequences if seq.sampling]
+        return [row.seed for seq in bench.executor.batches[0].sequences for row in seq.samples]
 
     assert len(set(seeds(0))) == 3
     assert seeds(0) == seeds(0) != seeds(1)
@@ -148,7 +148,7 @@ def test_preempted_requests_give_what_they_give_alone(caching: bool, device: int
     assert bench.scheduler.num_preemptions > 0
     for i, (name, length) in enumerate(lengths.items()):
         assert bench.tokens(name) == expected_output(prompt_of(length, i), 12)
-        draws = [row.sampling.index for row in bench.rows(name) if row.sampling]
+        draws = [row.index for seq in bench.rows(name) for row in seq.samples]
         assert draws == list(range(12)), "every draw is made once, whatever was recomputed"
 
 

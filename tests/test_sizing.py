@@ -15,8 +15,9 @@ from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers, split_device
+from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.sizing import KVPlan, MemoryFacts, plan_kv_cache
+from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes
@@ -32,10 +33,16 @@ SHARED = replace(MEMORY, host_free=900 * BLOCK, tiers_share_memory=True)
 MODEL_LEN = 16_000  # 1000 blocks
 
 
+def sizing(
+    memory: MemoryFacts = MEMORY, layout: KVLayout = LAYOUT, model_max_len: int = MODEL_LEN, **arguments: Any
+) -> KVSizing:
+    return KVSizing(engine_config(Path(__file__).parent, arguments), layout, model_max_len, memory, WATERMARK)
+
+
 def plan(
     memory: MemoryFacts = MEMORY, layout: KVLayout = LAYOUT, model_max_len: int = MODEL_LEN, **arguments: Any
 ) -> KVPlan:
-    return plan_kv_cache(engine_config(Path(__file__).parent, arguments), layout, model_max_len, memory, WATERMARK)
+    return sizing(memory, layout, model_max_len, **arguments).plan()
 
 
 # ---- layout
@@ -239,7 +246,7 @@ REFUSALS: list[tuple[MemoryFacts, dict[str, Any], tuple[str, ...]]] = [
     (
         MEMORY,
         {"enable_cpu_offload": True, "num_gpu_blocks": 11, "num_cpu_blocks": 20, "max_model_len": 481},
-        ("max_model_len=481", "30 blocks of 16 tokens", "480 tokens", "raise num_cpu_blocks"),
+        ("max_model_len=481", "30 blocks of 16 tokens", "480 tokens", "num_cpu_blocks=21 or num_gpu_blocks=12 would"),
     ),
 ]
 

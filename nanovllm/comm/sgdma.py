@@ -1,6 +1,8 @@
-"""Pitched copies between tensors: many equally spaced rows in one call, on the host or over the link."""
+"""Copies between tensors over the link or on the host: equally spaced rows in one call, or a batch of any pieces."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,53 +47,129 @@ def memcpy_2d_async(
 
     Raises CopyError when the arguments break a rule, RuntimeError when CUDA fails or this build has no CUDA.
     """
+    copy_pitched(dst, src, dpitch, spitch, width, height, kind, stream, rows_above=None)
+
+
+def copy_pitched(
+    dst: Tensor,
+    src: Tensor,
+    dpitch: int,
+    spitch: int,
+    width: int,
+    height: int,
+    kind: str,
+    stream: int | object = 0,
+    rows_above: int | None = MAX_PITCH,
+) -> int:
+    """`memcpy_2d_async` for any pitch: with one above `rows_above` the rows go as a batch, instead of being refused.
+
+    Returns the number of copies that this took: 1, or what `memcpy_batch_async` returns; 0 when nothing was copied.
+    """
     for name, value in (("dpitch", dpitch), ("spitch", spitch), ("width", width), ("height", height)):
         if type(value) is not int or value < 0:
             raise CopyError(f"{name} must be an int of at least 0, got {value!r}.")
     _check_sides(dst, src, kind)
-    handle = stream if type(stream) is int else getattr(stream, "cuda_stream", None)
-    if type(handle) is not int or handle < 0 or (handle and kind == "h2h"):
-        raise CopyError(_stream_rule(stream, kind))
+    handle = _stream_handle(stream, kind, dst, src)
+    by_rows = rows_above is not None and max(dpitch, spitch) > rows_above
     dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
-    dst_end = _checked_end("dst", dst, dst_ptr, dpitch, width, height)
-    src_end = _checked_end("src", src, src_ptr, spitch, width, height)
+    dst_end = dst_ptr + _checked_span("dst", dst, dpitch, width, height, by_rows)
+    src_end = src_ptr + _checked_span("src", src, spitch, width, height, by_rows)
     if not width or not height:
-        return
+        return 0
     if dst_ptr < src_end and src_ptr < dst_end:
         raise CopyError(
             f"dst and src must not overlap, but dst spans bytes [{dst_ptr:#x}, {dst_end:#x}) and src "
             f"[{src_ptr:#x}, {src_end:#x})."
         )
+    if by_rows:
+        dst_rows = [dst_ptr + row * dpitch for row in range(height)]
+        src_rows = [src_ptr + row * spitch for row in range(height)]
+        return _sgdma.memcpy_batch_async(dst_rows, src_rows, [width] * height, kind, handle)
     _sgdma.memcpy_2d_async(dst_ptr, src_ptr, dpitch, spitch, width, height, kind, handle)
+    return 1
 
 
-def _check_sides(dst: Tensor, src: Tensor, kind: str) -> None:
-    """Refuse what is no plain tensor, an unknown kind, and tensors on other devices than the kind says."""
+def memcpy_batch_async(
+    dsts: Sequence[Tensor], srcs: Sequence[Tensor], sizes: Sequence[int], kind: str, stream: int | object = 0
+) -> int:
+    """Copy the first `sizes[i]` bytes of `srcs[i]` to `dsts[i]`, for all i and in any order, in one call.
+
+    Neighbours in the lists that follow each other without a gap on both sides become one copy; returns how many are
+    left. kind, stream, lifetimes and errors are those of `memcpy_2d_async`. CUDA gets the whole batch at once
+    (cudaMemcpyBatchAsync) where toolkit and driver are 12.8 or newer and the stream is not the default one, else copy
+    by copy. Nothing that is written may overlap anything else of the batch.
+    """
+    if not len(dsts) == len(srcs) == len(sizes):
+        raise CopyError(f"dsts, srcs and sizes must be of one length, got {len(dsts)}, {len(srcs)} and {len(sizes)}.")
+    handle = 0
+    for index, (dst, src, size) in enumerate(zip(dsts, srcs, sizes, strict=True)):
+        if type(size) is not int or size < 0:
+            raise CopyError(f"sizes[{index}] must be an int of at least 0, got {size!r}.")
+        _check_sides(dst, src, kind, f"s[{index}]")
+        handle = _stream_handle(stream, kind, dst, src)
+        _checked_span(f"dsts[{index}]", dst, size, size, 1, True)
+        _checked_span(f"srcs[{index}]", src, size, size, 1, True)
+    dst_ptrs, src_ptrs = [dst.data_ptr() for dst in dsts], [src.data_ptr() for src in srcs]
+    _check_disjoint(dst_ptrs, src_ptrs, sizes)
+    return _sgdma.memcpy_batch_async(dst_ptrs, src_ptrs, list(sizes), kind, handle) if sizes else 0
+
+
+def _check_sides(dst: Tensor, src: Tensor, kind: str, suffix: str = "") -> None:
+    """Refuse what is no plain tensor, an unknown kind, and memory that is not where the kind says."""
     sides = _SIDES.get(kind) if isinstance(kind, str) else None
     if sides is None:
         raise CopyError(f"kind must be one of {', '.join(_SIDES)}, got {kind!r}.")
-    for name, tensor, side in (("dst", dst, sides[0]), ("src", src, sides[1])):
+    for name, tensor, side in ((f"dst{suffix}", dst, sides[0]), (f"src{suffix}", src, sides[1])):
         if not isinstance(tensor, Tensor):
             raise CopyError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
         if tensor.layout is not torch.strided:
             raise CopyError(f"{name} must be a strided tensor, got layout {tensor.layout}.")
         if tensor.device.type != side:
             raise CopyError(f"A {kind} copy needs {name} on {side}, but it is on {tensor.device}.")
+        if kind != "h2h":
+            _check_memory(name, tensor, kind)
+
+
+def _check_memory(name: str, tensor: Tensor, kind: str) -> None:
+    """Ask CUDA where the two ends of the storage lie: pinned memory, or memory of the tensor's device."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return
+    for address in (storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1):
+        memory, device = _sgdma.memory_of(address)
         # Through pageable memory CUDA copies synchronously, at a fraction of the link's rate.
-        if side == "cpu" and kind != "h2h" and not tensor.is_pinned():
-            raise CopyError(f"A {kind} copy needs {name} in pinned host memory, but its memory is pageable.")
+        if tensor.device.type == "cpu" and memory != "pinned":
+            raise CopyError(f"A {kind} copy needs {name} in pinned host memory, but its memory is {memory}.")
+        if tensor.device.type == "cuda" and (memory, device) != ("device", tensor.device.index):
+            raise CopyError(
+                f"A {kind} copy needs {name} in memory of {tensor.device}, but CUDA says that it is {memory} memory "
+                f"of device {device}."
+            )
 
 
-def _checked_end(name: str, tensor: Tensor, start: int, pitch: int, width: int, height: int) -> int:
-    """The address one past the last byte that the copy touches in `tensor`, known to lie in its storage."""
-    if pitch > MAX_PITCH:
+def _stream_handle(stream: object, kind: str, dst: Tensor, src: Tensor) -> int:
+    """The raw handle of `stream`, which must be one of the device that the copy runs on."""
+    handle = stream if type(stream) is int else getattr(stream, "cuda_stream", None)
+    if type(handle) is not int or handle < 0 or (handle and kind == "h2h"):
+        raise CopyError(_stream_rule(stream, kind))
+    places = {tensor.device for tensor in (dst, src) if tensor.device.type == "cuda"}
+    places |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
+    if len(places) > 1:
+        found = " and ".join(sorted(str(place) for place in places))
+        raise CopyError(f"A {kind} copy and its stream belong to one device, but these are on {found}.")
+    return handle
+
+
+def _checked_span(name: str, tensor: Tensor, pitch: int, width: int, height: int, any_pitch: bool) -> int:
+    """The bytes from the first to the last that the copy touches in `tensor`, known to lie in its storage."""
+    if pitch > MAX_PITCH and not any_pitch:
         raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
     if height > 1 and pitch < width:
         raise CopyError(f"The pitch of {name} must be at least the width of {width} bytes, got {pitch}.")
     if not width or not height:
-        return start
+        return 0
     span = (height - 1) * pitch + width
-    storage = tensor.untyped_storage()
+    storage, start = tensor.untyped_storage(), tensor.data_ptr()
     # An empty tensor has address 0 whatever its storage.
     room = storage.data_ptr() + storage.nbytes() - start if start else 0
     if span > room:
@@ -99,7 +177,23 @@ def _checked_end(name: str, tensor: Tensor, start: int, pitch: int, width: int, 
             f"The copy would run past the end of {name}: {height} rows of {width} bytes at pitch {pitch} "
             f"span {span} bytes, but its storage has {room} bytes from there on."
         )
-    return start + span
+    return span
+
+
+def _check_disjoint(dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int]) -> None:
+    """Refuse a batch in which memory that is written is written or read by another of its copies."""
+    spans = [(start, size, True, f"dsts[{i}]") for i, (start, size) in enumerate(zip(dst_ptrs, sizes, strict=True))]
+    spans += [(start, size, False, f"srcs[{i}]") for i, (start, size) in enumerate(zip(src_ptrs, sizes, strict=True))]
+    written_end, written_name = 0, ""
+    read_end, read_name = 0, ""
+    for start, size, written, name in sorted(span for span in spans if span[1]):
+        if start < written_end or (written and start < read_end):
+            other = written_name if start < written_end else read_name
+            raise CopyError(f"The copies of a batch must not overlap, but {name} and {other} do, at {start:#x}.")
+        if written:
+            written_end, written_name = start + size, name
+        elif start + size > read_end:
+            read_end, read_name = start + size, name
 
 
 def _stream_rule(stream: object, kind: str) -> str:

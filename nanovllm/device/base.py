@@ -8,7 +8,8 @@ the event's latest record at the time of the call; an event that was never recor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,14 @@ class Event:
     """A point in a stream's work; each device has its own kind."""
 
 
+class Mark(ABC):
+    """A point in a stream's work that remembers when it was passed."""
+
+    @abstractmethod
+    def seconds(self) -> float | None:
+        """When, on a clock that all streams of the device share; None as long as it is not passed."""
+
+
 class Stream(ABC):
     """A queue of work that runs in order, alongside the host and other streams."""
 
@@ -50,6 +59,10 @@ class Stream(ABC):
     def synchronize(self) -> None:
         """Block the host until all work put on this stream is done. Raises EngineError if a part of it failed."""
 
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Mark the work put on this stream so far, to be asked later when it was done."""
+
 
 class Device(ABC):
     """Memory, streams and copies of one device. `compute_stream` is where the model runs."""
@@ -57,6 +70,10 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     compute_stream: Stream
+
+    def compute(self) -> AbstractContextManager[None]:
+        """What torch is called for inside goes on the compute stream."""
+        return nullcontext()
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream: ...
@@ -73,15 +90,27 @@ class Device(ABC):
         """Uninitialised host memory that copies to and from the device can reach directly (pinned, on CUDA)."""
 
     @abstractmethod
-    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
-        """Put a copy on `stream`, which is not the compute stream."""
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
+        """Put a copy on `stream`, which is not the compute stream. Returns how many copies that takes: 1, or one for
+        each row where a pitch is above what the device copies with."""
 
     def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Say what memory a kernel that goes on the compute stream now reads and writes.
 
-        Devices take no notice: the ordering check (`device/ordering.py`) does.
+        Devices take no notice: the ordering check (`device/ordering.py`) and the trace (`device/trace.py`) do.
         """
         return
+
+    def end_kernel(self) -> None:
+        """Say that the kernels declared so far have been put on the compute stream; what follows is other work."""
+        return
+
+    def peak_memory(self, work: Callable[[], object]) -> int | None:
+        """Do `work` and say how many bytes of device memory it held at its peak, beyond what was held before.
+
+        None, without doing it, on a device that does not know.
+        """
+        return None
 
     @abstractmethod
     def free_memory(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nanovllm.comm import memcpy_2d_async
+from nanovllm.comm import copy_pitched
+from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import Device, Event, PitchedCopy, Stream
+from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
 from nanovllm.errors import EngineError
 
 
@@ -44,6 +46,19 @@ class CpuEvent(Event):
         self.flag: Flag | None = None
 
 
+class CpuMark(Mark):
+    """The time at which a stream got to it."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+
+    def set(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
 class WorkerStream(Stream):
     """A thread that carries out what is put on its queue, in order.
 
@@ -73,7 +88,7 @@ class WorkerStream(Stream):
 
         def work() -> None:
             if self._failure is None and not self._closed:
-                memcpy_2d_async(copy.dst, copy.src, copy.dpitch, copy.spitch, copy.width, copy.height, "h2h", 0)
+                copy_pitched(copy.dst, copy.src, copy.dpitch, copy.spitch, copy.width, copy.height, "h2h")
 
         self.put(work)
 
@@ -97,6 +112,11 @@ class WorkerStream(Stream):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def mark(self) -> Mark:
+        mark = CpuMark()
+        self.put(mark.set)
+        return mark
 
     def close(self) -> None:
         """End the thread; copies that have not begun are dropped."""
@@ -132,6 +152,11 @@ class HostStream(Stream):
     def synchronize(self) -> None:
         return
 
+    def mark(self) -> Mark:
+        mark = CpuMark()
+        mark.set()
+        return mark
+
 
 class CpuDevice(Device):
     """Ordinary memory stands for device memory; the link between the two kinds is `memcpy`."""
@@ -160,9 +185,10 @@ class CpuDevice(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
         stream.copy(copy)
+        return 1 if max(copy.dpitch, copy.spitch) <= MAX_PITCH else copy.height
 
     def free_memory(self) -> int:
         return memory.available_bytes()

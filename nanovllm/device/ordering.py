@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.device.base import Device, Event, PitchedCopy, Stream
+from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
 
@@ -72,11 +73,11 @@ class CheckedEvent(Event):
         self.clock: Clock | None = None
 
 
-class CheckedStream(Stream):
+class CheckedStream(StreamWrapper):
     """Follows the clock of one stream."""
 
     def __init__(self, inner: Stream, name: str, host_clock: Clock) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.name = name
         self.clock: Clock = {}
         self._host_clock = host_clock
@@ -105,13 +106,11 @@ class CheckedStream(Stream):
         self.inner.synchronize()
 
 
-class OrderingCheck(Device):
+class OrderingCheck(DeviceWrapper):
     """A device that raises OrderingError when something unordered is put on its streams."""
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.torch_device = inner.torch_device
+        super().__init__(inner)
         self._host_clock: Clock = {}
         self._compute = CheckedStream(inner.compute_stream, "compute", self._host_clock)
         self.compute_stream = self._compute
@@ -131,28 +130,16 @@ class OrderingCheck(Device):
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._shadowed(name, self.inner.empty_host(name, shape, dtype))
 
-    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> None:
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, CheckedStream)
         reads = [Rows(copy.src.data_ptr(), copy.spitch, copy.width, copy.height)]
         writes = [Rows(copy.dst.data_ptr(), copy.dpitch, copy.width, copy.height)]
         self._check(f"{copy.kind} copy", stream, reads, writes)
-        self.inner.copy_2d(copy, stream.inner)
+        return self.inner.copy_2d(copy, stream.inner)
 
     def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._check(f"kernel {name!r}", self._compute, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
         self.inner.declare_kernel(name, reads, writes)
-
-    def free_memory(self) -> int:
-        return self.inner.free_memory()
-
-    def total_memory(self) -> int:
-        return self.inner.total_memory()
-
-    def free_host_memory(self) -> int:
-        return self.inner.free_host_memory()
-
-    def close(self) -> None:
-        self.inner.close()
 
     # ---- the check
 

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.prefill_plan import SpanSlice
 
 
+def token_array(token_ids: Iterable[int] = ()) -> array[int]:
+    """Token ids in the compact form in which they travel: pickled and joined as bytes, never looked at one by one."""
+    return array("q", token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitAdjustments:
+    """What changes in a row's logits before its token is chosen; penalties of 1, 0 and 0 change nothing.
+
+    banned: tokens that cannot be chosen. biased, biases: tokens and what is added to their logits.
+    prompt_tokens: the distinct tokens of the prompt, output_tokens: all generated tokens; given as far as penalties
+    need them.
+    """
+
+    banned: array[int] = field(default_factory=token_array)
+    biased: array[int] = field(default_factory=token_array)
+    biases: array[float] = field(default_factory=lambda: array("d"))
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    prompt_tokens: array[int] = field(default_factory=token_array)
+    output_tokens: array[int] = field(default_factory=token_array)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """How the next token of one sequence is drawn; a pure function of these fields and the logits.
 
-    `index` counts the tokens already generated, so that (seed, index) names one random draw of one request, whatever
-    was preempted or recomputed in between. temperature 0 is greedy; top_k 0 is off.
+    `index` counts the tokens already generated, so that (seed, index) names one random draw of one sequence, whatever
+    was preempted or recomputed in between. temperature 0 is greedy; top_k 0 is off. `num_logprobs`: how many of the
+    most likely tokens are reported beside the chosen one, at most the whole vocabulary; None reports nothing.
     """
 
     temperature: float
@@ -24,13 +50,50 @@ class SamplingRow:
     min_p: float
     seed: int
     index: int
+    num_logprobs: int | None = None
+    adjustments: LogitAdjustments | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One position: the chosen token's natural-log probability and rank (from 1), and the most likely tokens in order.
+
+    Of the raw logits: before penalties, temperature and cuts.
+    """
+
+    logprob: float
+    rank: int
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A drawn token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Rows of a sequence's share whose next token is of the prompt and has its log-probability reported.
+
+    Row `first_row + i` is followed by `token_ids[i]`; `num_logprobs` as in SamplingRow.
+    """
+
+    first_row: int
+    token_ids: Sequence[int]
+    num_logprobs: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
 
-    With a `span`, whose tokens these are, the step computes only those of its units; without, all layers.
+    `samples`: the tokens to draw from the last row's logits; none while the prompt is not complete, several where
+    sequences that share the prompt begin. With a `span`, whose tokens these are, the step computes only those of its
+    units; without, all layers.
     """
 
     seq_id: int
@@ -38,7 +101,8 @@ class ScheduledSequence:
     context_len: int
     prompt_len: int
     block_table: Sequence[int]  # places, covering every position up to the last computed one
-    sampling: SamplingRow | None  # None while the prompt is not yet complete
+    samples: Sequence[SamplingRow] = ()
+    prompt_targets: PromptTargets | None = None
     span: SpanSlice | None = None
 
 
@@ -70,11 +134,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per scheduled sequence, in batch order: the sampled token (None if none was due), KV bytes moved each way."""
+    """Per scheduled sequence, in batch order: what was drawn for its `samples`, KV bytes moved each way.
 
-    token_ids: Sequence[int | None]
+    prompt_logprobs: of each sequence's `prompt_targets`; empty when no sequence has any.
+    """
+
+    samples: Sequence[Sequence[Sample]]
     h2d_bytes: Sequence[int]
     d2h_bytes: Sequence[int]
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
 
 
 class Executor(Protocol):

@@ -14,7 +14,7 @@ from enum import Enum
 import xxhash
 
 from nanovllm.engine.idle_blocks import IdleBlocks
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free, so that running sequences can grow
@@ -142,11 +142,11 @@ class BlockManager:
     # ---- prefix cache
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks whose content is the start of `seq`. Never all of it: the last token has to be computed."""
+        """Blocks whose content is the start of `seq`, as far as it need not be computed."""
         if not self.enable_prefix_caching:
             return []
         found: list[int] = []
-        for index in range((len(seq) - 1) // self.block_size):
+        for index in range(seq.num_cacheable // self.block_size):
             block_id = self._by_hash.get(self._content_hash(seq, index))
             if block_id is None or self._blocks[block_id].tokens != self._content(seq, index):
                 break
@@ -182,7 +182,7 @@ class BlockManager:
         """xxh3-128 over (parent's hash, tokens); the first block's parent is the hash of the sequence's salt."""
         while len(seq.block_hashes) <= index:
             known = len(seq.block_hashes)
-            parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.cache_salt)
+            parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
             seq.block_hashes.append(xxhash.xxh3_128_digest(parent + self._content(seq, known)))
         return seq.block_hashes[index]
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.logprob_outputs import TokenTexts
+from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.request_outputs import request_output
+from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.text import SequenceText
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanovllm.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +36,16 @@ class ModelFacts:
     length_dependent_above: int | None = None
 
 
+def shorten_or_raise(num_tokens: int) -> str:
+    """What to do with a prompt that is too long, where nothing is known of the memory."""
+    return "shorten the prompt or raise max_model_len"
+
+
 class LLMEngine:
-    """Adds, steps and aborts requests. One thread at a time may use it."""
+    """Adds, steps and aborts requests. One thread at a time may use it.
+
+    `advise` says what can be done for a prompt of so many tokens, which are too many.
+    """
 
     def __init__(
         self,
@@ -39,16 +55,21 @@ class LLMEngine:
         executor: Executor,
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
+        max_logprobs: int = 20,
+        advise: Callable[[int], str] = shorten_or_raise,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.scheduler = Scheduler(limits, block_manager)
         self.executor = executor
         self.tokenizer = tokenizer
+        self._sampling_facts = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs)
+        self._token_texts = TokenTexts(tokenizer)
         self._seed = seed
-        self._next_seq_id = itertools.count()
-        self._requests: dict[str, Sequence] = {}
-        self._detokenizers: dict[str, IncrementalDetokenizer] = {}
+        self._advise = advise
+        self._numbers = itertools.count()
+        self._seq_ids = itertools.count()
+        self._requests: dict[str, Request] = {}
 
     # ---- requests
 
@@ -76,23 +97,26 @@ class LLMEngine:
         if arrival_time is not None and not (isinstance(arrival_time, int | float) and math.isfinite(arrival_time)):
             raise RequestError(f"arrival_time={arrival_time!r}: must be seconds on the time.monotonic clock")
         token_ids = self.check_prompt(prompt, prompt_token_ids)
-        seq_id = next(self._next_seq_id)
-        seq = Sequence(
-            seq_id,
+        number = next(self._numbers)
+        request = Request(
             request_id,
             token_ids,
             params,
+            number=number,
+            seq_ids=self._seq_ids,
             # Requests without a seed differ from each other and repeat from run to run with the engine's seed.
-            seed=params.seed if params.seed is not None else hash((self._seed, seq_id)),
+            seed=params.seed if params.seed is not None else hash((self._seed, number)),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             prompt=prompt,
             cache_salt=self._cache_salt(len(token_ids)),
+            sampling=resolve_sampling(params, token_ids, self._sampling_facts),
         )
-        self.scheduler.add(seq)
-        self._requests[request_id] = seq
         if self.tokenizer is not None:
-            self._detokenizers[request_id] = IncrementalDetokenizer(self.tokenizer)
+            for seq in request.sequences:
+                seq.text = SequenceText(self.tokenizer, params)
+        self.scheduler.add(request)
+        self._requests[request_id] = request
 
     def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
         """The prompt's token ids. Raises RequestError if it cannot be served."""
@@ -101,8 +125,8 @@ class LLMEngine:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > self.limits.max_model_len:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}: shorten the "
-                "prompt or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}: "
+                f"{self._advise(len(token_ids))}"
             )
         for token in token_ids:
             if type(token) is not int or not 0 <= token < self.facts.vocab_size:
@@ -116,8 +140,9 @@ class LLMEngine:
         """End a request at once and free its blocks on both tiers; None if there is no such request."""
         if request_id not in self._requests:
             return None
-        self.scheduler.abort(request_id, time.monotonic())
-        return self._output(self._requests[request_id])
+        request = self._requests[request_id]
+        self.scheduler.abort(request, time.monotonic())
+        return self._output(request)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -134,11 +159,11 @@ class LLMEngine:
             stepped = self._step()
         except BaseException as error:
             # An interrupt can come between deciding a block move and carrying it out: nothing in the cache is trusted.
-            failed = [self._output(seq) for seq in self.scheduler.fail(time.monotonic())]
+            failed = [self._output(request) for request in self.scheduler.fail(time.monotonic())]
             if not isinstance(error, Exception):  # Ctrl-C and the like pass through as what they are
                 raise
             raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}", failed) from error
-        return [self._output(seq) for seq in stepped]
+        return [self._output(request) for request in stepped]
 
     def close(self) -> None:
         """Release what the executor holds. Safe to call twice."""
@@ -146,12 +171,35 @@ class LLMEngine:
 
     # ---- helpers
 
-    def _step(self) -> list[Sequence]:
+    def _step(self) -> list[Request]:
         batch = self.scheduler.schedule(time.monotonic())
         if not batch.sequences:
             return []
         result = self.executor.execute(batch)
-        return self.scheduler.update(batch, result, time.monotonic())
+        stepped = self.scheduler.update(batch, result, time.monotonic())
+        for request in stepped:
+            self._write_texts(request)
+        return stepped
+
+    def _write_texts(self, request: Request) -> None:
+        """Give new tokens to the texts of a request's sequences; a stop string ends its sequence."""
+        for seq in request.sequences:
+            if seq.text is None or seq.text.num_tokens == seq.num_output_tokens:
+                continue
+            try:
+                stop_string = seq.text.append(seq.token_ids[seq.prompt_len + seq.text.num_tokens :])
+            except Exception:  # of whatever the tokenizer raises: this request ends, the others go on
+                self._text_failed(seq)
+                self.scheduler.abort(request, time.monotonic(), "error")
+                return
+            if stop_string is not None:
+                self.scheduler.end_by_string(seq, stop_string, time.monotonic())
+
+    def _text_failed(self, seq: Sequence) -> None:
+        logger.exception("the text of request %r cannot be made", seq.request.request_id)
+        seq.text = None
+        if seq.finished:
+            seq.finish_reason = "error"
 
     def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
         if prompt_token_ids is not None:
@@ -171,37 +219,13 @@ class LLMEngine:
         threshold = self.facts.length_dependent_above
         return b"" if threshold is None or prompt_len <= threshold else prompt_len.to_bytes(8, "little")
 
-    def _forget(self, seq: Sequence) -> None:
-        del self._requests[seq.request_id]
-        self._detokenizers.pop(seq.request_id, None)
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        finished = seq.status is SequenceStatus.FINISHED
-        completion = CompletionOutput(
-            index=0,
-            text=self._text(seq, finished),
-            token_ids=seq.output_token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
-        if finished:
-            self._forget(seq)
-        return RequestOutput(
-            request_id=seq.request_id,
-            prompt=seq.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
-            outputs=[completion],
-            finished=finished,
-            metrics=seq.metrics,
-            num_cached_tokens=seq.metrics.cached_tokens,
-        )
-
-    def _text(self, seq: Sequence, finished: bool) -> str:
-        if self.tokenizer is None:
-            return ""
-        token_ids = seq.output_token_ids
-        if not finished:
-            return self._detokenizers[seq.request_id].update(token_ids)
-        if seq.stop_reason is not None:  # the token that was asked to end the text is not part of it
-            token_ids = token_ids[:-1]
-        return self.tokenizer.decode(token_ids)
+    def _output(self, request: Request) -> RequestOutput:
+        for seq in request.sequences:
+            if seq.finished and seq.text is not None:
+                try:
+                    seq.text.finish(seq.stop_reason)
+                except Exception:
+                    self._text_failed(seq)
+        if request.finished:
+            del self._requests[request.request_id]
+        return request_output(request, self._token_texts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import Tier
 from nanovllm.kvcache.prefill_plan import SpanSlice, plan_prefill
 

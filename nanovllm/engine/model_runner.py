@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.device.trace import TracedDevice
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
-from nanovllm.kvcache.sizing import KVPlan, plan_kv_cache
-from nanovllm.layers.sampler import sample
+from nanovllm.kvcache.sizing import KVPlan
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import is_chunk_invariant, select_cpu_backend
+from nanovllm.ops import select_backend
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.upload import upload
+from nanovllm.planner.machine import Rates
+from nanovllm.planner.measure import Probe, measure_rates
+from nanovllm.planner.network import Network
+from nanovllm.planner.plan import Plan
+from nanovllm.planner.report import log_lines
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +50,9 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
-        self.model = load_model(
-            config.model, self.spec, self.dtype, self.device.torch_device, config.load_format, config.seed
-        )
+        backend = select_backend(self.device.torch_device, self.spec.head_dim)
+        logger.info("attention backend: %s", backend.name)
+        self.model = _load(config, self.spec, self.dtype, self.device)
         layout = KVLayout(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
@@ -49,20 +60,20 @@ class ModelRunner:
             block_size=config.block_size,
             itemsize=self.dtype.itemsize,
         )
-        layer_major = is_chunk_invariant(select_cpu_backend(self.spec.head_dim))
-        memory = measure_memory(self.device, self.model, config, layer_major)
-        self.plan = plan_kv_cache(config, layout, self.spec.max_model_len, memory, WATERMARK)
-        self.kv_cache = _make_room(self.device, self.spec, layout, self.dtype, self.plan, config.enable_cpu_offload)
+        memory = measure_memory(self.device, self.model, backend, config)
+        self._sizing = KVSizing(config, layout, self.spec.max_model_len, memory, WATERMARK)
+        self.plan = self._sizing.plan()
+        # Measuring the rates takes seconds, which are spent for those who read the log.
+        if logger.isEnabledFor(logging.INFO):
+            self._log_plan(config, backend)
+        if config.trace is not None:
+            self.device = TracedDevice(self.device, config.trace)
+        self.kv_cache = _make_room(
+            self.device, self.spec, layout, self.dtype, self.plan, backend, config.enable_cpu_offload
+        )
         self._spans: SpanRunner | None = None
         if isinstance(self.kv_cache, OffloadedKVCache):
             self._spans = SpanRunner(self.model, self.kv_cache.spans)
-        logger.info(
-            "# GPU blocks: %d, # CPU blocks: %d; longest prompt: %d tokens; layer buffer: %d tokens",
-            self.plan.num_gpu_blocks,
-            self.plan.num_cpu_blocks,
-            self.plan.max_model_len,
-            self.plan.span_blocks * config.block_size,
-        )
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -71,19 +82,29 @@ class ModelRunner:
             raise EngineError("the engine is closed: make a new LLM")
         slices = _slices(batch.whole)
         try:
-            traffic = self.kv_cache.begin_step(slices, batch.moves)
-            if self._spans is not None:
-                self._spans.begin_step(batch.span, traffic)
-            hidden = self._forward(batch.whole, slices)
-            if self._spans is not None and batch.span is not None:
-                hidden = torch.cat((hidden, self._spans.run(batch.span)))
-            tokens = self._sample(hidden, batch.sequences)
+            with self.device.compute():
+                traffic = self.kv_cache.begin_step(slices, batch.moves)
+                if self._spans is not None:
+                    self._spans.begin_step(batch.span, traffic)
+                samples, of_prompts = self._run_whole(batch.whole, slices)
+                if self._spans is not None and batch.span is not None:
+                    hidden = self._spans.run(batch.span)
+                    more = self._score(hidden, [batch.span], [hidden.shape[0] - len(batch.span.token_ids)])
+                    samples, of_prompts = samples + more[0], of_prompts + more[1]
         except BaseException:
             self.kv_cache.abandon_step()
             if self._spans is not None:
                 self._spans.drop()
             raise
-        return StepResult(tokens, traffic.h2d_bytes, traffic.d2h_bytes)
+        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
+
+    def whole_plan(self, rates: Rates) -> Plan:
+        """The KV memory together with the network and the machine."""
+        return Plan(Network(self.spec, str(self.dtype).removeprefix("torch.")), self._sizing, rates, self.plan)
+
+    def advise(self, num_tokens: int) -> str:
+        """What to do about a prompt of so many tokens, which are too many."""
+        return self._sizing.advice(num_tokens)
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -96,36 +117,39 @@ class ModelRunner:
             self.device.close()
             del self.model, self.kv_cache, self._spans
 
-    def _forward(self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceSlice, ...]) -> Tensor:
-        """Take sequences through all layers. Returns the last hidden state of those with a token due: [due, hidden]."""
+    def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
+        ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
+        with closing(create_device(config.device)) as device:
+            probe = Probe(device, self.model, backend, config.block_size, ring_slots, chunk)
+            rates = measure_rates(probe)
+        for line in log_lines(self.whole_plan(rates)):
+            logger.info("%s", line)
+
+    def _run_whole(
+        self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceSlice, ...]
+    ) -> tuple[list[list[Sample]], list[list[TokenLogprobs]]]:
+        """Take sequences through all layers: what was drawn for each, and log-probabilities of its prompt."""
         if not sequences:
-            return torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device.torch_device)
+            return [], []
         hidden = self.model(self._input_ids(sequences), self._context(slices, sequences))
-        due = [s.query_start + s.query_len - 1 for s, seq in zip(slices, sequences, strict=True) if seq.sampling]
-        return hidden[torch.tensor(due, dtype=torch.int64, device=hidden.device)]
+        return self._score(hidden, sequences, [s.query_start for s in slices])
+
+    def _score(
+        self, hidden: Tensor, sequences: Sequence[ScheduledSequence], starts: Sequence[int]
+    ) -> tuple[list[list[Sample]], list[list[TokenLogprobs]]]:
+        of_prompts = prompt_logprobs(self.model, hidden, sequences, starts)
+        return draw_samples(self.model, hidden, sequences, starts), of_prompts
 
     def _input_ids(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         token_ids = [token for seq in sequences for token in seq.token_ids]
-        return torch.tensor(token_ids, dtype=torch.int64, device=self.device.torch_device)
+        return upload(torch.tensor(token_ids, dtype=torch.int64), self.device.torch_device)
 
     def _context(self, slices: tuple[SequenceSlice, ...], sequences: Sequence[ScheduledSequence]) -> ForwardContext:
-        positions = flat_positions(slices, self.device.torch_device)
-        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences], device=positions.device)
-        query_lens = torch.tensor([s.query_len for s in slices], device=positions.device)
+        positions, device = flat_positions(slices), self.device.torch_device
+        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
+        query_lens = torch.tensor([s.query_len for s in slices])
         rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
-        return ForwardContext(positions, rope_lengths, slices, self.kv_cache)
-
-    def _sample(self, hidden: Tensor, sequences: Sequence[ScheduledSequence]) -> list[int | None]:
-        """Logits are computed only where a token is due: hidden is [due, hidden]."""
-        due = [i for i, seq in enumerate(sequences) if seq.sampling is not None]
-        tokens: list[int | None] = [None] * len(sequences)
-        if not due:
-            return tokens
-        logits = self.model.compute_logits(hidden)
-        rows = [row for i in due if (row := sequences[i].sampling) is not None]
-        for i, token in zip(due, sample(logits, rows), strict=True):
-            tokens[i] = token
-        return tokens
+        return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, self.kv_cache)
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:
@@ -146,12 +170,28 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
     return dtype
 
 
+def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device) -> Decoder:
+    """The model on the device, written by the stream that reads it."""
+    try:
+        with device.compute():
+            return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"model={config.model!r}: its weights do not fit into the {device.total_memory() / 2**30:.2f} GiB of the "
+            "device; free device memory or use device='cpu'"
+        ) from error
+
+
 def _make_room(
-    device: Device, spec: DecoderSpec, layout: KVLayout, dtype: torch.dtype, plan: KVPlan, offload: bool
+    device: Device,
+    spec: DecoderSpec,
+    layout: KVLayout,
+    dtype: torch.dtype,
+    plan: KVPlan,
+    backend: AttentionBackend,
+    offload: bool,
 ) -> KVRoom:
     geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
-    backend = select_cpu_backend(spec.head_dim)
-    logger.info("attention backend: %s", backend.name)
     if not offload:
         return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks)
     engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, plan.span_blocks)

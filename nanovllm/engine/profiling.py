@@ -1,4 +1,7 @@
-"""What a step needs besides weights and KV cache: one forward pass of the largest batch, on tensors without memory."""
+"""What a step needs besides weights and KV cache: one forward pass of the largest batch.
+
+A device that knows its allocator's peak runs it; elsewhere it runs on tensors without memory, whose bytes are counted.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine.batch import SamplingRow
-from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.engine.scratch_attention import ScratchKVCache
+from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
 from nanovllm.kvcache.sizing import MemoryFacts
-from nanovllm.layers import sampler
+from nanovllm.layers import logprobs, sampler
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.attention import AttentionState
+from nanovllm.ops import is_chunk_invariant
+from nanovllm.ops.attention import AttentionBackend, AttentionState
 
 _META = torch.device("meta")
 
@@ -62,21 +67,46 @@ class _LiveBytes(TorchDispatchMode):
             self.live -= size
 
 
-def measure_memory(device: Device, model: Decoder, config: EngineConfig, layer_major: bool) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory.
-
-    layer_major: whether prefill may go layer by layer, for which each token's residual stream and id are kept.
-    """
-    layer_major = layer_major and config.enable_cpu_offload
-    sized_from_memory = config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> MemoryFacts:
+    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory."""
+    # First of all: kernels and libraries that the run loads stay, and are no longer free.
+    peak = _peak(device, model, backend, config) if sized_from_memory(config) else step_bytes(model, config)
     return MemoryFacts(
         device_total=device.total_memory(),
         device_free=device.free_memory(),
         host_free=device.free_host_memory(),
         tiers_share_memory=device.torch_device.type == "cpu",
-        activation_peak=activation_peak(model, config) if sized_from_memory or layer_major else 0,
-        span_row_bytes=model.spec.hidden_size * model.dtype.itemsize + 8 if layer_major else 0,
+        activation_peak=peak,
+        span_row_bytes=span_row_bytes(model, backend, config),
     )
+
+
+def sized_from_memory(config: EngineConfig) -> bool:
+    """Whether the blocks of either tier follow from the memory there is."""
+    return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+
+
+def step_bytes(model: Decoder, config: EngineConfig) -> int:
+    """The activation peak of the largest batch if a tier, or the layer buffer, is sized from memory, else 0."""
+    return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
+
+
+def span_row_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+    """What layer-major prefill keeps for each token, its residual stream and id; 0 where all prefill is chunk-major.
+
+    With a backend whose bits depend on the chunks, answers would depend on which way the memory allows.
+    """
+    if not config.enable_cpu_offload or not is_chunk_invariant(backend):
+        return 0
+    return model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize
+
+
+def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+    def run() -> None:
+        largest_step(model, ScratchKVCache(model, backend, config), config)
+
+    measured = device.peak_memory(run)
+    return activation_peak(model, config) if measured is None else measured
 
 
 @torch.inference_mode()
@@ -85,17 +115,40 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
 
     One layer stands for all, since none keeps activations for the next. What kernels allocate inside is not seen.
     """
-    tokens = config.max_num_batched_tokens
-    rows = min(config.max_num_seqs, tokens)
     spec = replace(model.spec, num_layers=1, sliding_windows=model.spec.sliding_windows[:1])
     twin = Decoder(spec, model.dtype, _META)
     twin.chunk_rows = model.chunk_rows
-    positions = torch.empty(tokens, dtype=torch.int64, device=_META)
-    sequence = SequenceSlice(query_start=0, query_len=tokens, context_len=0, block_table=())
-    ctx = ForwardContext(positions, positions, (sequence,), _NoKVCache())
-    sampled = SamplingRow(temperature=1.0, top_k=1, top_p=0.5, min_p=0.1, seed=0, index=0)
     with _LiveBytes() as counter:
-        logits = twin.compute_logits(twin(positions, ctx)[:rows])
-        at_once = min(rows, sampler.MAX_ROWS)
-        sampler.kept_scores(logits[:at_once], [sampled] * at_once)
+        largest_step(twin, _NoKVCache(), config)
     return counter.peak
+
+
+@torch.inference_mode()
+def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
+    """One prefill of max_num_batched_tokens tokens, with logits and sampling for max_num_seqs of them."""
+    tokens = config.max_num_batched_tokens
+    rows = min(config.max_num_seqs, tokens)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
+    sequence = SequenceSlice(query_start=0, query_len=tokens, context_len=0, block_table=())
+    hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
+    _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
+    logits = model.compute_logits(hidden[:rows])
+    _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
+    _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
+
+
+def _score(logits: Tensor, max_logprobs: int) -> None:
+    """Log-probabilities with as many of the most likely tokens as a request may ask for."""
+    rows, vocab_size = logits.shape
+    token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    found, _, _ = logprobs.chosen_logprobs(logits, token_ids)
+    found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
+
+
+def _draw(logits: Tensor) -> None:
+    """Both ways of drawing a row, with nothing cut off, as with a top_p just below 1."""
+    rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
+    scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
+    torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
+    del scores, tokens
+    sampler.draw_from_all(logits.clone(), rows)

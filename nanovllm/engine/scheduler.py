@@ -7,18 +7,15 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from nanovllm.engine.batch import Batch, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, take_slice
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.request import Request, RequestStatus, Sequence
+from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
 
 logger = logging.getLogger(__name__)
-
-# Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
-MAX_TEMPERATURE = 1e30
-MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +48,25 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
-        self.waiting: list[Sequence] = []  # both lists in scheduling order: priority, then arrival
-        self.running: list[Sequence] = []
+        self.waiting: list[Request] = []  # both lists in scheduling order: priority, then arrival
+        self.running: list[Request] = []
         self.num_preemptions = 0
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; one that can never be admitted is refused at once."""
+    def add(self, request: Request) -> None:
+        """Queue a request; one that can never be admitted is refused at once."""
+        seq = request.sequences[0]
         if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
             manager = self.block_manager
             raise RequestError(
-                f"request {seq.request_id!r} has {len(seq)} tokens and needs {seq.num_blocks(manager.block_size)} KV "
-                f"blocks of {manager.block_size} tokens; the cache has {manager.num_blocks} and keeps "
-                f"{manager.watermark} free: shorten the prompt to {manager.max_sequence_tokens} tokens, or raise "
-                "num_gpu_blocks or num_cpu_blocks"
+                f"request {request.request_id!r} has {len(seq)} tokens and needs "
+                f"{seq.num_blocks(manager.block_size)} KV blocks of {manager.block_size} tokens; the cache has "
+                f"{manager.num_blocks} and keeps {manager.watermark} free: shorten the prompt to "
+                f"{manager.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
             )
-        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     # ---- one step
 
@@ -77,7 +75,7 @@ class Scheduler:
         self._grow_running()
         budget = self.limits.max_num_batched_tokens
         # A decode is a sequence that lacks one token.
-        chunks = _cut((seq for seq in self.running if seq.num_remaining == 1), budget)
+        chunks = _cut((seq for seq in self._live() if seq.num_remaining == 1), budget)
         left = budget - len(chunks)
         others, long = self._prefills(left, now)
         chunks += others
@@ -86,57 +84,69 @@ class Scheduler:
             chunks += _cut([long], left)
         self.block_manager.promote(seq for seq, _ in chunks)
         moves = self.block_manager.take_moves()
-        sequences = [self._scheduled(seq, seq.num_computed + chunk) for seq, chunk in chunks]
+        sequences = [self._scheduled(seq, chunk) for seq, chunk in chunks]
         if long is not None and long.span is not None:
             sequences.append(self._scheduled_slice(long, long.span, left))
         return Batch(sequences, moves)
 
-    def update(self, batch: Batch, result: StepResult, now: float) -> list[Sequence]:
-        """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the sequences."""
-        by_id = {seq.seq_id: seq for seq in self.running}
+    def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
+        """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the requests."""
+        by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
-        rows = zip(stepped, batch.sequences, result.token_ids, result.h2d_bytes, result.d2h_bytes, strict=True)
-        for seq, scheduled, token, h2d_bytes, d2h_bytes in rows:
-            computed = len(scheduled.token_ids)
+        rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
+        for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
+            computed, metrics = len(scheduled.token_ids), seq.request.metrics
             if scheduled.span is not None:
                 computed = take_slice(seq, scheduled.span, self.limits.num_layers)
             seq.num_computed += computed
-            prompt_tokens = max(0, min(computed, seq.prompt_len - scheduled.context_len))
-            seq.metrics.prefill_tokens += prompt_tokens
-            seq.metrics.h2d_bytes += h2d_bytes
-            seq.metrics.d2h_bytes += d2h_bytes
+            metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
+            metrics.h2d_bytes += h2d_bytes
+            metrics.d2h_bytes += d2h_bytes
             self.block_manager.register_computed(seq, scheduled.context_len)
-            if token is not None:
-                self._append(seq, token, now)
-        return stepped
+            for sample in samples:
+                self._append(seq, sample, now)
+        for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
+            seq.request.prompt_logprobs.extend(prompt_logprobs)
+        return list(dict.fromkeys(seq.request for seq in stepped))
 
     # ---- ending a sequence
 
-    def abort(self, request_id: str, now: float, reason: str = "abort") -> Sequence | None:
-        """End a request wherever it is and free its blocks; None if it is not here."""
-        for seq in [*self.waiting, *self.running]:
-            if seq.request_id == request_id:
-                self._finish(seq, reason, now)
-                return seq
-        return None
+    def end_by_string(self, seq: Sequence, stop_string: str, now: float) -> None:
+        """The sequence's last token completed a stop string, which counts for more than having reached its length."""
+        seq.stop_reason = stop_string
+        if seq.finished:
+            seq.finish_reason = "stop"
+        else:
+            self._finish(seq, "stop", now)
 
-    def fail(self, now: float) -> list[Sequence]:
-        """A step failed or was interrupted anywhere: ends all sequences that hold blocks, and forgets all content."""
-        failed = [*self.running, *(seq for seq in self.waiting if seq.block_table and seq not in self.running)]
-        self.waiting = [seq for seq in self.waiting if seq not in failed]
+    def abort(self, request: Request, now: float, reason: str = "abort") -> None:
+        """End a request wherever it is and free its blocks."""
+        for seq in request.live:
+            self._finish(seq, reason, now)
+
+    def fail(self, now: float) -> list[Request]:
+        """A step failed or was interrupted anywhere: ends all requests that hold blocks, and forgets all content."""
+        failed = [*self.running, *(r for r in self.waiting if r not in self.running and self._holds_blocks(r))]
+        self.waiting = [request for request in self.waiting if request not in failed]
         self.running = []
         self.block_manager.reset()
-        for seq in failed:
-            seq.block_table = []
-            self._end(seq, "error", now)
+        for request in failed:
+            for seq in request.live:
+                seq.block_table = []
+                seq.finish_reason = "error"
+            self._end(request, now)
         return failed
 
-    def _append(self, seq: Sequence, token: int, now: float) -> None:
-        if seq.metrics.first_token_time is None:
-            seq.metrics.first_token_time = now
+    def _holds_blocks(self, request: Request) -> bool:
+        return any(seq.block_table for seq in request.sequences)
+
+    def _append(self, seq: Sequence, sample: Sample, now: float) -> None:
+        metrics, token = seq.request.metrics, sample.token_id
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
         else:
-            seq.metrics.decode_tokens += 1
-        seq.token_ids.append(token)
+            metrics.decode_tokens += 1
+        seq.append(sample)
         if token in seq.params.stop_token_ids:
             seq.stop_reason = token
             self._finish(seq, "stop", now)
@@ -146,100 +156,116 @@ class Scheduler:
             self._finish(seq, "length", now)
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
-        (self.waiting if seq.status is SequenceStatus.WAITING else self.running).remove(seq)
-        self.block_manager.free(seq)
-        self._end(seq, reason, now)
-
-    def _end(self, seq: Sequence, reason: str, now: float) -> None:
-        seq.status = SequenceStatus.FINISHED
+        """End one sequence and free its blocks; with its last one the request ends."""
+        request = seq.request
         seq.finish_reason = reason
-        seq.metrics.finished_time = now
+        self.block_manager.free(seq)
+        if not request.live:
+            (self.waiting if request.status is RequestStatus.WAITING else self.running).remove(request)
+            self._end(request, now)
+
+    def _end(self, request: Request, now: float) -> None:
+        request.status = RequestStatus.FINISHED
+        request.metrics.finished_time = now
 
     # ---- admission and preemption
 
+    def _live(self) -> list[Sequence]:
+        return [seq for request in self.running for seq in request.live]
+
     def _prefills(self, left: int, now: float) -> tuple[list[tuple[Sequence, int]], Sequence | None]:
         """Chunks of prefills, running and admitted now, out of the tokens `left` by decodes; and the long prefill."""
-        long = long_prefill(self.running, left)
+        running = self._live()
+        long = long_prefill(running, left)
         room = left if long is None else -(-left // 2)
-        chunks = _cut((seq for seq in self.running if seq.num_remaining > 1 and seq is not long), room)
-        while (seq := self._admissible(long)) is not None:
+        chunks = _cut((seq for seq in running if seq.num_remaining > 1 and seq is not long), room)
+        while (request := self._admissible(long)) is not None:
             taken = sum(chunk for _, chunk in chunks)
             room = left if long is None else -(-left // 2)
             if taken >= room:
                 break
-            self._admit(seq, now)
+            seq = self._admit(request, now)
             if seq.span is not None:
                 long = seq
             else:
                 chunks.append((seq, min(seq.num_remaining, room - taken)))
         return chunks, long
 
-    def _admissible(self, long: Sequence | None) -> Sequence | None:
-        """The waiting sequence to admit next: the first, or beside a long prefill the first that may pass it."""
+    def _admissible(self, long: Sequence | None) -> Request | None:
+        """The request to admit next: the first that waits, or beside a long prefill the first that may pass it."""
         if len(self.running) >= self.limits.max_num_seqs:
             return None
         manager, chunk = self.block_manager, self.limits.max_num_batched_tokens
-        first = next((seq for seq in self.waiting if long is None or passes(seq, manager, chunk)), None)
-        if first is None or manager.can_allocate(first) is not AllocStatus.OK:
+        passing = (r for r in self.waiting if long is None or passes(r.sequences[0], manager, chunk))
+        first = next(passing, None)
+        if first is None or manager.can_allocate(first.sequences[0]) is not AllocStatus.OK:
             return None
         return first
 
-    def _admit(self, seq: Sequence, now: float) -> None:
+    def _admit(self, request: Request, now: float) -> Sequence:
+        seq = request.sequences[0]
         self.block_manager.allocate(seq)
         plan_span(seq, self.block_manager, self.limits.max_num_batched_tokens, self.limits.max_span_tokens)
-        if seq.metrics.first_scheduled_time is None:
-            seq.metrics.first_scheduled_time = now
-            seq.metrics.cached_tokens = seq.num_computed
-        seq.status = SequenceStatus.RUNNING
-        bisect.insort(self.running, seq, key=lambda s: s.order)
-        self.waiting.remove(seq)  # last, so that a sequence is in one of the lists whenever an interrupt comes
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = now
+            request.metrics.cached_tokens = seq.num_computed
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self.running, request, key=lambda r: r.order)
+        self.waiting.remove(request)  # last, so that a request is in one of the lists whenever an interrupt comes
+        return seq
 
     def _grow_running(self) -> None:
         """Give each running sequence the block of its next token, first in order first."""
-        for seq in list(self.running):
-            if seq.status is not SequenceStatus.RUNNING:  # preempted for one before it
+        for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING:  # preempted for one before it
                 continue
+            seq = request.sequences[0]
             while not self.block_manager.can_grow(seq):
                 victim = self.running[-1]
                 self._preempt(victim)
-                if victim is seq:
+                if victim is request:
                     break
             else:
                 self.block_manager.grow(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        seq.metrics.preemptions += 1
+        request.metrics.preemptions += 1
         logger.warning(
             "preempted request %r to free %d KV blocks: %d computed tokens are recomputed as far as they leave the "
             "prefix cache (preemption %d)",
-            seq.request_id,
-            len(seq.block_table),
-            seq.num_computed,
+            request.request_id,
+            sum(len(seq.block_table) for seq in request.sequences),
+            sum(seq.num_computed for seq in request.sequences),
             self.num_preemptions,
         )
-        self.running.remove(seq)
-        self.block_manager.free(seq)
-        seq.status = SequenceStatus.WAITING
-        bisect.insort(self.waiting, seq, key=lambda s: s.order)
+        self.running.remove(request)
+        for seq in request.sequences:
+            self.block_manager.free(seq)
+        request.status = RequestStatus.WAITING
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def _scheduled_slice(self, seq: Sequence, span: PrefillSpan, tokens: int) -> ScheduledSequence:
         """The next units of the sequence's span, as many as `tokens` are worth through all layers."""
         num_layers = self.limits.num_layers
         end_unit = span.slice_end(seq.span_units, tokens * num_layers, num_layers)
-        scheduled = self._scheduled(seq, span.end)
-        sampling = scheduled.sampling if end_unit == num_layers * span.num_chunks else None
-        return replace(scheduled, span=SpanSlice(span, seq.span_units, end_unit), sampling=sampling)
+        scheduled = replace(
+            self._scheduled(seq, span.end - seq.num_computed), span=SpanSlice(span, seq.span_units, end_unit)
+        )
+        if end_unit < num_layers * span.num_chunks:  # no row has come through all layers
+            return replace(scheduled, samples=(), prompt_targets=None)
+        return scheduled
 
-    def _scheduled(self, seq: Sequence, end: int) -> ScheduledSequence:
-        """The sequence's tokens from those that are computed up to `end`."""
+    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
+        end = seq.num_computed + chunk
         return ScheduledSequence(
             seq_id=seq.seq_id,
             token_ids=seq.token_ids[seq.num_computed : end],
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             block_table=self.block_manager.places(seq, end),
-            sampling=_sampling_row(seq) if end == len(seq) else None,
+            samples=[sampling_row(seq)] if end == len(seq) else (),
+            prompt_targets=prompt_targets(seq, chunk),
         )
 
 
@@ -251,15 +277,3 @@ def _cut(sequences: Iterable[Sequence], tokens: int) -> list[tuple[Sequence, int
             chunks.append((seq, min(seq.num_remaining, tokens)))
             tokens -= chunks[-1][1]
     return chunks
-
-
-def _sampling_row(seq: Sequence) -> SamplingRow:
-    p = seq.params
-    return SamplingRow(
-        temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
-        top_k=min(max(p.top_k, 0), MAX_TOP_K),
-        top_p=p.top_p,
-        min_p=p.min_p,
-        seed=seq.seed,
-        index=seq.num_output_tokens,
-    )

@@ -13,6 +13,7 @@ from nanovllm.kvcache.prefill_plan import SpanSlice
 from nanovllm.kvcache.room import StepTraffic
 from nanovllm.kvcache.span_cache import SpanKVCache
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.upload import upload
 
 
 @dataclass(slots=True)
@@ -50,23 +51,27 @@ class SpanRunner:
         traffic.d2h_bytes.append(d2h_bytes)
 
     def run(self, seq: ScheduledSequence) -> Tensor:
-        """Run the slice that was begun. Returns the last token's hidden state if a token is due: [due, hidden]."""
+        """Run the slice that was begun. Returns the hidden states that are due, after the final norm: [rows, hidden].
+
+        Before the last unit none are. With it, the span's last token is, and all of the span if its prompt has targets.
+        """
         assert seq.span is not None and self.state is not None
         for unit in range(seq.span.first_unit, seq.span.end_unit):
             self._run_unit(unit, seq, seq.span, self.state.x)
         self._kv_cache.end_slice()
         self.state.next_unit = seq.span.end_unit
-        last = self._model.norm(self.state.x[-1:] if seq.sampling is not None else self.state.x[:0])
-        if self.state.next_unit == seq.span.span.num_chunks * self._model.spec.num_layers:
-            self.state = None
-        return last
+        x = self.state.x
+        if self.state.next_unit < seq.span.span.num_chunks * self._model.spec.num_layers:
+            return x[:0]
+        self.state = None
+        return self._model.normalize_(x if seq.prompt_targets is not None else x[-1:].clone())
 
     def drop(self) -> None:
         """Forget the span under way."""
         self.state = None
 
     def _embed(self, seq: ScheduledSequence) -> Tensor:
-        return self._model.embed(torch.tensor(seq.token_ids, dtype=torch.int64, device=self._model.device))
+        return self._model.embed(upload(torch.tensor(seq.token_ids, dtype=torch.int64), self._model.device))
 
     def _run_unit(self, unit: int, seq: ScheduledSequence, part: SpanSlice, x: Tensor) -> None:
         where = part.span.positions(unit)

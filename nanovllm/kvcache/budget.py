@@ -35,6 +35,9 @@ class TransferCount:
     d2h_copies: int = 0
     d2h_bytes: int = 0
 
+    def __bool__(self) -> bool:
+        return self.h2d_copies + self.d2h_copies > 0
+
     def __add__(self, other: TransferCount) -> TransferCount:
         return TransferCount(
             self.h2d_copies + other.h2d_copies,
@@ -52,16 +55,20 @@ class TransferCount:
         )
 
 
-def predict_transfers(layout: KVLayout, resident_blocks: int, context_len: int, query_len: int) -> TransferCount:
+def predict_transfers(
+    layout: KVLayout, resident_blocks: int, context_len: int, query_len: int, window: int | None = None
+) -> TransferCount:
     """What one step moves for one sequence alone whose first `resident_blocks` blocks are on the device.
 
     Every stored token of the rest is loaded once per layer, block by block; every new token of the rest is stored once
-    per layer, one copy for each block that it falls into.
+    per layer, one copy for each block that it falls into. With a sliding window, blocks that no new token sees stay
+    where they are.
     """
     block_size, layers = layout.block_size, layout.num_layers
     first = resident_blocks * block_size  # first position on the host
+    seen = 0 if window is None else max(0, context_len - window + 1) // block_size * block_size
     total = context_len + query_len
-    loaded, stored = max(0, context_len - first), max(0, total - max(first, context_len))
+    loaded, stored = max(0, context_len - max(first, seen)), max(0, total - max(first, context_len))
     store_begin = max(first, context_len) // block_size
     return TransferCount(
         h2d_copies=layers * -(-loaded // block_size),

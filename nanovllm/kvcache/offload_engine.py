@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.layout import KVLayout
@@ -176,15 +175,10 @@ class OffloadEngine:
         """dst, src: [layers, 2, kv_heads, block_size, head_dim], each layer contiguous. One strided copy for all."""
         width = self.layout.block_layer_bytes
         dpitch, spitch = (t.stride(0) * t.element_size() for t in (dst, src))
-        if max(dpitch, spitch) <= MAX_PITCH:
-            self._copy(PitchedCopy(dst, src, dpitch, spitch, width, self.layout.num_layers, kind), stream)
-            return
-        for dst_layer, src_layer in zip(dst, src, strict=True):
-            self._copy(PitchedCopy(dst_layer, src_layer, width, width, width, 1, kind), stream)
+        self._copy(PitchedCopy(dst, src, dpitch, spitch, width, self.layout.num_layers, kind), stream)
 
     def _copy(self, copy: PitchedCopy, stream: Stream) -> None:
-        self.device.copy_2d(copy, stream)
-        self._counts[copy.kind][0] += 1
+        self._counts[copy.kind][0] += self.device.copy_2d(copy, stream)
         self._counts[copy.kind][1] += copy.width * copy.height
 
     def synchronize(self) -> None:

@@ -52,6 +52,7 @@ class OffloadedKVCache(KVRoom):
                 for visit in item.visits:
                     self._write_and_declare(visit, pool[visit.place], k, v, ctx)
                 self._backend.attend(q, pool, item.table, state, self._geometry.scale, window)
+                self.engine.device.end_kernel()
             else:
                 self._attend_host(layer, item, q, k, v, ctx, state)
         return state.output(q)
@@ -99,6 +100,7 @@ class OffloadedKVCache(KVRoom):
             self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
         window = self._geometry.windows[layer]
         self._backend.attend(q, block.unsqueeze(0), item.table, state, self._geometry.scale, window)
+        self.engine.device.end_kernel()
         self.engine.release(slot)
 
     def _write_and_declare(self, visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:

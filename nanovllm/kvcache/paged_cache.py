@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions, positions_of
+from nanovllm.forward_context import ForwardContext, SequenceSlice, positions_of
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.upload import upload
 
 
 class PagedKVCache(KVRoom):
@@ -34,16 +36,18 @@ class PagedKVCache(KVRoom):
         self._backend = backend
         self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
         # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window.
-        self._slot_blocks = self._slot_offsets = torch.empty(0, dtype=torch.int64)
+        self._slots = torch.empty(0, dtype=torch.int64)
         self._tables: dict[int | None, SegmentTable] = {}
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         assert not moves, "there is no other tier to move blocks to"
         block_size = self.layout.block_size
-        device = self._device.torch_device
-        positions = flat_positions(sequences, device)
-        places = [torch.tensor(s.block_table)[positions_of(s) // block_size] for s in sequences]
-        self._slot_blocks, self._slot_offsets = torch.cat(places).to(device), positions % block_size
+        slots = []
+        for sequence in sequences:
+            positions = positions_of(sequence)
+            blocks = torch.tensor(sequence.block_table)[positions // block_size]
+            slots.append(blocks * block_size + positions % block_size)
+        self._slots = upload(torch.cat(slots), self._device.torch_device)
         self._tables = {
             window: SegmentTable([self._segment(seq, window) for seq in sequences])
             for window in set(self._geometry.windows)
@@ -52,11 +56,13 @@ class PagedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
-        pool[self._slot_blocks, 0, :, self._slot_offsets] = k
-        pool[self._slot_blocks, 1, :, self._slot_offsets] = v
+        self._device.declare_kernel("write K/V")  # the pool is in the compute stream's hands alone
+        store_kv(pool, k, v, self._slots)
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
+        self._device.declare_kernel("attend")
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
+        self._device.end_kernel()
         return state.output(q)
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:

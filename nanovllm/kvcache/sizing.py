@@ -34,7 +34,7 @@ class KVPlan:
     split: DeviceSplit
     max_model_len: int
     span_blocks: int  # of the layer buffer; 0: all prefill is chunk-major
-    step_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
+    working_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
 
     @property
     def num_sequence_blocks(self) -> int:
@@ -42,10 +42,18 @@ class KVPlan:
         return self.split.resident_blocks + self.num_cpu_blocks
 
 
+class CacheTooSmallError(ConfigError):
+    """The blocks of `plan` hold no sequence of the length that was asked for."""
+
+    def __init__(self, message: str, plan: KVPlan) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
 def plan_kv_cache(
     config: EngineConfig, layout: KVLayout, model_max_len: int, memory: MemoryFacts, watermark: float
 ) -> KVPlan:
-    """Size both tiers. Raises ConfigError, with numbers and a way out, when that cannot be done."""
+    """Size both tiers. Raises ConfigError, with numbers, when that cannot be done; see `fitting` for the way out."""
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
         raise ConfigError(
@@ -63,16 +71,21 @@ def plan_kv_cache(
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
     else:
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
-    total = split.resident_blocks + num_cpu_blocks
-    capacity = (total - int(watermark * total)) * layout.block_size
-    if buffer_blocks and capacity < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
-        return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
-    _check_capacity(config, layout, total, capacity)
+    capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
     longest = min(wanted_len, capacity)
+    if buffer_blocks and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
+        return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
     has_spans = num_cpu_blocks > 0 and longest > config.max_num_batched_tokens
     buffer_blocks = min(buffer_blocks, -(-longest // layout.block_size)) if has_spans else 0
-    step_bytes = memory.activation_peak + buffer_blocks * per_block
-    return KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, buffer_blocks, step_bytes)
+    working_bytes = memory.activation_peak + buffer_blocks * per_block
+    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, buffer_blocks, working_bytes)
+    _check_capacity(config, layout, plan)
+    return plan
+
+
+def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
+    """Tokens of the longest sequence that so many blocks admit, of which the share `watermark` stays free."""
+    return (num_blocks - int(watermark * num_blocks)) * block_size
 
 
 def _span_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> int:
@@ -111,9 +124,9 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)
     if blocks < MIN_GPU_BLOCKS:
         raise ConfigError(
-            f"no memory for the KV cache: of {_gib(memory.device_total)} at gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}, {_gib(held)} are taken and a step needs {_gib(memory.activation_peak)}, "
-            f"which leaves {_gib(max(budget, 0))} for blocks of {_gib(layout.block_bytes)}; raise "
+            f"no memory for the KV cache: of {gib(memory.device_total)} at gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}, {gib(held)} are taken and a step needs {gib(memory.activation_peak)}, "
+            f"which leaves {gib(max(budget, 0))} for blocks of {gib(layout.block_bytes)}; raise "
             "gpu_memory_utilization, or lower max_num_batched_tokens or kvcache_block_size"
         )
     return blocks
@@ -132,26 +145,25 @@ def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, nu
 def _check_fits(name: str, blocks: int, layout: KVLayout, free: int, where: str) -> None:
     if blocks * layout.block_bytes > free:
         raise ConfigError(
-            f"{name}={blocks}: that is {_gib(blocks * layout.block_bytes)} of KV cache and {where} {_gib(free)} free; "
+            f"{name}={blocks}: that is {gib(blocks * layout.block_bytes)} of KV cache and {where} {gib(free)} free; "
             f"at most {max(free, 0) // layout.block_bytes} blocks of {layout.block_size} tokens fit"
         )
 
 
-def _check_capacity(config: EngineConfig, layout: KVLayout, total: int, capacity: int) -> None:
-    way_out = "raise num_cpu_blocks or num_gpu_blocks"
-    if not config.enable_cpu_offload:
-        way_out = "set enable_cpu_offload=True to let the cache reach into host memory, or raise num_gpu_blocks"
-    if capacity < 1:
-        raise ConfigError(
+def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> None:
+    if plan.max_model_len < 1:
+        raise CacheTooSmallError(
             f"num_gpu_blocks={config.num_gpu_blocks}, num_cpu_blocks={config.num_cpu_blocks}: the ring takes all KV "
-            f"blocks and leaves none for a sequence; {way_out}"
+            "blocks and leaves none for a sequence",
+            plan,
         )
-    if config.max_model_len is not None and capacity < config.max_model_len:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len}: the KV cache holds {total} blocks of {layout.block_size} tokens, "
-            f"which is {capacity} tokens for the longest sequence; lower max_model_len to that, or {way_out}"
+    if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
+        raise CacheTooSmallError(
+            f"max_model_len={config.max_model_len}: the KV cache holds {plan.num_sequence_blocks} blocks of "
+            f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
+            plan,
         )
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"

@@ -60,6 +60,7 @@ class SpanKVCache:
         for in_buffer, table in self._runs(chunk, window):
             pool = self._engine.layer_buffer if in_buffer else self._engine.resident[layer]
             self._backend.attend(q, pool, table, state, self._geometry.scale, window)
+        self._engine.device.end_kernel()
         if chunk.total_len == self._part.span.end:
             self._end_layer(layer)
         return state.output(q)

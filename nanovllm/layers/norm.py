@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.ops.triton_support import use_triton
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's shape and dtype.
@@ -13,9 +15,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     where Transformers rounds. `weight` broadcasts against x: one row for all, or one row per head.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
+    if weight.dim() == 1 and use_triton(x):
+        from nanovllm.ops.triton_norm import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps)
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x, in place and rounded to its dtype, and the normalised sum: [rows, size], weight [size]."""
+    if use_triton(x):
+        from nanovllm.ops.triton_norm import add_rms_norm_triton_
+
+        return add_rms_norm_triton_(residual, x, weight, eps)
+    residual += x
+    return rms_norm(residual, weight, eps)
 
 
 class RMSNorm:
@@ -28,3 +44,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape and dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+    def add_(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x in place; returns the normalised sum. Both [rows, size]."""
+        return add_rms_norm_(residual, x, self.weight, self.eps)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.heads import place_heads
 from nanovllm.layers.linear import Linear, linear
-from nanovllm.layers.norm import RMSNorm, rms_norm
-from nanovllm.layers.rotary import RotaryEmbedding, rotate
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.weights import NamedSlots, WeightSlot, whole
 from nanovllm.models.spec import DecoderSpec
 
@@ -52,8 +53,11 @@ class DecoderLayer:
         attended = self._attend(x, cos, sin, ctx, chunk)
         for rows in row_chunks(x.shape[0], chunk):
             part = x[rows]
-            part += self.o(attended[rows])
-            part += self.down(silu_and_mul(self.gate_up(self.post_norm(part))))
+            part += self._mlp(part, self.o(attended[rows]))
+
+    def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The gated MLP's share of the residual stream, after adding attention's to it in place."""
+        return self.down(silu_and_mul(self.gate_up(self.post_norm.add_(x, attended))))
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
         """Attention over x and what the KV cache holds: [tokens, heads * head_dim], before its projection."""
@@ -66,15 +70,8 @@ class DecoderLayer:
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write q, k and v of the rows of x: normalized where the family does, turned to their positions."""
-        spec = self.spec
-        heads = self.qkv(self.input_norm(x)).unflatten(-1, (-1, spec.head_dim))
-        to_rotate, values = heads.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        if self.qk_norm is not None:
-            to_rotate = rms_norm(to_rotate, self.qk_norm, spec.rms_norm_eps)
-        rotated = rotate(to_rotate, cos, sin)
-        q.copy_(rotated[:, : spec.num_heads])
-        k.copy_(rotated[:, spec.num_heads :])
-        v.copy_(values)
+        heads = self.qkv(self.input_norm(x)).unflatten(-1, (-1, self.spec.head_dim))
+        place_heads(heads, self.qk_norm, self.spec.rms_norm_eps, cos, sin, q, k, v)
 
     def slots(self) -> NamedSlots:
         """Where each of this layer's checkpoint tensors lands, by name."""
@@ -115,9 +112,7 @@ class Decoder:
         cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
         for layer in self.layers:
             layer.forward_(x, cos, sin, ctx, self.chunk_rows)
-        for rows in row_chunks(x.shape[0], self.chunk_rows):
-            x[rows] = self.norm(x[rows])
-        return x
+        return self.normalize_(x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
@@ -127,6 +122,12 @@ class Decoder:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
         cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
         self.layers[index].forward_(x, cos, sin, ctx, self.chunk_rows)
+
+    def normalize_(self, x: Tensor) -> Tensor:
+        """The final norm, in place: [tokens, hidden]."""
+        for rows in row_chunks(x.shape[0], self.chunk_rows):
+            x[rows] = self.norm(x[rows])
+        return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> float32 [rows, vocab]; for rows that sample a token, never for all."""

@@ -20,12 +20,12 @@ def load_decoder_spec(model_dir: str | Path) -> DecoderSpec:
     Only the local directory is read; a name on a hub is refused. Raises ModelError on a missing directory or
     file, broken JSON, and everything that is not supported, with what is.
     """
-    raw = _read_config(Path(model_dir))
-    try:
-        family = _family(raw)
-        return decoder_spec(family, _hf_config(raw, family))
-    except ModelError as error:
-        raise ModelError(f"{Path(model_dir) / 'config.json'}: {error}") from None
+    return _spec(_config_path(Path(model_dir)))
+
+
+def read_decoder_spec(config: str | Path) -> DecoderSpec:
+    """The network that a model directory, or a config file by itself, describes. Raises ModelError as above."""
+    return _spec(Path(config)) if Path(config).is_file() else load_decoder_spec(config)
 
 
 def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     Where neither file has the key, the family's own default holds (Llama and Mistral: 2).
     """
     directory = Path(model_dir)
-    raw = _read_config(directory)
+    raw = _read_json(_config_path(directory))
     generation = directory / "generation_config.json"
     sources = [raw, _read_json(generation)] if generation.is_file() else [raw]
     if not any("eos_token_id" in source for source in sources):
@@ -43,7 +43,16 @@ def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def _spec(path: Path) -> DecoderSpec:
+    raw = _read_json(path)
+    try:
+        family = _family(raw)
+        return decoder_spec(family, _hf_config(raw, family))
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def _config_path(directory: Path) -> Path:
     if not directory.is_dir():
         raise ModelError(
             f"Model directory {str(directory)!r} does not exist; give the path of a local directory in "
@@ -52,7 +61,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{path} does not exist; a model directory must hold a config.json.")
-    return _read_json(path)
+    return path
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+FEW_ROWS = 64  # a segment with more query rows is prefill to a GPU kernel, one with up to as many decode
+
 
 @dataclass(frozen=True, slots=True)
 class KVSegment:
@@ -45,6 +47,59 @@ class SegmentTable:
             start += count
         # query_start, query_len, block_start, block_count, first_position, kv_end, query_position
         self.spans = torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
+        self._on_device: DeviceTable | None = None
+
+    def on(self, device: torch.device) -> DeviceTable:
+        """The table where a GPU kernel finds it, copied the first time that it is asked for."""
+        if self._on_device is None:
+            self._on_device = DeviceTable.of(self, device)
+        return self._on_device
+
+
+@dataclass(frozen=True, slots=True)
+class SpanGroup:
+    """Segments that one kernel launch takes, and what the size of its grid depends on."""
+
+    spans: Tensor  # int32 [segments, 8]: the fields of `SegmentTable.spans`, then the rows of all segments before
+    max_rows: int  # of one segment
+    max_blocks: int
+    total_rows: int
+
+    def __len__(self) -> int:
+        return self.spans.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTable:
+    """A SegmentTable in a GPU's memory, in two groups: few query rows want other kernels than many."""
+
+    blocks: Tensor  # int32
+    few: SpanGroup  # up to FEW_ROWS query rows
+    many: SpanGroup
+
+    @classmethod
+    def of(cls, table: SegmentTable, device: torch.device) -> DeviceTable:
+        """One copy, on the current stream."""
+        is_few = table.spans[:, 1] <= FEW_ROWS
+        groups = [_with_rows_before(table.spans[is_few]), _with_rows_before(table.spans[~is_few])]
+        packed = torch.cat([*(spans.flatten() for spans in groups), table.blocks]).int()
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        parts = packed.to(device, non_blocking=True).split([*(spans.numel() for spans in groups), len(table.blocks)])
+        few, many = (_span_group(spans, part) for spans, part in zip(groups, parts[:2], strict=True))
+        return cls(parts[2], few, many)
+
+
+def _with_rows_before(spans: Tensor) -> Tensor:
+    rows = spans[:, 1:2]
+    return torch.cat((spans, rows.cumsum(0) - rows), dim=1)
+
+
+def _span_group(spans: Tensor, on_device: Tensor) -> SpanGroup:
+    if not len(spans):
+        return SpanGroup(on_device.view(0, 8), 0, 0, 0)
+    rows, blocks = spans[:, 1], spans[:, 3]
+    return SpanGroup(on_device.view(-1, 8), int(rows.max()), int(blocks.max()), int(rows.sum()))
 
 
 @dataclass(slots=True)

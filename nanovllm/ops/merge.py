@@ -1,9 +1,11 @@
-"""Merging attention over two disjoint sets of keys into attention over their union."""
+"""Merging attention over disjoint sets of keys into attention over their union."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from nanovllm.ops.triton_support import use_triton
 
 
 def merge_states_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -14,6 +16,22 @@ def merge_states_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
     A side with LSE -inf has seen no keys and weighs nothing; with both sides empty the result is empty (0, -inf).
     A side with LSE +inf outweighs any finite one.
     """
+    merge_parts_(out, lse, other_out.unsqueeze(0), other_lse.unsqueeze(0))
+
+
+def merge_parts_(out: Tensor, lse: Tensor, parts: Tensor, part_lses: Tensor) -> None:
+    """`merge_states_` of each of n parts in turn: [n, tokens, heads, head_dim] and fp32 [n, heads, tokens]."""
+    if use_triton(out):
+        from nanovllm.ops.triton_merge import merge_parts_triton
+
+        merge_parts_triton(out, lse, out, lse, parts, part_lses)
+        return
+    for part, part_lse in zip(parts, part_lses, strict=True):
+        merge_states_torch_(out, lse, part, part_lse)
+
+
+def merge_states_torch_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """`merge_states_` in plain torch: an operator, and on a GPU a launch, for every line of the formula."""
     top = torch.maximum(lse, other_lse)
     # inf - inf is NaN where it should be 0: the side that sets the maximum weighs exp(0).
     weight = torch.exp(torch.where(lse == top, 0.0, lse - top))

@@ -1,0 +1,204 @@
+"""What the planner predicts against what is measured: prefill time and decode rate, resident and offloaded.
+
+    python -m benchmarks.plan_accuracy [--num-layers 2 4] [--prompt-len 2048 8192] [--output-json FILE]
+
+For every configuration the machine's rates are measured first, as `nanovllm plan` measures them, on layers with random
+weights; then the prediction is made, then the engine runs. Measured are medians over the repeats. Defaults take some
+three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from benchmarks.engine import Work, device_name, generate, timing_of
+from benchmarks.options import (
+    Parser,
+    add_device_option,
+    add_engine_options,
+    add_run_options,
+    exit_status,
+    positive,
+    share,
+)
+from benchmarks.other_load import OtherLoad
+from benchmarks.report import machine_facts, print_facts, print_other_load, write_json
+from benchmarks.shapes import Shape, open_shape
+from benchmarks.timing import Spread, repeat
+from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
+from nanovllm.device import create_device
+from nanovllm.kvcache.budget import split_device
+from nanovllm.ops import select_cpu_backend
+from nanovllm.planner.machine import Rates
+from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
+from nanovllm.planner.plan import RequestPlan
+
+PLACEMENTS = ("resident", "offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Seconds of a prefill, or of one decoded token."""
+
+    predicted: float
+    measured: Spread
+    limit: str
+    by_resource: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Of the predicted speed, as a share of the measured one: above 0 the prediction is too fast."""
+        return self.measured.median / self.predicted - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One configuration."""
+
+    num_layers: int
+    placement: str
+    prompt_len: int
+    streamed_bytes: int
+    prefill: Phase
+    decode: Phase
+    rates: Rates
+
+
+def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
+    """Rates, prediction and runs of one configuration."""
+    rates = rates_for(work, placement)
+    (prompt,) = work.shape.prompts(1, work.prompt_len, args.seed)
+    with work.open(**arguments_for(work, placement, args.device_share)) as llm:
+        request = llm.plan(rates).request(work.prompt_len, work.output_len)
+        runs = repeat(lambda: timing_of(generate(llm, [prompt], work.output_len)), args.warmup, args.repeats)
+    prefill, decode = (
+        Spread.of(times) for times in zip(*((run.prefill_seconds, run.tpot) for run in runs), strict=True)
+    )
+    assert prefill is not None and decode is not None, "every run decodes"
+    return Result(
+        num_layers=work.shape.spec.num_layers,
+        placement=placement,
+        prompt_len=work.prompt_len,
+        streamed_bytes=request.streamed_bytes,
+        prefill=_phase(request, "prefill", prefill),
+        decode=_phase(request, "decode", decode),
+        rates=rates,
+    )
+
+
+def rates_for(work: Work, placement: str) -> Rates:
+    """Measured as `nanovllm plan` does."""
+    spec, sizes = work.shape.spec, ProbeSizes()
+    ring_slots = split_device(MIN_GPU_BLOCKS, spec.num_layers).ring_slots if placement == "offload" else 0
+    with closing(create_device(work.device)) as device:
+        model = random_model(spec, work.shape.dtype, device.torch_device, sizes)
+        backend = select_cpu_backend(spec.head_dim)
+        chunk = work.max_num_batched_tokens
+        return measure_rates(Probe(device, model, backend, work.block_size, ring_slots, chunk, sizes))
+
+
+def arguments_for(work: Work, placement: str, device_share: Fraction) -> dict[str, Any]:
+    """Where the blocks live; under offload, never fewer on the device than the engine takes."""
+    if placement == "resident":
+        return work.on_device()
+    return work.offloaded(max(device_share, Fraction(MIN_GPU_BLOCKS, work.num_blocks)))
+
+
+def _phase(request: RequestPlan, name: str, measured: Spread) -> Phase:
+    prediction = getattr(request, name)
+    assert prediction.seconds is not None and prediction.limit is not None, "all rates are measured"
+    return Phase(prediction.seconds, measured, prediction.limit, prediction.terms)
+
+
+# ---- for people
+
+COLUMNS = "{:>6}  {:<9}{:>8}   {:>10}{:>10}{:>7}   {:>10}{:>10}{:>7}   {}".format
+
+
+def show_head() -> None:
+    print(COLUMNS("", "", "", "prefill", "", "", "decode", "", "", ""))
+    head = ("predicted", "measured", "off by")
+    print(COLUMNS("layers", "placement", "prompt", *head, *head, "limits, prefill and decode"))
+
+
+def show(result: Result) -> None:
+    prefill, decode = result.prefill, result.decode
+    print(
+        COLUMNS(
+            result.num_layers, result.placement, f"{result.prompt_len:,}",
+            f"{prefill.predicted:.2f} s", f"{prefill.measured.median:.2f} s", f"{prefill.error:+.0%}",
+            f"{1 / decode.predicted:.1f}/s", f"{1 / decode.measured.median:.1f}/s", f"{decode.error:+.0%}",
+            f"{prefill.limit}, {decode.limit}",
+        ),
+        flush=True,
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    facts, load, results = machine_facts(device_name(args.device)), OtherLoad(), []
+    models = []
+    for num_layers in args.num_layers:
+        with open_shape(args.model, num_layers, args.dtype) as shape:
+            models.append(shape.facts())
+            print_facts(facts, shape.facts())
+            show_head()
+            results += measure_shape(shape, args)
+            print()
+    errors = [abs(phase.error) for result in results for phase in (result.prefill, result.decode)]
+    print(
+        f"speeds predicted within {max(errors):.0%} of measured, {sorted(errors)[len(errors) // 2]:.0%} in the middle"
+    )
+    print_other_load(load.share())
+    write_json(args.output_json, args, facts, models=models, results=results, errors=errors, other_load=load.share())
+    return 0
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace) -> list[Result]:
+    results = []
+    for placement in PLACEMENTS:
+        for prompt_len in args.prompt_len:
+            work = Work(
+                shape=shape,
+                prompt_len=prompt_len,
+                output_len=args.output_len,
+                num_prompts=1,
+                block_size=args.block_size,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                device=args.device,
+                seed=args.seed,
+            )
+            results.append(measure(work, placement, args))
+            show(results[-1])
+    return results
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="benchmarks.plan_accuracy", description="Predicted against measured speeds.")
+    add = parser.add_argument
+    add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
+    add("--num-layers", type=positive, nargs="+", default=[2, 4], help="layers to keep; several are run in turn")
+    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")
+    add("--prompt-len", type=positive, nargs="+", default=[2048, 8192], help="tokens; several are run in turn")
+    add("--device-share", type=share, default=Fraction(1, 4), help="KV blocks on the device (default: %(default)s)")
+    add_run_options(parser, output_len=33, repeats=3)
+    add_engine_options(parser, block_size=256, max_batched=4096)
+    add_device_option(parser)
+    args = parser.parse_args(argv)
+    if args.output_len < 2:
+        parser.error("--output-len must be at least 2: the first token is the prefill's")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_status("benchmarks.plan_accuracy", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

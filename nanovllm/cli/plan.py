@@ -1,0 +1,227 @@
+"""`nanovllm plan`: what a prompt takes of a machine, before anything runs. Reads a config and no weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nanovllm.config import DTYPES, engine_config
+from nanovllm.device import Device, create_device
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.engine.profiling import span_row_bytes, step_bytes
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
+from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.ops import select_cpu_backend
+from nanovllm.planner.machine import Link, Rates
+from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
+from nanovllm.planner.network import Network
+from nanovllm.planner.plan import Plan, make_plan
+from nanovllm.planner.report import plan_json, plan_table
+from nanovllm.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
+
+T = TypeVar("T")
+ENGINE_OPTIONS = (  # that go to the engine under their own names, where they are given
+    "dtype",
+    "kvcache_block_size",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks",
+    "num_cpu_blocks",
+    "gpu_memory_utilization",
+)
+META = torch.device("meta")
+
+
+def add_parser(subparsers: Any) -> None:
+    """The command's options."""
+    summary = "what fits, what moves and how long it takes, before anything runs"
+    parser = subparsers.add_parser(
+        "plan",
+        help=summary,
+        description=f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--model", required=True, help="a model directory, or a config file")
+    parser.add_argument("--prompt-len", type=_positive, help="tokens (default: the longest that fits)")
+    parser.add_argument("--output-len", type=_positive, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    _add_engine_options(parser.add_argument_group("engine", "as LLM takes them; its defaults where not given"))
+    _add_machine_options(
+        parser.add_argument_group(
+            "machine",
+            "With --gpu-mem, a machine that is not at hand: what is not given is not known. Without it, this machine: "
+            "rates that are not given are measured, in a few seconds.",
+        )
+    )
+
+
+def _add_engine_options(group: Any) -> None:
+    group.add_argument("--dtype", choices=DTYPES)
+    for name in ("--kvcache-block-size", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"):
+        group.add_argument(name, type=_positive, metavar="N")
+    for name in ("--num-gpu-blocks", "--num-cpu-blocks"):
+        group.add_argument(name, type=int, metavar="N")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
+    group.add_argument(
+        "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: where the prompt needs it"
+    )
+
+
+def _add_machine_options(group: Any) -> None:
+    add = group.add_argument
+    add("--gpu-mem", type=_quantity(parse_bytes), metavar="80GB", help="memory of the device")
+    add("--host-mem", type=_quantity(parse_bytes), metavar="256GB", help="host memory that is free for the KV cache")
+    add("--link", type=_quantity(parse_byte_rate), metavar="50GB/s", help="between host and device, each way")
+    add("--compute", type=_quantity(parse_compute_rate), metavar="400TFLOPS", help="of matrix products and attention")
+    add("--device-bandwidth", type=_quantity(parse_byte_rate), metavar="3TB/s", help="of reading device memory")
+    add("--layer-overhead", type=_quantity(parse_seconds), metavar="20us", help="fixed cost of a layer in a step")
+    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="this machine's rates")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; the exit status says whether the prompt fits."""
+    spec = read_decoder_spec(args.model)
+    network = Network.of(spec, args.dtype or "auto")
+    if args.gpu_mem is not None:
+        plan = _plan(args, network, None)
+    elif args.host_mem is not None:
+        raise ConfigError("--host-mem needs --gpu-mem: without it, the plan is for this machine's memory")
+    else:
+        with closing(create_device(None)) as device:
+            plan = _plan(args, network, device)
+    prompt_len = args.prompt_len or plan.kv.max_model_len
+    if args.json:
+        print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2))
+    else:
+        print(plan_table(plan, prompt_len, args.output_len))
+        if not plan.fits(prompt_len) and args.gpu_mem is not None and args.host_mem is None:
+            print("  --host-mem is not given, so no host memory counts")
+    return 0 if plan.fits(prompt_len) else 1
+
+
+def _plan(args: argparse.Namespace, network: Network, device: Device | None) -> Plan:
+    """For `device`, which is here, or for the machine that the arguments describe."""
+    sizing = _choose(args, network, device)
+    return make_plan(network, sizing, _rates(args, network, sizing, device))
+
+
+# ---- memory
+
+
+def _choose(args: argparse.Namespace, network: Network, device: Device | None) -> KVSizing:
+    """With or without offload: as asked for, else with it where the prompt does not fit the device."""
+    if args.enable_cpu_offload is not None:
+        return _sizing(args, network, device, args.enable_cpu_offload)
+    if args.num_cpu_blocks is not None:
+        return _sizing(args, network, device, offload=True)
+    wanted = args.prompt_len + args.output_len if args.prompt_len else network.spec.max_model_len
+    resident = _sizing(args, network, device, offload=False)
+    held = _longest(resident)
+    if held >= min(wanted, network.spec.max_model_len) or (device is None and args.host_mem is None):
+        return resident
+    offloaded = _sizing(args, network, device, offload=True)
+    return resident if held and held > _longest(offloaded) else offloaded
+
+
+def _longest(sizing: KVSizing) -> int:
+    """Tokens of the longest sequence; 0 where the engine would be refused."""
+    try:
+        return sizing.plan().max_model_len
+    except ConfigError:
+        return 0
+
+
+def _sizing(args: argparse.Namespace, network: Network, device: Device | None, offload: bool) -> KVSizing:
+    arguments = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    path = Path(args.model)
+    config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
+    if offload and device is None and args.host_mem is None:
+        raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
+    decoder = Decoder(network.spec, getattr(torch, network.dtype), META)
+    if device is not None and device.torch_device.type == "cpu":
+        decoder.chunk_rows = CPU_CHUNK_ROWS
+    activations = step_bytes(decoder, config)
+    if device is None:
+        memory = _given_memory(args.gpu_mem, args.host_mem or 0, network.weight_bytes, activations)
+    else:
+        memory = _this_memory(device, network.weight_bytes, activations)
+    row_bytes = span_row_bytes(decoder, select_cpu_backend(network.spec.head_dim), config)
+    memory = replace(memory, span_row_bytes=row_bytes)
+    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
+
+
+def _given_memory(gpu_mem: int, host_mem: int, weight_bytes: int, activations: int) -> MemoryFacts:
+    if weight_bytes >= gpu_mem:
+        raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weight_bytes / 1e9:.1f} GB")
+    return MemoryFacts(gpu_mem, gpu_mem - weight_bytes, host_mem, tiers_share_memory=False, activation_peak=activations)
+
+
+def _this_memory(device: Device, weight_bytes: int, activations: int) -> MemoryFacts:
+    """As it will be once the weights are loaded."""
+    shared = device.torch_device.type == "cpu"
+    host_free = device.free_host_memory() - (weight_bytes if shared else 0)
+    free = device.free_memory() - weight_bytes
+    return MemoryFacts(device.total_memory(), free, host_free, shared, activations)
+
+
+# ---- rates
+
+
+def _rates(args: argparse.Namespace, network: Network, sizing: KVSizing, device: Device | None) -> Rates:
+    rates = Rates()
+    if device is not None and args.measure:
+        rates = _measured(network, sizing, device)
+    given: dict[str, Any] = {}
+    if args.compute is not None:
+        given |= {"compute": args.compute, "attention": args.compute}
+    if args.device_bandwidth is not None:
+        names = ("weight_bandwidth", "head_bandwidth", "device_bandwidth")
+        given |= dict.fromkeys(names, args.device_bandwidth)
+    if args.link is not None:
+        given["link"] = Link(args.link, args.link)
+    if args.layer_overhead is not None:
+        given["layer_seconds"] = args.layer_overhead
+    return replace(rates, **given)
+
+
+def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
+    sizes, config = ProbeSizes(), sizing.config
+    dtype: torch.dtype = getattr(torch, network.dtype)
+    model = random_model(network.spec, dtype, device.torch_device, sizes)
+    backend = select_cpu_backend(network.spec.head_dim)
+    ring_slots = sizing.plan().split.ring_slots
+    return measure_rates(
+        Probe(device, model, backend, config.block_size, ring_slots, config.max_num_batched_tokens, sizes)
+    )
+
+
+# ---- options
+
+
+def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A parser of argparse's kind, which passes the sentence on."""
+
+    def parse_option(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_option
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

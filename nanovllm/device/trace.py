@@ -1,0 +1,179 @@
+"""A timeline of what a device did: copies and kernels, a row for each stream, as a Chrome trace.
+
+The file opens in https://ui.perfetto.dev and chrome://tracing. Copies are timed by marks on their stream before and
+after them; a kernel lasts from its declaration to `end_kernel`, or to the next thing that the device hears of on the
+compute stream. Marks are read once they are passed, so nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
+from nanovllm.errors import EngineError
+
+COMPUTE = "compute"
+
+
+@dataclass(slots=True)
+class Slice:
+    """Something that a stream did between two marks."""
+
+    name: str
+    stream: str
+    begin: Mark
+    end: Mark
+    facts: dict[str, int]
+
+    def times(self) -> tuple[float, float] | None:
+        """Seconds at which it began and ended; None as long as it has not ended."""
+        begin, end = self.begin.seconds(), self.end.seconds()
+        return None if begin is None or end is None else (begin, end)
+
+
+@dataclass(slots=True)
+class OpenKernel:
+    """Kernels of one name, declared one after the other, that have not been ended yet."""
+
+    name: str
+    begin: Mark
+    count: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Slices, and those of them that are over as events of the trace format, times in seconds."""
+
+    slices: list[Slice] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Read the times of what is over, and let go of its marks."""
+        under_way = []
+        for piece in self.slices:
+            times = piece.times()
+            if times is None:
+                under_way.append(piece)
+            else:
+                self.events.append({"name": piece.name, "stream": piece.stream, "times": times, "args": piece.facts})
+        self.slices = under_way
+
+    def chrome(self, process: str, streams: Sequence[str]) -> dict[str, Any]:
+        """The trace as JSON wants it: complete events in microseconds from the first, a thread for each stream."""
+        start = min((event["times"][0] for event in self.events), default=0.0)
+        rows = {name: row for row, name in enumerate(streams)}
+        named: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": process}}]
+        for name, row in rows.items():
+            named.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}})
+            named.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
+        complete = [
+            {
+                "ph": "X",
+                "name": event["name"],
+                "pid": 0,
+                "tid": rows[event["stream"]],
+                "ts": (event["times"][0] - start) * 1e6,
+                "dur": (event["times"][1] - event["times"][0]) * 1e6,
+                "args": event["args"],
+            }
+            for event in self.events
+        ]
+        return {"traceEvents": named + sorted(complete, key=lambda event: event["ts"]), "displayTimeUnit": "ms"}
+
+
+class TracedStream(StreamWrapper):
+    def __init__(self, inner: Stream, name: str) -> None:
+        super().__init__(inner)
+        self.name = name
+
+
+class TracedCompute(StreamWrapper):
+    """The compute stream: what it waits for is no part of the kernel before."""
+
+    def __init__(self, device: TracedDevice) -> None:
+        super().__init__(device.inner.compute_stream)
+        self._device = device
+
+    def wait(self, event: Event) -> None:
+        self._device.end_kernel()
+        super().wait(event)
+
+
+class TracedDevice(DeviceWrapper):
+    """A device that writes down what it does, and writes it to `path` when it is closed."""
+
+    def __init__(self, inner: Device, path: str | Path) -> None:
+        super().__init__(inner)
+        self.compute_stream = TracedCompute(self)
+        self.timeline = Timeline()
+        self._path = Path(path)
+        self._streams: list[TracedStream] = []
+        self._kernel: OpenKernel | None = None
+        self._closed = False
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        with self.inner.compute():
+            begin = self.inner.compute_stream.mark()
+            try:
+                yield
+            finally:
+                self.end_kernel()
+                self._add("step", COMPUTE, begin, self.inner.compute_stream.mark())
+                self.timeline.settle()
+
+    def new_stream(self, name: str) -> Stream:
+        stream = TracedStream(self.inner.new_stream(name), name)
+        self._streams.append(stream)
+        return stream
+
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
+        assert isinstance(stream, TracedStream)
+        begin = stream.inner.mark()
+        count = self.inner.copy_2d(copy, stream.inner)
+        facts = {"bytes": copy.width * copy.height, "rows": copy.height, "copies": count}
+        self._add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), **facts)
+        return count
+
+    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        if self._kernel is None or self._kernel.name != name:
+            self.end_kernel()
+            self._kernel = OpenKernel(name, self.inner.compute_stream.mark())
+        self._kernel.count += 1
+        self._kernel.num_bytes += sum(tensor.nbytes for tensor in (*reads, *writes))
+        self.inner.declare_kernel(name, reads, writes)
+
+    def end_kernel(self) -> None:
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            facts = {"declared": kernel.count, "bytes": kernel.num_bytes}
+            self._add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), **facts)
+        self.inner.end_kernel()
+
+    def close(self) -> None:
+        """Wait for what is under way, close the device and write the file. Raises EngineError if it cannot be."""
+        if self._closed:
+            return
+        self._closed = True
+        for stream in [*self._streams, self.compute_stream]:
+            with suppress(EngineError):  # told to whoever waited for it
+                stream.synchronize()
+        self.timeline.settle()
+        self.inner.close()
+        names = [COMPUTE, *(stream.name for stream in self._streams)]
+        try:
+            self._path.write_text(json.dumps(self.timeline.chrome(f"nanovllm on {self.name}", names)) + "\n")
+        except OSError as error:
+            raise EngineError(f"trace={str(self._path)!r}: the file cannot be written: {error}") from error
+
+    def _add(self, name: str, stream: str, begin: Mark, end: Mark, **facts: int) -> None:
+        self.timeline.slices.append(Slice(name, stream, begin, end, facts))

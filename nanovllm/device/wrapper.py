@@ -1,0 +1,79 @@
+"""A device around another one, which does everything that the outer one does not do otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
+
+
+class StreamWrapper(Stream):
+    """Passes everything on to `inner`."""
+
+    def __init__(self, inner: Stream) -> None:
+        self.inner = inner
+
+    def record(self, event: Event) -> None:
+        self.inner.record(event)
+
+    def wait(self, event: Event) -> None:
+        self.inner.wait(event)
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def mark(self) -> Mark:
+        return self.inner.mark()
+
+
+class DeviceWrapper(Device):
+    """Passes everything on to `inner`. Whoever gives out streams or events of its own passes on what is in them."""
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.torch_device = inner.torch_device
+        self.compute_stream = inner.compute_stream
+
+    def compute(self) -> AbstractContextManager[None]:
+        return self.inner.compute()
+
+    def new_stream(self, name: str) -> Stream:
+        return self.inner.new_stream(name)
+
+    def new_event(self) -> Event:
+        return self.inner.new_event()
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.inner.empty(name, shape, dtype)
+
+    def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.inner.empty_host(name, shape, dtype)
+
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
+        return self.inner.copy_2d(copy, stream)
+
+    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        self.inner.declare_kernel(name, reads, writes)
+
+    def end_kernel(self) -> None:
+        self.inner.end_kernel()
+
+    def peak_memory(self, work: Callable[[], object]) -> int | None:
+        return self.inner.peak_memory(work)
+
+    def free_memory(self) -> int:
+        return self.inner.free_memory()
+
+    def total_memory(self) -> int:
+        return self.inner.total_memory()
+
+    def free_host_memory(self) -> int:
+        return self.inner.free_host_memory()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,113 @@
+"""What sampling parameters mean for one model and tokenizer, worked out and checked once, when a request is added."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from nanovllm.engine.batch import token_array
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+
+MAX_BIAS = 1e9  # beyond this a larger value changes nothing, and penalties would carry it out of fp32's range
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """Compact constants of one request; by default nothing is asked for.
+
+    num_logprobs, num_prompt_logprobs: as in SamplingParams, with -1 as the vocabulary's size. end_tokens: what cannot
+    be chosen before min_tokens. bad_words: as token ids. biased, biases: logit_bias. prompt_tokens: the distinct tokens
+    of the prompt, where the repetition penalty needs them.
+    """
+
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    end_tokens: array[int] = field(default_factory=token_array)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    biased: array[int] = field(default_factory=token_array)
+    biases: array[float] = field(default_factory=lambda: array("d"))
+    prompt_tokens: array[int] = field(default_factory=token_array)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFacts:
+    """What resolving needs to know. `max_logprobs` caps logprobs and prompt_logprobs; -1 does not."""
+
+    vocab_size: int
+    eos_token_ids: Collection[int] = ()
+    tokenizer: Tokenizer | None = None
+    max_logprobs: int = 20
+
+
+def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], facts: SamplingFacts) -> ResolvedSampling:
+    """Raises RequestError for what this model cannot honour."""
+    _check_token_ids("stop_token_ids", params.stop_token_ids, facts.vocab_size)
+    _check_token_ids("logit_bias", params.logit_bias, facts.vocab_size)
+    ends = {token for token in facts.eos_token_ids if token < facts.vocab_size} | set(params.stop_token_ids)
+    return ResolvedSampling(
+        num_logprobs=_num_logprobs("logprobs", params.logprobs, facts),
+        num_prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, facts),
+        end_tokens=token_array(ends if params.min_tokens > 0 else ()),
+        bad_words=_bad_word_tokens(params.bad_words, facts),
+        biased=token_array(params.logit_bias),
+        biases=array("d", (_finite_or_ban(bias) for bias in params.logit_bias.values())),
+        prompt_tokens=token_array(set(prompt_token_ids) if params.repetition_penalty != 1.0 else ()),
+    )
+
+
+def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | None:
+    if asked is None:
+        return None
+    count = facts.vocab_size if asked == -1 else asked
+    if facts.max_logprobs != -1 and count > facts.max_logprobs:
+        meaning = f" asks for all {count}" if asked == -1 else ""
+        raise RequestError(
+            f"Cannot request more than {facts.max_logprobs} logprobs. {name}={asked}{meaning}: ask for fewer, or raise "
+            "the engine's max_logprobs"
+        )
+    return min(count, facts.vocab_size)
+
+
+def _check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if token >= vocab_size:
+            raise RequestError(f"{name}={token!r}: must hold token ids of the model, from 0 to {vocab_size - 1}")
+
+
+def _finite_or_ban(bias: float) -> float:
+    return bias if bias == float("-inf") else max(-MAX_BIAS, min(bias, MAX_BIAS))
+
+
+def _bad_word_tokens(words: Sequence[str], facts: SamplingFacts) -> tuple[tuple[int, ...], ...]:
+    """Each word's token ids, as at the start of a text; and as after a space, where that changes the first token only.
+
+    vLLM's rule: a tokenizer that makes another number of tokens after a space has not just another form of the word.
+    """
+    if words and facts.tokenizer is None:
+        raise RequestError(
+            f"bad_words={list(words)!r}: words cannot be told without a tokenizer, and the model directory has no "
+            "tokenizer files: give token ids with a bias of -inf in logit_bias, or add the tokenizer's files"
+        )
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        at_start, after_space = (_encode(prefix + word.lstrip(), facts) for prefix in ("", " "))
+        if not at_start:
+            raise RequestError(f"bad_words={word!r}: must hold words of at least one token")
+        found.append(at_start)
+        if len(after_space) == len(at_start) and after_space[0] != at_start[0]:
+            found.append(after_space)
+        for token in (*at_start, *after_space):
+            if token >= facts.vocab_size:
+                raise RequestError(
+                    f"bad_words={word!r}: the tokenizer gives token {token}, and the model's go from 0 to "
+                    f"{facts.vocab_size - 1}"
+                )
+    return tuple(dict.fromkeys(found))
+
+
+def _encode(text: str, facts: SamplingFacts) -> tuple[int, ...]:
+    assert facts.tokenizer is not None
+    return tuple(facts.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,69 @@
+"""A sequence's parameters and progress as the plain rows that the executor reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from nanovllm.engine.batch import LogitAdjustments, PromptTargets, SamplingRow, token_array
+from nanovllm.engine.request import Sequence
+
+# Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
+MAX_TEMPERATURE = 1e30
+MAX_TOP_K = 2**31 - 1
+MAX_REPETITION_PENALTY = 1e9
+
+
+def sampling_row(seq: Sequence) -> SamplingRow:
+    """How the next token of `seq` is drawn."""
+    p = seq.params
+    return SamplingRow(
+        temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
+        top_k=min(max(p.top_k, 0), MAX_TOP_K),
+        top_p=p.top_p,
+        min_p=p.min_p,
+        seed=seq.seed,
+        index=seq.num_output_tokens,
+        num_logprobs=seq.request.sampling.num_logprobs,
+        adjustments=_adjustments(seq),
+    )
+
+
+def prompt_targets(seq: Sequence, chunk: int) -> PromptTargets | None:
+    """Which of the next `chunk` rows of `seq` give log-probabilities of prompt tokens that are not known yet."""
+    count = seq.request.sampling.num_prompt_logprobs
+    first = max(len(seq.request.prompt_logprobs), seq.num_computed)
+    end = min(seq.num_computed + chunk, seq.prompt_len - 1)
+    if count is None or first >= end:
+        return None
+    return PromptTargets(first - seq.num_computed, seq.token_ids[first + 1 : end + 1], count)
+
+
+def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
+    """The last token of each bad word whose other tokens end the output. vLLM's rule; the prompt does not count."""
+    banned = []
+    for *beginning, last in bad_words:
+        if len(beginning) <= len(output) and list(output[len(output) - len(beginning) :]) == beginning:
+            banned.append(last)
+    return banned
+
+
+def _adjustments(seq: Sequence) -> LogitAdjustments | None:
+    """What changes in its logits; None, the usual case, if nothing does."""
+    p, s = seq.params, seq.request.sampling
+    banned = token_array(s.end_tokens if seq.num_output_tokens < p.min_tokens else ())
+    if s.bad_words:
+        longest = max(map(len, s.bad_words))
+        banned.extend(banned_tokens(s.bad_words, seq.token_ids[max(seq.prompt_len, len(seq) - longest + 1) :]))
+    penalized = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1.0, 0.0, 0.0)
+    if not banned and not s.biased and not penalized:
+        return None
+    return LogitAdjustments(
+        banned=banned,
+        biased=s.biased,
+        biases=s.biases,
+        repetition_penalty=max(1 / MAX_REPETITION_PENALTY, min(p.repetition_penalty, MAX_REPETITION_PENALTY)),
+        frequency_penalty=p.frequency_penalty,
+        presence_penalty=p.presence_penalty,
+        prompt_tokens=s.prompt_tokens,
+        output_tokens=seq.output_array()[:] if penalized else token_array(),
+    )

@@ -1,0 +1,136 @@
+"""What would make a longer sequence fit the KV cache: engine arguments, found by planning with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.budget import split_device
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.sizing import CacheTooSmallError, KVPlan, MemoryFacts, gib, longest_sequence, plan_kv_cache
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizing:
+    """Everything that the sizes of the KV cache follow from. `watermark`: the share of the blocks that stays free."""
+
+    config: EngineConfig
+    layout: KVLayout
+    model_max_len: int
+    memory: MemoryFacts
+    watermark: float
+
+    def plan(self) -> KVPlan:
+        """`plan_kv_cache` of these. Raises ConfigError, with numbers and a way out, when that cannot be done."""
+        try:
+            return self._plan()
+        except CacheTooSmallError as error:
+            wanted, held = self.config.max_model_len, error.plan.max_model_len
+            ways = [{"max_model_len": held}] if wanted and held else []
+            ways += self.changes_for(wanted or 1)
+            raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do") from None
+
+    def changes_for(self, tokens: int) -> list[dict[str, Any]]:
+        """Engine arguments each set of which makes a sequence of so many tokens fit, the nearest first.
+
+        Block counts and shares are the smallest that do. Empty where the model's positions or the memory end before.
+        """
+        if tokens > self.model_max_len:
+            return []
+        limit = self.config.max_model_len
+        lifted: dict[str, Any] = {} if limit is None or limit >= tokens else {"max_model_len": tokens}
+        if lifted and self._holds(tokens, lifted):
+            return [lifted]
+        found = (lifted | change for change in self._changed(lifted)._larger_caches(tokens))
+        return [change for change in found if self._holds(tokens, change)]
+
+    def advice(self, tokens: int) -> str:
+        """What to do about a sequence of too many tokens, with the plan's numbers: half a sentence."""
+        if tokens > self.model_max_len:
+            return (
+                f"the model's positions end at {self.model_max_len}, so shorten the prompt, or give the model a RoPE "
+                "scaling that reaches further"
+            )
+        plan, memory = self._plan(), self.memory
+        held = (
+            f"its KV cache takes {gib(tokens * self.layout.token_bytes)}, and the engine has "
+            f"{plan.split.resident_blocks} blocks of {self.layout.block_size} tokens on the device and "
+            f"{plan.num_cpu_blocks} on the host"
+        )
+        changes = self.changes_for(tokens)
+        if not changes:
+            free = memory.device_free + (0 if memory.tiers_share_memory else memory.host_free)
+            return f"{held}; no setting fits it into the {gib(free)} that are free, so shorten the prompt"
+        return f"{held}; {' or '.join(map(spelled, changes))} would make it fit"
+
+    # ---- helpers
+
+    def _plan(self) -> KVPlan:
+        return plan_kv_cache(self.config, self.layout, self.model_max_len, self.memory, self.watermark)
+
+    def _counts(self) -> KVPlan:
+        """The blocks of both tiers, however long a sequence they hold."""
+        try:
+            return self._plan()
+        except CacheTooSmallError as error:
+            return error.plan
+
+    def _changed(self, arguments: Mapping[str, Any]) -> KVSizing:
+        config = replace(self.config, **arguments)
+        if config.block_size == self.config.block_size:
+            return replace(self, config=config)
+        return replace(self, config=config, layout=replace(self.layout, block_size=config.block_size))
+
+    def _holds(self, tokens: int, change: Mapping[str, Any]) -> bool:
+        try:
+            return self._changed(change)._plan().max_model_len >= tokens
+        except ConfigError:
+            return False
+
+    def _blocks_for(self, tokens: int) -> int:
+        """The fewest blocks that admit a sequence of so many tokens."""
+        block_size = self.layout.block_size
+        blocks = -(-tokens // block_size)
+        while longest_sequence(blocks, block_size, self.watermark) < tokens:
+            blocks += 1
+        return blocks
+
+    def _larger_caches(self, tokens: int) -> Iterator[dict[str, Any]]:
+        """Changes that could make the cache large enough. Whether the memory allows them is not looked at.
+
+        A count that was given is raised; a tier that is sized from memory gets a larger share of it.
+        """
+        config, counts = self.config, self._counts()
+        lacking = self._blocks_for(tokens) - counts.num_sequence_blocks
+        if not config.enable_cpu_offload:
+            yield self._offload(tokens)
+        elif config.num_cpu_blocks != -1:
+            yield {"num_cpu_blocks": counts.num_cpu_blocks + lacking}
+        if config.num_gpu_blocks != -1:
+            yield {"num_gpu_blocks": counts.num_gpu_blocks + lacking}
+        if config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1):
+            for percent in range(int(config.gpu_memory_utilization * 100) + 1, 101):
+                share = {"gpu_memory_utilization": percent / 100}
+                if self._holds(tokens, share):
+                    yield share
+                    return
+
+    def _offload(self, tokens: int) -> dict[str, Any]:
+        """Offload switched on. Where the device's blocks were counted, they keep their size, and the host's are too.
+
+        Otherwise blocks get offload's own size, unless the device is too small for that.
+        """
+        config, switch = self.config, {"enable_cpu_offload": True}
+        if config.num_gpu_blocks == -1:
+            return switch if self._holds(tokens, switch) else switch | {"kvcache_block_size": self.layout.block_size}
+        resident = split_device(config.num_gpu_blocks, self.layout.num_layers).resident_blocks
+        counted = switch | {"num_cpu_blocks": self._blocks_for(tokens) - resident}
+        return counted if config.kvcache_block_size else counted | {"kvcache_block_size": self.layout.block_size}
+
+
+def spelled(change: Mapping[str, Any]) -> str:
+    """As it is written in a call."""
+    return " with ".join(f"{name}={value!r}" for name, value in change.items())

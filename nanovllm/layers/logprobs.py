@@ -1,0 +1,59 @@
+"""How likely tokens are under raw logits: log-probabilities, ranks, and the most likely tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_ROWS = 256  # at a time, beside their logits
+
+
+class RowLogprobs(NamedTuple):
+    """One row; the fields of `engine.batch.TokenLogprobs`."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[RowLogprobs | None]:
+    """Each row's natural-log probability of its token, the token's rank, and the `count` most likely tokens.
+
+    logits: floating [rows, vocab], left as they are; the softmax is taken in fp32. Nothing is computed of a row whose
+    count is None. The rank is 1 + the number of tokens with a larger log-probability. A row depends on its own logits,
+    token and count alone.
+    """
+    found: list[RowLogprobs | None] = [None] * len(counts)
+    asked = [row for row, count in enumerate(counts) if count is not None]
+    for start in range(0, len(asked), MAX_ROWS):
+        rows = asked[start : start + MAX_ROWS]
+        of_rows = logits if len(rows) == len(counts) else logits[rows]
+        measured = _measure(of_rows, [token_ids[row] for row in rows], [counts[row] or 0 for row in rows])
+        for row, measures in zip(rows, measured, strict=True):
+            found[row] = measures
+    return found
+
+
+def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
+    logprobs, chosen, ranks = chosen_logprobs(logits, torch.tensor(token_ids, device=logits.device))
+    top: list[tuple[list[int], list[float]]] = [([], [])] * len(counts)
+    # One call for each count: were the largest taken for all, other rows would decide which of equally likely tokens
+    # are named.
+    for count in set(counts) - {0}:
+        rows = [row for row, asked in enumerate(counts) if asked == count]
+        values, tokens = (logprobs if len(rows) == len(counts) else logprobs[rows]).topk(count, dim=-1)
+        for row, ids, likely in zip(rows, tokens.tolist(), values.tolist(), strict=True):
+            top[row] = (ids, likely)
+    measured = zip(chosen.tolist(), ranks.tolist(), top, strict=True)
+    return [RowLogprobs(logprob, rank, ids, likely) for logprob, rank, (ids, likely) in measured]
+
+
+def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities fp32 [rows, vocab], those of the given tokens and their ranks, both [rows]."""
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    return logprobs, chosen.squeeze(1), (logprobs > chosen).sum(dim=-1) + 1

@@ -1,0 +1,93 @@
+"""The choice of an attention backend: by device and head size, and on a GPU only after it has given right answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from nanovllm.errors import ConfigError
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.cpu_attention import supports_head_dim
+from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
+from nanovllm.ops.native_attention import NativeAttention
+from nanovllm.ops.reference_attention import reference_attention
+from nanovllm.ops.torch_attention import TorchAttention
+from nanovllm.ops.triton_support import triton_runs
+
+logger = logging.getLogger(__name__)
+
+CHECK_BOUND = 2e-2  # of outputs and LSE against fp64, for bf16 inputs of size 1
+
+
+def select_backend(torch_device: torch.device, head_dim: int) -> AttentionBackend:
+    """The backend for a device. Raises ConfigError where none computes the right thing."""
+    if torch_device.type == "cpu":
+        return select_cpu_backend(head_dim)
+    return first_right(cuda_backends(torch_device, head_dim), torch_device, head_dim)
+
+
+def select_cpu_backend(head_dim: int) -> AttentionBackend:
+    """The C++ kernel where it can be used, torch's operator for the head sizes that it does not take."""
+    return NativeAttention() if supports_head_dim(head_dim) else TorchAttention()
+
+
+def is_chunk_invariant(backend: AttentionBackend) -> bool:
+    """Whether a row's bits stay the same however a prompt is cut into chunks. torch's operator sums by their shape."""
+    return not isinstance(backend, TorchAttention)
+
+
+def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]:
+    """What is there on a CUDA device, the preferred one first."""
+    own: AttentionBackend | None = None
+    if triton_runs():
+        from nanovllm.ops.triton_attention import TritonAttention
+
+        own = TritonAttention()
+    flash: list[AttentionBackend] = [
+        FlashAttention(name, kernel, own) for name, kernel in flash_kernels(device, head_dim).items()
+    ]
+    # flash-attn 3 is the fastest on its device. The others have to merge block by block, the own kernel has not.
+    faster = [backend for backend in flash if backend.name.startswith("flash-attn 3")]
+    rest = [backend for backend in flash if backend not in faster]
+    return [*faster, *([own] if own is not None else []), *rest]
+
+
+def first_right(backends: Iterable[AttentionBackend], device: torch.device, head_dim: int) -> AttentionBackend:
+    """The first backend that agrees with the reference; those before it are passed over with a warning."""
+    tried = []
+    for backend in backends:
+        try:
+            difference = _difference_from_reference(backend, device, head_dim)
+        except Exception as error:  # a library built for another torch or GPU may fail in any way
+            logger.warning("attention backend %s is not used, it fails: %s", backend.name, error)
+        else:
+            if difference <= CHECK_BOUND:
+                return backend
+            logger.warning("attention backend %s is not used, it is wrong by %g", backend.name, difference)
+        tried.append(backend.name)
+    raise ConfigError(
+        f"device={str(device)!r}: no attention backend works for heads of {head_dim}"
+        f" (tried: {', '.join(tried) or 'none is installed'}); install Triton, or use device='cpu'"
+    )
+
+
+def _difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
+    """Largest error of output or LSE over a few rows of prefill and of decode; NaN counts as infinite."""
+    block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
+    many = FEW_ROWS + 9
+    prefill, decode = KVSegment(0, many, 40, 0, many + 40, (2, 0)), KVSegment(many, 1, 99, 0, 100, (1, 3))
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(4, 2, kv_heads, block_size, head_dim, generator=generator).to(device, torch.bfloat16)
+    q = torch.randn(many + 1, heads, head_dim, generator=generator).to(device, torch.bfloat16)
+    state = AttentionState.empty(q)
+    backend.attend(q, pool, SegmentTable([prefill, decode]), state, scale, None)
+    worst = 0.0
+    for s in (prefill, decode):
+        k, v = pool[list(s.blocks)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]
+        rows = slice(s.query_start, s.query_start + s.query_len)
+        out, lse = reference_attention(q[rows], k, v, scale, s.query_position)
+        errors = torch.stack([(state.out[rows] - out).abs().max(), (state.lse[:, rows] - lse).abs().max()])
+        worst = max(worst, float(errors.nan_to_num(torch.inf).max()))
+    return worst

@@ -1,0 +1,230 @@
+"""Attention of few query rows over KV blocks, in Triton: by partitions of the context, which a second kernel reduces.
+
+A partition never crosses a block, and its size depends on the block size alone. The partitions of one block are reduced
+together, the blocks one after the other into the running state. So a row's bits depend neither on the batch nor on how
+blocks are grouped into calls.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.ops.attention import AttentionState, DeviceTable
+from nanovllm.ops.triton_merge import merge_rows
+
+PARTITION = 512  # keys; twice as often as needed where a block would have more than MAX_PARTS partitions
+MAX_PARTS = 64  # partitions of one block
+MAX_WORKSPACE = 256 << 20  # bytes of partition results at a time
+ROWS_PER_PROGRAM = 16  # query rows of one KV head: the smallest tile of the matrix units
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    pool_ptr,
+    spans_ptr,
+    blocks_ptr,
+    slopes_ptr,
+    acc_ptr,
+    top_ptr,
+    total_ptr,
+    first_part,
+    parts_here,
+    total_rows,
+    heads,
+    group,
+    head_dim,
+    block_size,
+    scale,
+    window,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    kv_stride,
+    head_stride,
+    PARTS: tl.constexpr,
+    PARTITION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (part and row tile, KV head, segment): softmax sums of up to BLOCK_R rows over one partition.
+
+    Row r of a segment is query row r // group, head r % group of the KV head's. Stores the weighted sum of values, the
+    maximum (of log2) and the sum of weights at [part, row, head].
+    """
+    part = first_part + tl.program_id(0) % parts_here
+    tile = tl.program_id(0) // parts_here
+    kv_head = tl.program_id(1)
+    span = spans_ptr + tl.program_id(2) * 8
+    query_start, query_len = tl.load(span).to(tl.int64), tl.load(span + 1)
+    first_position, kv_end = tl.load(span + 4), tl.load(span + 5)
+    query_position, rows_before = tl.load(span + 6), tl.load(span + 7).to(tl.int64)
+    index = part // PARTS
+    if (index >= tl.load(span + 3)) | (tile * BLOCK_R >= query_len * group):
+        return
+    first = first_position + index * block_size  # position of the block's first key
+    row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    token, head = row // group, kv_head * group + row % group
+    row_mask = token < query_len
+    position = query_position + token
+    column = tl.arange(0, BLOCK_D)
+    column_mask = column < head_dim
+    q_at = (query_start + token) * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=row_mask[:, None] & column_mask[None, :], other=0.0)
+    slope = tl.zeros([BLOCK_R], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes_ptr + head, mask=row_mask, other=0.0) * LOG2E
+    # Keys of this partition that some row of the tile sees.
+    last = query_position + tl.minimum(tile * BLOCK_R + BLOCK_R - 1, query_len * group - 1) // group
+    begin = (part % PARTS) * PARTITION
+    end = tl.minimum(tl.minimum(begin + PARTITION, block_size), tl.minimum(kv_end, last + 1) - first)
+    if HAS_WINDOW:
+        oldest = query_position + (tile * BLOCK_R) // group - window + 1
+        begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
+    block = tl.load(blocks_ptr + tl.load(span + 2) + index).to(tl.int64)
+    keys = pool_ptr + block * block_stride + kv_head * head_stride
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        at = n[:, None] * head_dim + column[None, :]
+        mask = (n < end)[:, None] & column_mask[None, :]
+        k = tl.load(keys + at, mask=mask, other=0.0)
+        v = tl.load(keys + kv_stride + at, mask=mask, other=0.0)
+        distance = position[:, None] - (first + n)[None, :]
+        visible = (distance >= 0) & (n < end)[None, :]
+        if HAS_WINDOW:
+            visible = visible & (distance < window)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+        if HAS_SLOPES:
+            scores -= slope[:, None] * distance
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(weights, 1)
+        acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    at = ((part - first_part) * total_rows + rows_before + token) * heads + head
+    tl.store(acc_ptr + at[:, None] * BLOCK_D + column[None, :], acc, mask=row_mask[:, None])
+    tl.store(top_ptr + at, top, mask=row_mask)
+    tl.store(total_ptr + at, total, mask=row_mask)
+
+
+@triton.jit
+def _reduce_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    lse_ptr,
+    spans_ptr,
+    acc_ptr,
+    top_ptr,
+    total_ptr,
+    first_block,
+    blocks_here,
+    total_rows,
+    heads,
+    head_dim,
+    out_token_stride,
+    out_head_stride,
+    lse_head_stride,
+    lse_token_stride,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (query row, head, segment): the partitions of each block together, block after block into (out, lse)."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    span = spans_ptr + tl.program_id(2) * 8
+    count = tl.minimum(tl.load(span + 3) - first_block, blocks_here)
+    if (token >= tl.load(span + 1)) | (count <= 0):
+        return
+    query_row = tl.load(span).to(tl.int64) + token
+    column = tl.arange(0, BLOCK_D)
+    out_at = out_ptr + query_row * out_token_stride + head * out_head_stride + column
+    lse_at = lse_ptr + head * lse_head_stride + query_row * lse_token_stride + tl.arange(0, 1)
+    out = tl.load(out_at, mask=column < head_dim, other=0.0)[None, :]
+    lse = tl.load(lse_at)
+    part = tl.arange(0, BLOCK_P).to(tl.int64)
+    at = (part * total_rows + tl.load(span + 7) + token) * heads + head
+    for _ in range(count):
+        top = tl.load(top_ptr + at, mask=part < PARTS, other=float("-inf"))
+        total = tl.load(total_ptr + at, mask=part < PARTS, other=0.0)
+        acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + column[None, :], mask=(part < PARTS)[:, None], other=0.0)
+        highest = tl.max(top, 0)
+        weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+        mass = tl.sum(weight * total, 0)
+        seen = mass > 0.0
+        block_out = tl.sum(weight[:, None] * acc, 0) / tl.where(seen, mass, 1.0)
+        block_lse = tl.where(seen, (highest + tl.log2(tl.where(seen, mass, 1.0))) * LN2, float("-inf"))
+        out, lse = merge_rows(out, lse, block_out[None, :], block_lse + tl.zeros([1], tl.float32))
+        at += PARTS * total_rows * heads
+    tl.store(out_at, tl.sum(out, 0), mask=column < head_dim)
+    tl.store(lse_at, lse)
+
+
+def decode_(
+    q: Tensor,
+    pool: Tensor,
+    table: DeviceTable,
+    state: AttentionState,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None = None,
+) -> None:
+    """Merge attention of the table's segments with few query rows into `state`, in place.
+
+    q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
+    alibi_slopes: fp32 [heads]; a key at distance d from its query loses slope * d of its score (Press, Smith and Lewis,
+    "Train Short, Test Long", 2022).
+    """
+    group, (_, heads, head_dim), block_size = table.few, q.shape, pool.shape[3]
+    if not len(group):
+        return
+    partition, parts = partitions_of(block_size)
+    padded_dim, kv_heads = max(16, triton.next_power_of_2(head_dim)), pool.shape[2]
+    bytes_per_block = parts * group.total_rows * heads * (padded_dim + 2) * 4
+    blocks_at_once = max(1, min(group.max_blocks, MAX_WORKSPACE // bytes_per_block))
+    acc = q.new_empty(blocks_at_once * parts, group.total_rows, heads, padded_dim, dtype=torch.float32)
+    top, total = q.new_empty(2, blocks_at_once * parts, group.total_rows, heads, dtype=torch.float32)
+    row_tiles = triton.cdiv(group.max_rows * (heads // kv_heads), ROWS_PER_PROGRAM)
+    wide = padded_dim * q.element_size() > 256  # bytes of a row: more leave less shared memory to the pipeline
+    for first in range(0, group.max_blocks, blocks_at_once):
+        count = min(blocks_at_once, group.max_blocks - first)
+        _decode_kernel[(count * parts * row_tiles, kv_heads, len(group))](
+            q, pool, group.spans, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
+            first * parts, count * parts, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
+            scale, window or 0, *q.stride()[:2], *pool.stride()[:3],
+            PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
+            BLOCK_N=min(32 if wide else 64, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
+            HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype),
+            num_warps=8 if wide else 4, num_stages=2 if wide else 3, enable_fp_fusion=True,
+        )  # fmt: skip
+        _reduce_kernel[(group.max_rows, heads, len(group))](
+            state.out, state.lse, group.spans, acc, top, total, first, count, group.total_rows, heads, head_dim,
+            *state.out.stride()[:2], *state.lse.stride(),
+            PARTS=parts, BLOCK_P=triton.next_power_of_2(parts), BLOCK_D=padded_dim, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def partitions_of(block_size: int) -> tuple[int, int]:
+    """Keys in a partition, a power of 2 and at least 16, and partitions in a block of this size."""
+    partition = min(PARTITION, max(16, triton.next_power_of_2(block_size)))
+    while triton.cdiv(block_size, partition) > MAX_PARTS:
+        partition *= 2
+    return partition, triton.cdiv(block_size, partition)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 in three parts of tf32 keeps fp32's accuracy and the matrix units; the narrow types do not heed it."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,1 @@
+"""What a prompt takes of a machine, before anything runs: memory, transfers, time."""

@@ -1,0 +1,316 @@
+"""Rates of this machine, measured in a few seconds by running parts of the engine on a few layers of the network.
+
+Every figure is a median after a run that does not count. What is measured is what runs: the decoder's own layers, the
+rooms of the KV cache, the ring and its streams, the attention backend.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanovllm.device import CopyKind, Device
+from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.kvcache.room import AttentionGeometry, KVRoom
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.dummy import fill_with_random_weights
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.upload import upload
+from nanovllm.planner.machine import Link, Rates
+from nanovllm.planner.network import Network
+
+TINY_BLOCK, TINY_BLOCKS = 16, 32  # blocks whose bytes cost nothing: what is left is the cost of a visit
+MOST_BLOCKS = 64  # in the ring's measurement
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSizes:
+    """How much is run. The bytes are well above what processors cache."""
+
+    weight_bytes: int = 256 << 20
+    kv_bytes: int = 128 << 20
+    keys: int = 8192  # that rows of a prefill attend to
+    rounds: int = 5
+    seconds: float = 0.3  # of one figure, after which no further round begins
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A few layers of a network on a device, with the KV geometry of an engine. `ring_slots` is 0 without offload."""
+
+    device: Device
+    model: Decoder
+    backend: AttentionBackend
+    block_size: int
+    ring_slots: int
+    chunk: int  # prompt tokens in a step
+    sizes: ProbeSizes = ProbeSizes()
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.network.layout(self.block_size)
+
+    @property
+    def network(self) -> Network:
+        return Network(self.model.spec, str(self.model.dtype).removeprefix("torch."))
+
+    @property
+    def rows(self) -> int:
+        """Of a product as a prefill makes them."""
+        return min(self.chunk, self.model.chunk_rows)
+
+    def cut(self, num_layers: int) -> Probe:
+        """With its first layers only, which are shared."""
+        return replace(self, model=first_layers(self.model, num_layers))
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median time of one call."""
+        times: list[float] = []
+        work()
+        self.device.compute_stream.synchronize()
+        while len(times) < self.sizes.rounds and sum(times) < self.sizes.seconds:
+            start = time.perf_counter()
+            work()
+            self.device.compute_stream.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def first_layers(model: Decoder, num_layers: int) -> Decoder:
+    """A decoder of the first layers, all of them with full attention, sharing the model's weights."""
+    part = copy.copy(model)
+    part.layers = model.layers[:num_layers]
+    part.spec = replace(model.spec, num_layers=num_layers, sliding_windows=(None,) * num_layers)
+    return part
+
+
+def probe_layers(network: Network, sizes: ProbeSizes) -> int:
+    """So many that their weights are in no cache."""
+    return min(network.spec.num_layers, math.ceil(sizes.weight_bytes / network.layer_weight_bytes))
+
+
+def random_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, sizes: ProbeSizes) -> Decoder:
+    """As much of the network as is measured, with random weights, where there is no checkpoint loaded."""
+    network = Network(spec, str(dtype).removeprefix("torch."))
+    rows = max(1, sizes.weight_bytes // (spec.hidden_size * network.itemsize))
+    layers = probe_layers(network, sizes)
+    part = replace(spec, num_layers=layers, sliding_windows=(None,) * layers, vocab_size=min(spec.vocab_size, rows))
+    decoder = Decoder(replace(part, tie_word_embeddings=True), dtype, device)
+    fill_with_random_weights(decoder, seed=0)
+    return decoder
+
+
+@torch.inference_mode()
+def measure_rates(probe: Probe) -> Rates:
+    """All rates. `probe.model` may be the whole model: as many of its layers as it takes are used."""
+    probe = probe.cut(min(len(probe.model.layers), probe_layers(probe.network, probe.sizes)))
+    attention, device_bandwidth = _prefill_attention(probe), _decode_attention(probe)
+    weights, head = _weights_seconds(probe)
+    bare, step = probe.seconds(lambda: _step(probe.cut(0), None, 1)), _resident_step(probe, 1)
+    layers = probe.network.spec.num_layers
+    rates = Rates(
+        attention=attention,
+        device_bandwidth=device_bandwidth,
+        weight_bandwidth=layers * probe.network.layer_matrices * probe.network.itemsize / weights,
+        head_bandwidth=probe.network.head_bytes / head,
+        step_seconds=max(0.0, bare - head),
+        layer_seconds=max(0.0, (step - bare - weights) / layers),
+    )
+    rates = replace(rates, compute=_compute(probe.cut(1), rates))
+    return _ring(probe, rates, step) if probe.ring_slots else rates
+
+
+# ---- what the device does
+
+
+def _compute(probe: Probe, rates: Rates) -> float:
+    """Operations per second of one layer on a chunk's rows, without attention and fixed costs."""
+    rows, network = probe.rows, probe.network
+    whole, bare = _resident_step(probe, rows), probe.seconds(lambda: _step(probe.cut(0), None, rows))
+    assert rates.attention is not None
+    others = bare + rates.layer_seconds + network.attention_operations(0, rows) / rates.attention
+    # What noise leaves of a network too small to be measured.
+    return network.matrix_operations(rows) / max(whole - others, whole / 10)
+
+
+def _weights_seconds(probe: Probe) -> tuple[float, float]:
+    """Time of all products of the layers on one row, and of the output projection."""
+    model, spec = probe.model, probe.model.spec
+    by_width = {
+        width: torch.ones(1, width, dtype=model.dtype, device=model.device)
+        for width in (spec.hidden_size, spec.q_size, spec.intermediate_size)
+    }
+
+    def layers() -> None:
+        for layer in model.layers:
+            layer.qkv(by_width[spec.hidden_size])
+            layer.o(by_width[spec.q_size])
+            layer.gate_up(by_width[spec.hidden_size])
+            layer.down(by_width[spec.intermediate_size])
+
+    return probe.seconds(layers), probe.seconds(lambda: model.compute_logits(by_width[spec.hidden_size]))
+
+
+def _prefill_attention(probe: Probe) -> float:
+    """Operations per second of a chunk's rows on earlier keys, called as the room calls it."""
+    keys = max(probe.rows, probe.sizes.keys)
+    seconds = _attention_seconds(probe, probe.rows, keys, block_by_block=probe.ring_slots > 0)
+    return probe.cut(1).network.attention_operations(keys - probe.rows, probe.rows) / seconds
+
+
+def _decode_attention(probe: Probe) -> float:
+    """Bytes of KV cache per second that one row reads."""
+    token_bytes = probe.layout.token_layer_bytes
+    keys = max(1, min(4 * probe.sizes.keys, probe.sizes.kv_bytes // token_bytes))
+    return keys * token_bytes / _attention_seconds(probe, 1, keys, block_by_block=False)
+
+
+def _attention_seconds(probe: Probe, rows: int, keys: int, *, block_by_block: bool) -> float:
+    """Attention of the last `rows` of `keys` positions in one layer."""
+    layout, model = probe.layout, probe.model
+    blocks = range(-(-keys // layout.block_size))
+    pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), model.dtype))
+    q = torch.randn(rows, model.spec.num_heads, layout.head_dim, device=model.device).to(model.dtype)
+
+    def table(group: Sequence[int]) -> SegmentTable:
+        first = group[0] * layout.block_size
+        end = min(keys, first + len(group) * layout.block_size)
+        return SegmentTable([KVSegment(0, rows, keys - rows, first, end, group)])
+
+    tables = [table([block]) for block in blocks] if block_by_block else [table(blocks)]
+
+    def attend() -> None:
+        state = AttentionState.empty(q)
+        for part in tables:
+            probe.backend.attend(q, pool, part, state, layout.head_dim**-0.5, None)
+
+    return probe.seconds(attend)
+
+
+def _resident_step(probe: Probe, rows: int) -> float:
+    """A step of `rows` first tokens with everything on the device; with one row, the token is chosen."""
+    blocks = -(-rows // probe.block_size)
+    if probe.ring_slots:
+        room: KVRoom = _offloaded_room(probe, probe.layout, resident_blocks=blocks, host_blocks=0)
+    else:
+        geometry = _geometry(probe)
+        room = PagedKVCache(probe.device, probe.layout, probe.model.dtype, geometry, probe.backend, blocks)
+    return probe.seconds(lambda: _step(probe, room, rows, range(blocks)))
+
+
+def _step(probe: Probe, room: KVRoom | None, rows: int, table: Sequence[int] = (), context_len: int = 0) -> None:
+    """A forward pass as the executor makes it. `room` may be missing where there are no layers."""
+    model = probe.model
+    slices = (SequenceSlice(0, rows, context_len, table),)
+    if room is not None:
+        room.begin_step(slices, ())
+    positions = upload(flat_positions(slices), model.device)
+    ctx = ForwardContext(positions, positions + 1, slices, room or _NoRoom())
+    hidden = model(torch.zeros(rows, dtype=torch.int64, device=model.device), ctx)
+    if rows == 1:
+        model.compute_logits(hidden).argmax(dim=-1).tolist()
+
+
+class _NoRoom:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        raise AssertionError("there is no layer to attend")
+
+
+# ---- what the ring does
+
+
+def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
+    """The rates with `visit_seconds` and `link`."""
+    layout = probe.layout
+    visit = _visit_seconds(probe.cut(1))
+    blocks = min(MOST_BLOCKS, max(2, probe.sizes.kv_bytes // layout.block_bytes))
+    room = _offloaded_room(probe, layout, resident_blocks=0, host_blocks=blocks)
+    moved = blocks * layout.block_bytes
+    loads = probe.seconds(lambda: _copy_all(room.engine, "h2d"))
+    stores = probe.seconds(lambda: _copy_all(room.engine, "d2h"))
+    context_len = blocks * layout.block_size - 1
+    step = probe.seconds(lambda: _step(probe, room, 1, range(blocks), context_len))
+    assert rates.device_bandwidth is not None
+    computing = resident_step + moved / rates.device_bandwidth
+    beside = step - layout.num_layers * blocks * visit
+    duplex = probe.device.torch_device.type != "cpu"
+    link = Link(h2d=moved / loads, d2h=moved / stores, duplex=duplex)
+    return replace(rates, visit_seconds=visit, link=beside_computing(link, moved, computing, beside))
+
+
+def beside_computing(link: Link, moved: int, computing: float, measured: float) -> Link:
+    """The link as it shows beside a computation: `moved` bytes and `computing` seconds took `measured` seconds.
+
+    Between hiding all of the shorter one and none of it, `overlap` says how much; beyond that, copies are slower than
+    they are alone.
+    """
+    copying = moved / link.h2d
+    if measured <= computing + copying:
+        shorter = min(computing, copying)
+        return replace(link, overlap=min(1.0, (computing + copying - measured) / shorter))
+    slower = copying / (measured - computing)
+    return replace(link, h2d=link.h2d * slower, d2h=link.d2h * slower, overlap=0.0)
+
+
+def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
+    """Every block of the host pool through the ring once, and nothing else."""
+    layout, tokens = engine.layout, engine.layout.block_size
+    stored = tokens if way == "h2d" else 0
+    uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
+    engine.begin(uses)
+    for use in uses:
+        slot, _ = engine.acquire()
+        if way == "d2h":
+            engine.offload_slot_layer(slot, use.layer, use.host_block, 0, tokens)
+        engine.release(slot)
+    engine.synchronize()
+
+
+def _visit_seconds(probe: Probe) -> float:
+    """Cost of a visit to a block of next to no bytes."""
+    room = _offloaded_room(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
+    context_len = TINY_BLOCKS * TINY_BLOCK - 1
+    spec, model = probe.model.spec, probe.model
+    slices = (SequenceSlice(0, 1, context_len, range(TINY_BLOCKS)),)
+    positions = upload(flat_positions(slices), model.device)
+    ctx = ForwardContext(positions, positions + 1, slices, room)
+    q, k, v = (
+        torch.ones(1, heads, spec.head_dim, dtype=model.dtype, device=model.device)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+
+    def attend() -> None:
+        room.begin_step(slices, ())
+        room.attend(0, q, k, v, ctx)
+
+    return probe.seconds(attend) / TINY_BLOCKS
+
+
+def _offloaded_room(probe: Probe, layout: KVLayout, resident_blocks: int, host_blocks: int) -> OffloadedKVCache:
+    split = DeviceSplit(probe.ring_slots, resident_blocks)
+    engine = OffloadEngine(probe.device, layout, probe.model.dtype, split, host_blocks)
+    for memory in (engine.resident, engine.ring, engine.host):
+        _written(memory)
+    return OffloadedKVCache(engine, _geometry(probe), probe.backend, 0)
+
+
+def _written(memory: Tensor) -> Tensor:
+    """Memory that was never written reads as one page of zeros, out of a cache."""
+    return memory.copy_(memory[:1].clone().normal_())
+
+
+def _geometry(probe: Probe) -> AttentionGeometry:
+    return AttentionGeometry(probe.model.spec.head_dim**-0.5, probe.model.spec.sliding_windows)

@@ -1,0 +1,150 @@
+"""The plan: what an engine allocates, the longest prompt that fits, and what one prompt takes, moves and lasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.prefill_plan import PrefillSpan, plan_prefill
+from nanovllm.kvcache.sizing import KVPlan, longest_sequence
+from nanovllm.planner.machine import Rates
+from nanovllm.planner.network import Network
+from nanovllm.planner.predict import KVPlacement, Prediction, StepModel, total
+
+MAX_DECODE_SAMPLES = 64  # contexts at which the decode rate of a long output is worked out
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """One prompt that fits, alone in the engine. `output_len` is cut where the longest sequence ends."""
+
+    prompt_len: int
+    output_len: int
+    num_blocks: int
+    kv_bytes: int  # of all tokens that are computed: the last output token is not
+    resident_bytes: int  # of those, what stays on the device; the rest is streamed
+    prefill_transfers: TransferCount
+    decode_transfers: TransferCount  # of all output tokens after the first
+    prefill: Prediction
+    decode: Prediction  # of one token, on average
+    span: PrefillSpan | None = None  # of the prompt, what goes layer by layer
+
+    @property
+    def streamed_bytes(self) -> int:
+        return self.kv_bytes - self.resident_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An engine on a machine. `kv` is what `LLM` with the same arguments allocates."""
+
+    network: Network
+    sizing: KVSizing
+    rates: Rates
+    kv: KVPlan
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens in a step."""
+        return self.sizing.config.max_num_batched_tokens
+
+    @property
+    def device_kv_bytes(self) -> int:
+        """Resident blocks and ring."""
+        layout, split = self.sizing.layout, self.kv.split
+        return split.resident_blocks * layout.block_bytes + split.ring_slots * layout.block_layer_bytes
+
+    @property
+    def host_kv_bytes(self) -> int:
+        return self.kv.num_cpu_blocks * self.sizing.layout.block_bytes
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens whose KV the device alone holds for good."""
+        return self.kv.split.resident_blocks * self.sizing.layout.block_size
+
+    @property
+    def cache_tokens(self) -> int:
+        """The longest sequence that both tiers hold."""
+        return longest_sequence(self.kv.num_sequence_blocks, self.sizing.layout.block_size, self.sizing.watermark)
+
+    @property
+    def longest_limit(self) -> str:
+        """What ends the longest prompt."""
+        if self.kv.max_model_len == self.cache_tokens:
+            return "KV memory"
+        return "positions" if self.kv.max_model_len == self.sizing.model_max_len else "max_model_len"
+
+    @property
+    def hiding_chunk(self) -> int | None:
+        """Query tokens in a chunk from which on attention to a streamed block takes as long as its copy.
+
+        4 * q_size operations for each query and key against the bytes of a key and a value.
+        """
+        link, attention = self.rates.link, self.rates.attention
+        if link is None or attention is None:
+            return None
+        token_bytes = self.sizing.layout.token_layer_bytes
+        return -int(-attention * token_bytes // (4 * self.network.spec.q_size * link.h2d))
+
+    def fits(self, prompt_len: int) -> bool:
+        """Whether the engine accepts the prompt."""
+        return prompt_len <= self.kv.max_model_len
+
+    def changes_for(self, prompt_len: int) -> list[dict[str, Any]]:
+        """Engine arguments each set of which makes the prompt fit; see `KVSizing.changes_for`."""
+        return self.sizing.changes_for(prompt_len)
+
+    def span(self, prompt_len: int) -> PrefillSpan | None:
+        """Of a lone prompt with nothing cached, the part that is prefilled layer by layer."""
+        block_size, first = self.sizing.layout.block_size, self.kv.split.resident_blocks
+        on_host = range(first, -(-prompt_len // block_size))
+        return plan_prefill(on_host, block_size, 0, prompt_len, self.chunk, self.kv.span_blocks * block_size)
+
+    def request(self, prompt_len: int, output_len: int) -> RequestPlan:
+        """One prompt that fits. Both lengths are at least 1."""
+        assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
+        output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
+        layout, split = self.sizing.layout, self.kv.split
+        model = StepModel(
+            self.network, KVPlacement(layout.block_size, split.resident_blocks, split.ring_slots), self.rates
+        )
+        computed = prompt_len + output_len - 1
+        span = self.span(prompt_len)
+        starts = range(span.end if span is not None else 0, prompt_len, self.chunk)
+        chunks = [(start, min(self.chunk, prompt_len - start)) for start in starts]
+        steps = [*([(0, span.end)] if span is not None else []), *chunks]
+        prefill = [model.prefill_chunk(start, size, start + size == prompt_len) for start, size in chunks]
+        if span is not None:
+            prefill.append(model.prefill_span(span, span.end == prompt_len))
+        contexts = range(prompt_len, computed)
+        return RequestPlan(
+            prompt_len=prompt_len,
+            output_len=output_len,
+            num_blocks=-(-computed // layout.block_size),
+            kv_bytes=computed * layout.token_bytes,
+            resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
+            prefill_transfers=sum((model.transfers(start, size) for start, size in steps), TransferCount()),
+            decode_transfers=sum((model.transfers(context, 1) for context in contexts), TransferCount()),
+            prefill=total(prefill),
+            span=span,
+            decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
+        )
+
+
+def _mean_decode(model: StepModel, contexts: range) -> Prediction:
+    """The mean over contexts, taken at evenly spaced ones where there are many: it is all but linear in them."""
+    step = -(-len(contexts) // MAX_DECODE_SAMPLES)
+    sampled = [model.decode(context) for context in contexts[step // 2 :: step]]
+    whole = total(sampled)
+    if whole.seconds is None:
+        return whole
+    count = len(sampled)
+    return Prediction(whole.seconds / count, {name: seconds / count for name, seconds in whole.terms.items()})
+
+
+def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:
+    """Raises ConfigError where the engine would be refused."""
+    return Plan(network, sizing, rates, sizing.plan())

@@ -1,0 +1,227 @@
+"""A plan for people, for programs and for the log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from nanovllm.kvcache.budget import TransferCount
+from nanovllm.planner.plan import Plan, RequestPlan
+from nanovllm.planner.predict import Prediction
+from nanovllm.planner.units import show_bytes, show_rate, show_seconds
+
+RATE_OPTIONS = {  # what gives a rate for a machine that is not at hand
+    "compute": "--compute",
+    "attention": "--compute",
+    "weight_bandwidth": "--device-bandwidth",
+    "head_bandwidth": "--device-bandwidth",
+    "device_bandwidth": "--device-bandwidth",
+    "link": "--link",
+}
+RATE_UNITS = {
+    "compute": "FLOPS",
+    "attention": "FLOPS",
+    "weight_bandwidth": "B/s",
+    "head_bandwidth": "B/s",
+    "device_bandwidth": "B/s",
+}
+
+
+def engine_arguments(plan: Plan) -> dict[str, Any]:
+    """What `LLM` takes to be as planned, sizes from memory in numbers."""
+    config = plan.sizing.config
+    arguments = {
+        "dtype": plan.network.dtype,
+        "enable_cpu_offload": config.enable_cpu_offload,
+        "kvcache_block_size": plan.sizing.layout.block_size,
+        "max_num_batched_tokens": plan.chunk,
+        "max_num_seqs": config.max_num_seqs,
+        "num_gpu_blocks": plan.kv.num_gpu_blocks,
+    }
+    return arguments | ({"num_cpu_blocks": plan.kv.num_cpu_blocks} if config.enable_cpu_offload else {})
+
+
+# ---- for programs
+
+
+def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
+    """Everything in bytes, tokens, seconds and rates per second; null for what is not known or does not fit."""
+    spec, memory, kv = plan.network.spec, plan.sizing.memory, plan.kv
+    fits = plan.fits(prompt_len)
+    return {
+        "model": {
+            "architecture": spec.architecture,
+            "num_layers": spec.num_layers,
+            "dtype": plan.network.dtype,
+            "weight_bytes": plan.network.weight_bytes,
+            "kv_bytes_per_token": plan.sizing.layout.token_bytes,
+            "max_model_len": plan.sizing.model_max_len,
+        },
+        "memory": asdict(memory),
+        "rates": asdict(plan.rates),
+        "engine": engine_arguments(plan),
+        "kv_cache": {
+            "resident_blocks": kv.split.resident_blocks,
+            "ring_slots": kv.split.ring_slots,
+            "host_blocks": kv.num_cpu_blocks,
+            "device_bytes": plan.device_kv_bytes,
+            "host_bytes": plan.host_kv_bytes,
+            "device_tokens": plan.device_tokens,
+            "cache_tokens": plan.cache_tokens,
+            "layer_buffer_blocks": kv.span_blocks,
+            "working_bytes": kv.working_bytes,
+        },
+        "longest_prompt": {"tokens": kv.max_model_len, "limit": plan.longest_limit},
+        "chunk_that_hides_the_link": plan.hiding_chunk,
+        "prompt_len": prompt_len,
+        "fits": fits,
+        "changes_that_fit": [] if fits else plan.changes_for(prompt_len),
+        "request": _request_json(plan.request(prompt_len, output_len)) if fits else None,
+    }
+
+
+def _request_json(request: RequestPlan) -> dict[str, Any]:
+    return {
+        "output_len": request.output_len,
+        "layer_by_layer_tokens": request.span.end if request.span is not None else 0,
+        "num_blocks": request.num_blocks,
+        "kv_bytes": request.kv_bytes,
+        "resident_bytes": request.resident_bytes,
+        "streamed_bytes": request.streamed_bytes,
+        "prefill": _phase_json(request.prefill, request.prompt_len) | {"transfers": asdict(request.prefill_transfers)},
+        "decode": _phase_json(request.decode, 1) | {"transfers": asdict(request.decode_transfers)},
+    }
+
+
+def _phase_json(phase: Prediction, tokens: int) -> dict[str, Any]:
+    return {
+        "seconds": phase.seconds,
+        "tokens_per_second": tokens / phase.seconds if phase.seconds else None,
+        "limit": phase.limit,
+        "seconds_by_resource": phase.terms,
+        "rates_not_known": list(phase.missing),
+    }
+
+
+# ---- for people
+
+
+def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
+    """Lines of label, value and note under three headings."""
+    spec = plan.network.spec
+    lines = [f"{spec.architecture}, {spec.num_layers} layers, {plan.network.dtype}", "", "Memory", *_memory(plan)]
+    lines += ["", "Rates", *_rates(plan), "", f"A prompt of {prompt_len:,} tokens"]
+    if plan.fits(prompt_len):
+        lines += _request(plan.request(prompt_len, output_len), output_len)
+    else:
+        lines += [_row("fits", "no"), f"  {plan.sizing.advice(prompt_len)}"]
+    return "\n".join(lines)
+
+
+def log_lines(plan: Plan) -> list[str]:
+    """The plan in a few lines, with the longest prompt for an example."""
+    kv, layout = plan.kv, plan.sizing.layout
+    request, host_bytes = plan.request(kv.max_model_len, 1), show_bytes(plan.host_kv_bytes)
+    lines = [
+        f"# GPU blocks: {kv.num_gpu_blocks}, # CPU blocks: {kv.num_cpu_blocks}; longest prompt: {kv.max_model_len} "
+        f"tokens (limit: {plan.longest_limit})",
+        f"weights {show_bytes(plan.network.weight_bytes)}, KV cache {show_bytes(layout.token_bytes)} a token; "
+        f"on the device {show_bytes(plan.device_kv_bytes)} in {kv.split.resident_blocks} resident blocks of "
+        f"{layout.block_size} tokens and {kv.split.ring_slots} ring slots, on the host {host_bytes}",
+        f"of the longest prompt's KV cache {show_bytes(request.resident_bytes)} stay on the device and "
+        f"{show_bytes(request.streamed_bytes)} stream",
+    ]
+    prefill, decode = request.prefill, request.decode
+    if prefill.seconds and decode.seconds:
+        lines.append(
+            f"predicted for it alone: prefill {show_seconds(prefill.seconds)} (limit: {prefill.limit}), "
+            f"decode {1 / decode.seconds:,.1f} tok/s (limit: {decode.limit})"
+        )
+    return lines
+
+
+def _row(label: str, value: str, note: str = "") -> str:
+    return f"  {label:<28}{value:>14}   {note}".rstrip()
+
+
+def _memory(plan: Plan) -> list[str]:
+    memory, kv, layout = plan.sizing.memory, plan.kv, plan.sizing.layout
+    rows = [
+        _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free beside the weights"),
+        _row("weights", show_bytes(plan.network.weight_bytes)),
+    ]
+    if memory.activation_peak:
+        rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
+    if kv.span_blocks:
+        note = f"prompts of up to {kv.span_blocks * layout.block_size:,} tokens go layer by layer"
+        rows.append(_row("and for long prompts", show_bytes(kv.working_bytes - memory.activation_peak), note))
+    note = f"{kv.split.resident_blocks:,} resident blocks of {layout.block_size:,} tokens"
+    ring = f", {kv.split.ring_slots} ring slots" if kv.split.ring_slots else ""
+    rows.append(_row("KV cache on the device", show_bytes(plan.device_kv_bytes), note + ring))
+    if plan.sizing.config.enable_cpu_offload:
+        rows.append(_row("KV cache on the host", show_bytes(plan.host_kv_bytes), f"{kv.num_cpu_blocks:,} blocks"))
+    rows.append(_row("KV cache of a token", show_bytes(layout.token_bytes)))
+    note = f"tokens; limit: {plan.longest_limit}; the device alone holds {plan.device_tokens:,}"
+    return [*rows, _row("longest prompt", f"{kv.max_model_len:,}", note)]
+
+
+def _rates(plan: Plan) -> list[str]:
+    rows = []
+    for name, unit in RATE_UNITS.items():
+        rate = getattr(plan.rates, name)
+        shown = "not given" if rate is None else show_rate(rate, unit)
+        rows.append(_row(name.replace("_", " "), shown, f"({RATE_OPTIONS[name]})" if rate is None else ""))
+    link = plan.rates.link
+    if link is None:
+        rows.append(_row("link", "not given", f"({RATE_OPTIONS['link']})" if plan.kv.num_cpu_blocks else ""))
+    else:
+        note = f"back {show_rate(link.d2h, 'B/s')}; {link.overlap:.0%} of the shorter hides behind the longer"
+        rows.append(_row("link", show_rate(link.h2d, "B/s"), note))
+    fixed = {"step": plan.rates.step_seconds, "layer": plan.rates.layer_seconds, "visit": plan.rates.visit_seconds}
+    each = ", ".join(f"{show_seconds(seconds)} a {name}" for name, seconds in fixed.items())
+    return [*rows, _row("fixed costs", "", each if any(fixed.values()) else "not given: speeds are upper bounds")]
+
+
+def _request(request: RequestPlan, wanted: int) -> list[str]:
+    cut = f", not {wanted:,}: there the longest sequence ends" if request.output_len < wanted else ""
+    rows = [
+        _row("fits", "yes", f"and {request.output_len:,} tokens out{cut}"),
+        _row("KV cache", show_bytes(request.kv_bytes), f"{request.num_blocks:,} blocks"),
+        _row("stays on the device", show_bytes(request.resident_bytes)),
+        _row("streams", show_bytes(request.streamed_bytes)),
+        *_moves("prefill", request.prefill_transfers, 1),
+        *_moves("a decoded token", request.decode_transfers, request.output_len - 1),
+    ]
+    if request.span is not None:
+        rows.append(_row("goes layer by layer", f"{request.span.end:,}", "tokens: no block of it is loaded for another"))
+    prefill, decode = request.prefill, request.decode
+    if prefill.seconds is not None:
+        rate = f"{request.prompt_len / prefill.seconds:,.1f} tok/s"
+        rows.append(_row("prefill", show_seconds(prefill.seconds), f"{rate}; {_limit(prefill)}"))
+    else:
+        rows.append(_row("prefill", "not known", _missing(prefill)))
+    if decode.seconds is not None:
+        note = f"{show_seconds(decode.seconds)} a token; {_limit(decode)}"
+        rows.append(_row("decode", f"{1 / decode.seconds:,.1f} tok/s", note))
+    else:
+        rows.append(_row("decode", "not known", _missing(decode)))
+    return rows
+
+
+def _moves(phase: str, moved: TransferCount, steps: int) -> list[str]:
+    """What one of `steps` steps moves, on average."""
+    ways = (("in", moved.h2d_bytes, moved.h2d_copies), ("out", moved.d2h_bytes, moved.d2h_copies))
+    return [
+        _row(f"{phase} moves {way}", show_bytes(size / steps), f"{copies / steps:,.0f} copies")
+        for way, size, copies in ways
+        if copies
+    ]
+
+
+def _limit(phase: Prediction) -> str:
+    parts = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in phase.terms.items())
+    return f"limit: {phase.limit} ({parts})"
+
+
+def _missing(phase: Prediction) -> str:
+    return f"not given: {', '.join(dict.fromkeys(RATE_OPTIONS[name] for name in phase.missing))}"

@@ -1,0 +1,60 @@
+"""Sizes, rates and times as people write them: 80GB, 16GiB, 50GB/s, 400TFLOPS, 20us."""
+
+from __future__ import annotations
+
+import math
+import re
+
+SI = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("kmgtp", start=1)}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. Raises ValueError, as all of these do."""
+    return int(_parse(text, r"([kmgtp]i?)?b", SI | BINARY, "a size such as 80GB or 16GiB"))
+
+
+def parse_byte_rate(text: str) -> float:
+    """Bytes per second."""
+    return _parse(text, r"([kmgtp]i?)?b/s", SI | BINARY, "a rate such as 50GB/s")
+
+
+def parse_compute_rate(text: str) -> float:
+    """Operations per second; a multiply-add is two."""
+    return _parse(text, r"([kmgtp])?flop(?:s|/s)", SI, "a rate such as 400TFLOPS")
+
+
+def parse_seconds(text: str) -> float:
+    return _parse(text, r"([mun]?s)", SECONDS, "a time such as 20us or 1.5ms", least=0.0)
+
+
+def _parse(text: str, unit: str, scales: dict[str, float] | dict[str, int], example: str, least: float = 1.0) -> float:
+    match = re.fullmatch(NUMBER + unit + r"\s*", text, re.IGNORECASE)
+    value = float(match[1]) * scales[(match[2] or "").lower()] if match else math.nan
+    if not least <= value < math.inf:
+        raise ValueError(f"{text!r} is not {example}")
+    return value
+
+
+def show_bytes(size: float) -> str:
+    """In GiB or the largest smaller unit that leaves something before the point."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size:,.0f} bytes"
+
+
+def show_rate(rate: float, unit: str) -> str:
+    """In the largest decimal unit that leaves something before the point, such as 3.4 TB/s."""
+    for letter, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if rate >= scale:
+            return f"{rate / scale:,.1f} {letter}{unit}"
+    return f"{rate:,.0f} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    if seconds >= 120:
+        return f"{seconds / 60:,.1f} min"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.2f} ms"

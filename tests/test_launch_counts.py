@@ -1,0 +1,158 @@
+"""What a step puts on the device, counted at the seam: launches, copies, waits, and that the host never waits.
+
+The bounds are per layer and per host block visited (`visits`), of which `written` get new tokens:
+
+    kernels declared    visits of all blocks + written blocks
+    copies              visits + written: one load for each, one store for each that is written
+    waits               3 visits + 2 written
+    records             2 visits + 2 written
+    host waits          none; a step reads its sampled tokens, and nothing else
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm import LLM
+from nanovllm.device import Device, Event, PitchedCopy, Stream
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
+from nanovllm.engine import model_runner
+
+BLOCK, VOCAB, LAYERS = 16, 97, 3
+# On CUDA these make the host wait for the device, or copy from pageable memory, which does the same.
+WAITING_OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "unique", "lift_fresh")
+
+
+class CountedStream(StreamWrapper):
+    def __init__(self, inner: Stream, counts: Counter[str]) -> None:
+        super().__init__(inner)
+        self._counts = counts
+
+    def record(self, event: Event) -> None:
+        self._counts["records"] += 1
+        super().record(event)
+
+    def wait(self, event: Event) -> None:
+        self._counts["waits"] += 1
+        super().wait(event)
+
+    def synchronize(self) -> None:
+        self._counts["host waits"] += 1
+        super().synchronize()
+
+
+class CountedDevice(DeviceWrapper):
+    def __init__(self, inner: Device) -> None:
+        super().__init__(inner)
+        self.counts: Counter[str] = Counter()
+        self.compute_stream = CountedStream(inner.compute_stream, self.counts)
+
+    def new_stream(self, name: str) -> Stream:
+        return CountedStream(self.inner.new_stream(name), self.counts)
+
+    def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
+        assert isinstance(stream, CountedStream)
+        self.counts[copy.kind] += 1
+        return self.inner.copy_2d(copy, stream.inner)
+
+    def declare_kernel(self, name: str, *accesses: Any, **named: Any) -> None:
+        self.counts["kernels"] += 1
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32, layers=LAYERS)
+    return path
+
+
+@pytest.fixture
+def llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """Steps of 32 tokens, so two blocks each; some blocks are resident, the others stream."""
+    monkeypatch.setattr(model_runner, "create_device", lambda name: CountedDevice(CpuDevice()))
+    arguments = offloaded(BLOCK, num_gpu_blocks=5, num_cpu_blocks=12, max_num_batched_tokens=2 * BLOCK)
+    with LLM(model_dir, dtype="float32", **arguments) as llm:
+        yield llm
+
+
+def counted_step(llm: LLM) -> Counter[str]:
+    device = llm._runner.device
+    assert isinstance(device, CountedDevice)
+    device.counts.clear()
+    llm.engine.step()
+    return Counter(device.counts)
+
+
+def check(counts: Counter[str], resident: int, context: int, query: int) -> None:
+    """One sequence alone whose first `resident` blocks are on the device."""
+    begin, end = context // BLOCK, -(-(context + query) // BLOCK)
+    visits, written = end - resident, end - max(begin, resident)
+    kernels = end + (end - begin)
+    assert counts["kernels"] <= LAYERS * kernels
+    assert counts["h2d"] <= LAYERS * visits and counts["d2h"] <= LAYERS * written
+    assert counts["waits"] <= LAYERS * (3 * visits + 2 * written)
+    assert counts["records"] <= LAYERS * (2 * visits + 2 * written)
+    assert counts["host waits"] == 0
+
+
+def test_prefill_and_decode_stay_within_their_bounds(llm: LLM) -> None:
+    prompt_len, output_len = 8 * BLOCK, 4
+    llm.engine.add_request("r", None, greedy(output_len), random_prompt(prompt_len, VOCAB, 1))
+    resident = llm.kv_stats().resident_blocks
+    for context in range(0, prompt_len, 2 * BLOCK):
+        counts = counted_step(llm)
+        check(counts, min(resident, context // BLOCK + 2), context, 2 * BLOCK)
+        assert (counts["h2d"] > 0) == (context > resident * BLOCK)
+    for context in range(prompt_len, prompt_len + output_len - 1):
+        counts = counted_step(llm)
+        check(counts, resident, context, 1)
+        assert counts["h2d"] > 0 and counts["d2h"] > 0
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_nothing_in_the_forward_pass_makes_the_host_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, operators = llm._runner.model, Operators()
+
+    def run(*arguments: Any) -> Tensor:
+        with operators:
+            return type(model).__call__(model, *arguments)
+
+    monkeypatch.setattr(llm._runner, "model", run)
+    run.compute_logits = model.compute_logits  # type: ignore[attr-defined]
+    llm.engine.add_request("r", None, greedy(3), random_prompt(5 * BLOCK, VOCAB, 2))
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert operators.seen["linear"] + operators.seen["mm"] + operators.seen["addmm"] >= LAYERS
+    waiting = {name: count for name, count in operators.seen.items() if name.startswith(WAITING_OPERATORS)}
+    assert not waiting
+
+
+def test_the_counter_of_operators_sees_what_would_wait() -> None:
+    with Operators() as operators:
+        torch.tensor([1, 2])
+        torch.ones(3).sum().item()
+        torch.ones(3).nonzero()
+    assert set(operators.seen) >= {"lift_fresh", "_local_scalar_dense", "nonzero"}

@@ -1,0 +1,101 @@
+"""How much memory a step needs: counted on tensors without memory, or measured by a device that knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, random_prompt, token_ids
+
+from nanovllm import LLM
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.wrapper import DeviceWrapper
+from nanovllm.engine import model_runner
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.sizing import MemoryFacts
+
+MIB = 1 << 20
+
+
+class Measures(DeviceWrapper):
+    """A device of 1 GiB that says that a step takes 100 MiB, and loads 50 MiB of kernels with its first one."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.runs: list[str] = []
+        self.used = 200 * MIB
+
+    def peak_memory(self, work: Callable[[], object]) -> int:
+        assert not self.runs
+        work()
+        self.runs.append("a step")
+        self.used += 50 * MIB
+        return 100 * MIB
+
+    def total_memory(self) -> int:
+        return 1024 * MIB
+
+    def free_memory(self) -> int:
+        return 1024 * MIB - self.used
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, hidden=32, intermediate=32)
+    return tmp_path
+
+
+def test_a_device_that_measures_is_asked_before_its_free_memory_is(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, seen = Measures(), []
+    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    sizing = model_runner.KVSizing
+
+    def watched(config: Any, layout: Any, model_max_len: int, facts: MemoryFacts, *rest: Any) -> KVSizing:
+        seen.append(facts)
+        return sizing(config, layout, model_max_len, facts, *rest)
+
+    monkeypatch.setattr(model_runner, "KVSizing", watched)
+    with LLM(model_dir, dtype="float32", max_num_batched_tokens=96) as llm:
+        assert len(token_ids(llm, [random_prompt(100, 97, 1)], greedy(2))[0]) == 2
+    (facts,) = seen
+    assert facts.activation_peak == 100 * MIB
+    assert (facts.device_total, facts.device_free) == (1024 * MIB, (1024 - 200 - 50) * MIB)
+    assert device.runs == ["a step"]
+
+
+def test_nothing_is_measured_where_nothing_is_sized_from_memory(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Measures()
+    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    with LLM(model_dir, dtype="float32", num_gpu_blocks=8):
+        assert not device.runs
+
+
+def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as a step may have go through every layer, with attention of the real backend."""
+    device, shapes = Measures(), []
+    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    select = model_runner.select_backend
+
+    def watched(torch_device: torch.device, head_dim: int) -> object:
+        backend = select(torch_device, head_dim)
+        attend = backend.attend
+
+        def watch(q: torch.Tensor, *rest: object) -> None:
+            shapes.append(tuple(q.shape))
+            attend(q, *rest)  # type: ignore[arg-type]
+
+        backend.attend = watch  # type: ignore[method-assign]
+        return backend
+
+    monkeypatch.setattr(model_runner, "select_backend", watched)
+    with LLM(model_dir, dtype="float32", max_num_batched_tokens=333) as llm:
+        spec = llm._runner.spec
+    assert shapes == [(333, spec.num_heads, spec.head_dim)] * spec.num_layers

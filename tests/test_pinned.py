@@ -1,0 +1,193 @@
+"""Page-locked memory: what is mapped and locked, for how long, and that a failure leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
+from nanovllm.device import memory
+from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
+from nanovllm.errors import ConfigError
+
+PAGE = 4096
+
+
+class Ledger:
+    """Locks nothing, but keeps what is locked, and can fail at the n-th piece."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.locked: dict[int, int] = {}
+        self.asked: list[int] = []
+        self._fails_at = fails_at
+
+    def lock(self, start: int, size: int) -> None:
+        self.asked.append(start)
+        if len(self.asked) - 1 == self._fails_at:
+            raise RuntimeError("cudaHostRegister of 5 bytes failed: out of memory.")
+        assert start % PAGE == 0 and start not in self.locked
+        self.locked[start] = size
+
+    def unlock(self, start: int) -> None:
+        del self.locked[start]
+
+
+def is_mapped(address: int) -> bool:
+    spans = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
+def test_memory_is_of_the_exact_size_and_holds_what_is_written() -> None:
+    ledger = Ledger()
+    tensor = empty_pinned("host blocks", (3, 5, 7), torch.float32, ledger)
+    assert tensor.shape == (3, 5, 7) and tensor.dtype == torch.float32
+    assert tensor.untyped_storage().nbytes() == 3 * 5 * 7 * 4
+    assert ledger.locked == {tensor.data_ptr(): 3 * 5 * 7 * 4}
+    assert bool((tensor == 0).all())
+    tensor.copy_(torch.arange(105.0).view(3, 5, 7))
+    assert tensor[2, 4, 6] == 104
+
+
+def test_the_last_view_unlocks_and_unmaps() -> None:
+    ledger = Ledger()
+    tensor = empty_pinned("host blocks", (4, 64, 1024), torch.bfloat16, ledger, max_piece=3 * PAGE)
+    address, view = tensor.data_ptr(), tensor[3, 1:].view(torch.uint8)
+    del tensor
+    assert ledger.locked and is_mapped(address)
+    view.fill_(7)
+    del view
+    assert not ledger.locked and not is_mapped(address)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    blocks=st.integers(1, 40),
+    block_bytes=st.sampled_from([32, 96, 1024, 4096, 6144, 12288]),
+    pages=st.integers(1, 9),
+)
+def test_pieces_cover_the_memory_and_no_block_lies_across_two(blocks: int, block_bytes: int, pages: int) -> None:
+    ledger = Ledger()
+    tensor = empty_pinned("host blocks", (blocks, block_bytes), torch.uint8, ledger, max_piece=pages * PAGE)
+    ends = {start + size for start, size in ledger.locked.items()}
+    starts = set(ledger.locked)
+    assert min(starts) == tensor.data_ptr() and max(ends) == tensor.data_ptr() + tensor.nbytes
+    assert starts - {min(starts)} == ends - {max(ends)}
+    assert all((start - tensor.data_ptr()) % block_bytes == 0 for start in starts)
+    least = -(-PAGE // block_bytes) * block_bytes * PAGE  # a common multiple of block and page, whatever the piece
+    assert all(size <= max(pages * PAGE, least) for size in ledger.locked.values())
+
+
+@pytest.mark.parametrize("piece", [0, 1, 3])
+def test_a_failure_at_any_piece_is_one_sentence_and_leaves_nothing(piece: int) -> None:
+    ledger = Ledger(fails_at=piece)
+    with pytest.raises(ConfigError) as caught:
+        empty_pinned("host blocks", (4, 1 << 24), torch.uint8, ledger, max_piece=1 << 24)
+    assert str(caught.value) == (
+        "host blocks: 0.06 GiB of page-locked host memory cannot be had: page-locking failed (cudaHostRegister of 5 "
+        "bytes failed: out of memory); lower num_cpu_blocks"
+    )
+    assert len(ledger.asked) == piece + 1 and not ledger.locked
+    assert not any(is_mapped(start) for start in ledger.asked)
+
+
+def test_more_than_is_free_is_refused_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
+    ledger = Ledger()
+    with pytest.raises(ConfigError, match=r"only 0\.00 GiB of host memory are free; lower num_cpu_blocks"):
+        empty_pinned("host blocks", (2, 1 << 20), torch.uint8, ledger)
+    assert not ledger.asked
+    assert empty_pinned("host blocks", (1, 1 << 20), torch.uint8, ledger).nbytes == 1 << 20
+
+
+def test_more_than_the_address_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 62)
+    with pytest.raises(ConfigError, match="cannot be mapped"):
+        empty_pinned("host blocks", (1 << 20, 1 << 40), torch.uint8, Ledger())
+
+
+def test_nothing_is_nothing() -> None:
+    ledger = Ledger()
+    assert empty_pinned("host blocks", (0, 3, 4), torch.float32, ledger).shape == (0, 3, 4)
+    assert not ledger.asked
+
+
+@pytest.mark.parametrize("threads", [1, 3, 64])
+def test_every_page_is_touched(threads: int) -> None:
+    """Resident memory grows by the whole mapping, though nothing was written by anyone else."""
+    for pages in (1, 2, 5, 2000):
+        block = torch.full((pages * PAGE + 1,), 1, dtype=torch.uint8)
+        _sgdma.touch_pages(block.data_ptr(), block.nbytes, threads)
+        touched = block[::PAGE]
+        assert bool((touched == 0).all()), "one byte of each page is written"
+        assert int(block.sum()) == block.numel() - touched.numel(), "and no other"
+
+
+def test_a_numa_node_is_a_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _sgdma.prefer_node(0, PAGE, -1)
+    assert not _sgdma.prefer_node(0, PAGE, 1 << 20)
+    tensor = empty_pinned("host blocks", (4, PAGE), torch.uint8, Ledger(), node=1023)
+    assert bool((tensor == 0).all())
+    monkeypatch.setattr(_sgdma, "pci_bus_id", lambda device: "FFFF:FF:FF.F")
+    assert nearest_node(0) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_locking_fails_with_a_reason() -> None:
+    with pytest.raises(ConfigError, match=r"page-locking failed \(.*\); lower num_cpu_blocks"):
+        empty_pinned("host blocks", (4, PAGE), torch.uint8, CudaPageLock())
+
+
+# ---- on a GPU
+
+
+@pytest.mark.cuda
+def test_cuda_takes_the_memory_for_pinned_and_copies_through_it() -> None:
+    stream = torch.cuda.Stream()
+    host = empty_pinned("host blocks", (6, 1 << 20), torch.uint8, CudaPageLock(), max_piece=2 << 20)
+    assert host.is_pinned() and host[5].is_pinned()
+    assert _sgdma.memory_of(host.data_ptr())[0] == "pinned"
+    device = torch.zeros(6, 1 << 20, dtype=torch.uint8, device="cuda")
+    host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
+    torch.cuda.synchronize()
+    for block in range(6):  # of which no two lie in one piece
+        memcpy_2d_async(device[block], host[block], 4096, 4096, 4096, 256, "h2d", stream)
+    stream.synchronize()
+    assert torch.equal(device.cpu(), host)
+
+
+@pytest.mark.cuda
+def test_after_the_memory_is_gone_it_is_not_pinned_any_more_and_cuda_is_well() -> None:
+    host = empty_pinned("host blocks", (2, 1 << 20), torch.uint8, CudaPageLock())
+    address = host.data_ptr()
+    del host
+    assert _sgdma.memory_of(address) == ("pageable", -1)
+    assert float(torch.ones(4, device="cuda").sum()) == 4.0
+
+
+class FailsLater(CudaPageLock):
+    """Really locks, but the third piece is memory that is not mapped."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+
+    def lock(self, start: int, size: int) -> None:
+        super().lock(16 * PAGE if len(self.starts) == 2 else start, size)
+        self.starts.append(start)
+
+
+@pytest.mark.cuda
+def test_a_failure_of_cuda_leaves_nothing_registered_and_no_error_behind() -> None:
+    lock = FailsLater()
+    with pytest.raises(ConfigError, match="page-locking failed"):
+        empty_pinned("host blocks", (8, 1 << 20), torch.uint8, lock, max_piece=1 << 20)
+    assert len(lock.starts) == 2
+    assert all(_sgdma.memory_of(start) == ("pageable", -1) for start in lock.starts)
+    assert float(torch.ones(4, device="cuda").sum()) == 4.0
+    device = torch.zeros(64, device="cuda")
+    with pytest.raises(CopyError, match="pageable"):
+        memcpy_2d_async(device, torch.zeros(64), 8, 8, 8, 4, "h2d")

@@ -1,0 +1,328 @@
+"""`nanovllm plan` from the command line, its units, and the measurement of this machine's rates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import offloaded
+
+from nanovllm import LLM
+from nanovllm.cli import plan as plan_command
+from nanovllm.cli.main import main
+from nanovllm.device import create_device
+from nanovllm.kvcache.budget import predict_request
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops import select_cpu_backend
+from nanovllm.planner.machine import Link, Rates
+from nanovllm.planner.measure import Probe, ProbeSizes, beside_computing, measure_rates, random_model
+from nanovllm.planner.units import (
+    parse_byte_rate,
+    parse_bytes,
+    parse_compute_rate,
+    parse_seconds,
+    show_bytes,
+    show_rate,
+    show_seconds,
+)
+
+CONFIGS = Path(__file__).resolve().parent.parent / "benchmarks" / "configs"
+QWEN_1M = ["--model", str(CONFIGS / "qwen2.5-7b-1m.json"), "--prompt-len", "1000000"]
+GIVEN = ["--gpu-mem", "48GB", "--host-mem", "256GB", "--link", "50GB/s"]
+SPEEDS = ["--compute", "400TFLOPS", "--device-bandwidth", "3TB/s"]
+SMALL = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, vocab=97, layers=3)
+    (tmp_path / "model.safetensors").unlink()  # the config is enough
+    return tmp_path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *options: str, status: int = 0) -> dict[str, Any]:
+    assert main(["plan", "--json", *options]) == status
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+# ---- a machine that is not here
+
+
+def shape_of(value: Any) -> Any:
+    """The keys of nested objects, and null where there is nothing."""
+    return {key: shape_of(inner) for key, inner in value.items()} if isinstance(value, dict) else value is None
+
+
+TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes"}
+PHASE_KEYS = {"seconds", "tokens_per_second", "limit", "seconds_by_resource", "rates_not_known", "transfers"}
+
+
+def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs read it: keys are added, never renamed."""
+    report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
+    assert set(report) == {
+        "model", "memory", "rates", "engine", "kv_cache", "longest_prompt", "chunk_that_hides_the_link", "prompt_len",
+        "fits", "changes_that_fit", "request",
+    }  # fmt: skip
+    assert set(report["kv_cache"]) == {
+        "resident_blocks", "ring_slots", "host_blocks", "device_bytes", "host_bytes", "device_tokens", "cache_tokens",
+    }  # fmt: skip
+    assert set(report["request"]) == {
+        "output_len", "num_blocks", "kv_bytes", "resident_bytes", "streamed_bytes", "prefill", "decode",
+    }  # fmt: skip
+    for phase in ("prefill", "decode"):
+        assert set(report["request"][phase]) == PHASE_KEYS
+        assert set(report["request"][phase]["transfers"]) == TRANSFER_KEYS
+    assert set(report["rates"]) == {field.name for field in fields(Rates)}
+
+
+def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 28 layers of 4 KV heads of 128, K and V, 2 bytes each: 57,344 bytes a token."""
+    report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--output-len", "11")
+    assert report["model"]["kv_bytes_per_token"] == 57_344
+    assert report["model"]["weight_bytes"] == pytest.approx(15.23e9, rel=1e-3)
+    cache, request = report["kv_cache"], report["request"]
+    assert report["engine"]["enable_cpu_offload"] and report["engine"]["kvcache_block_size"] == 4096
+    budget = int(48e9 * 0.9) - report["model"]["weight_bytes"] - report["memory"]["activation_peak"]
+    block_bytes = 4096 * 57_344
+    assert report["engine"]["num_gpu_blocks"] == budget // block_bytes == cache["resident_blocks"] + 1
+    assert cache["device_bytes"] == cache["resident_blocks"] * block_bytes + cache["ring_slots"] * block_bytes // 28
+    assert request["kv_bytes"] == 1_000_010 * 57_344
+    assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
+    layout = KVLayout(28, 4, 128, 4096, 2)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384)
+    assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}
+    assert request["prefill"]["limit"] == "compute" and request["decode"]["limit"] == "link"
+    # Each token loads what does not stay, and nothing is known that would make it wait longer.
+    streamed = 1_000_005 * 57_344 - request["resident_bytes"]
+    assert request["decode"]["seconds"] == pytest.approx(streamed / 50e9, rel=0.02)
+
+
+def test_memory_and_transfers_do_not_depend_on_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    known = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
+    unknown = run_json(capsys, *QWEN_1M, *GIVEN[:4])
+    for report in (known, unknown):
+        for phase in ("prefill", "decode"):
+            part = report["request"][phase]
+            report["request"][phase] = part["transfers"]
+            assert (part["seconds"] is None) == (part["limit"] is None) == bool(part["rates_not_known"])
+            assert (part["seconds"] is None) == (report is unknown)
+        del report["rates"], report["chunk_that_hides_the_link"]
+    assert known == unknown
+
+
+def test_offload_is_planned_where_it_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(CONFIGS / "qwen3-8b.json"), "--gpu-mem", "24GB"]
+    short = run_json(capsys, *model, "--host-mem", "64GB", "--prompt-len", "4000")
+    long = run_json(capsys, *model, "--host-mem", "64GB", "--prompt-len", "40000")
+    assert (short["engine"]["enable_cpu_offload"], long["engine"]["enable_cpu_offload"]) == (False, True)
+    assert long["fits"] and long["request"]["streamed_bytes"] > 0
+    forbidden = run_json(
+        capsys, *model, "--host-mem", "64GB", "--prompt-len", "40000", "--no-enable-cpu-offload", status=1
+    )
+    assert not forbidden["fits"] and forbidden["request"] is None
+    assert {"enable_cpu_offload": True} in forbidden["changes_that_fit"]
+    alone = run_json(capsys, *model, "--prompt-len", "40000", status=1)
+    assert not alone["fits"] and not alone["engine"]["enable_cpu_offload"]
+
+
+def test_the_longest_prompt_is_planned_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(CONFIGS / "qwen3-0.6b.json"), "--host-mem", "16GB"]
+    report = run_json(capsys, *model, "--gpu-mem", "5GB")
+    assert report["prompt_len"] == report["longest_prompt"]["tokens"] == 40_960
+    assert report["longest_prompt"]["limit"] == "positions" and report["engine"]["enable_cpu_offload"]
+    assert report["request"]["output_len"] == 1, "the longest sequence ends there"
+    small = run_json(capsys, *model, "--gpu-mem", "4GB")  # fewer than four blocks of 4096 tokens
+    assert small["longest_prompt"]["limit"] == "KV memory" and not small["engine"]["enable_cpu_offload"]
+
+
+# ---- the table
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS]) == 0
+    table = capsys.readouterr().out
+    report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
+    lines = {line[:30].strip(): line for line in table.splitlines()}
+    assert "14.2 GiB" in lines["weights"] and "56.0 KiB" in lines["KV cache of a token"]
+    assert f"{report['kv_cache']['resident_blocks']} resident blocks of 4,096 tokens" in lines["KV cache on the device"]
+    assert "1,010,000" in lines["longest prompt"] and "positions" in lines["longest prompt"]
+    assert "yes" in lines["fits"] and "limit: compute" in lines["prefill"] and "limit: link" in lines["decode"]
+    assert f"{1 / report['request']['decode']['seconds']:,.1f} tok/s" in lines["decode"]
+    assert all(len(line) <= 150 for line in table.splitlines())
+
+
+def test_what_is_not_given_is_said_and_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN_1M, *GIVEN[:4]]) == 0
+    table = capsys.readouterr().out
+    assert table.count("not known") == 2
+    for option in ("--compute", "--device-bandwidth", "--link"):
+        assert option in table
+    assert "tok/s" not in table
+
+
+def test_what_does_not_fit_is_said_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "20", "--num-cpu-blocks", "20"]) == 1
+    table = capsys.readouterr().out
+    (line,) = (line for line in table.splitlines() if "would make it fit" in line)
+    words = line.replace(",", " ").split()
+    blocks = next(word for word in words if word.startswith("num_cpu_blocks=")).partition("=")[2]
+    assert main(["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "20", "--num-cpu-blocks", blocks]) == 0
+    fewer = str(int(blocks) - 1)
+    assert main(["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "20", "--num-cpu-blocks", fewer]) == 1
+    capsys.readouterr()
+    assert main(["plan", *QWEN_1M, "--gpu-mem", "24GB"]) == 1
+    assert "--host-mem is not given" in capsys.readouterr().out
+
+
+# ---- this machine
+
+
+def test_this_machine_is_planned_as_the_engine_runs(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "ProbeSizes", lambda: SMALL)
+    arguments = offloaded(16, 5, 9, max_num_batched_tokens=50)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items() if value is not True]
+    report = run_json(capsys, "--model", str(model_dir), "--prompt-len", "150", *options)
+    assert report["engine"] == arguments | {"dtype": "float32", "max_num_seqs": 512}
+    with LLM(model_dir, load_format="dummy", **arguments) as llm:
+        stats = llm.kv_stats()
+        assert report["longest_prompt"]["tokens"] == llm.max_model_len
+        assert report["memory"]["device_total"] == llm.plan().sizing.memory.device_total
+        assert report["model"]["weight_bytes"] == llm._runner.model.weight_bytes
+    assert report["kv_cache"]["device_bytes"] == stats.device_bytes
+    assert report["kv_cache"]["host_bytes"] == stats.host_bytes
+    for phase in ("prefill", "decode"):
+        assert report["request"][phase]["seconds"] > 0
+    unmeasured = run_json(capsys, "--model", str(model_dir), "--no-measure", *options)
+    assert unmeasured["rates"]["compute"] is None
+
+
+def test_it_runs_as_a_module(model_dir: Path) -> None:
+    command = [sys.executable, "-m", "nanovllm", "plan", "--model", str(model_dir / "config.json"), "--no-measure"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Qwen3ForCausalLM, 3 layers, float32" in done.stdout and "256" in done.stdout
+
+
+# ---- refusals
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no command": ([], "COMMAND"),
+    "no model": (["plan"], "--model"),
+    "a model of no such name": (["plan", "--model", "Qwen/Qwen3-8B"], "does not exist"),
+    "no unit": (["plan", *QWEN_1M, "--gpu-mem", "80"], "'80' is not a size such as 80GB"),
+    "a size for a rate": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--link", "50GB"], "a rate such as 50GB/s"),
+    "an unknown unit": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--compute", "4TB/s"], "a rate such as 400TFLOPS"),
+    "a time without a unit": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--layer-overhead", "20"], "a time such as 20us"),
+    "nothing": (["plan", *QWEN_1M, "--gpu-mem", "0GB"], "a size such as 80GB"),
+    "no tokens": (["plan", *QWEN_1M, "--prompt-len", "0"], "whole number of at least 1"),
+    "a dtype": (["plan", *QWEN_1M, "--dtype", "int8"], "bfloat16"),
+    "too few blocks": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "3"], "at least 4"),
+    "blocks beyond the memory": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "10000"], "at most"),
+    "weights beyond the memory": (["plan", *QWEN_1M, "--gpu-mem", "8GB"], "weights alone take 15.2 GB"),
+    "host memory alone": (["plan", *QWEN_1M, "--host-mem", "8GB"], "--host-mem needs --gpu-mem"),
+    "offload without a host": (["plan", *QWEN_1M, "--gpu-mem", "24GB", "--enable-cpu-offload"], "--host-mem"),
+    "host blocks without offload": (
+        ["plan", *QWEN_1M, *GIVEN, "--num-cpu-blocks", "9", "--no-enable-cpu-offload"],
+        "num_cpu_blocks=9: needs enable_cpu_offload=True",
+    ),
+    "an unknown option": (["plan", *QWEN_1M, "--gpu-memory", "80GB"], "--gpu-mem"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_cost_one_sentence(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, told = WRONG[case]
+    try:
+        status: object = main(arguments)
+    except SystemExit as stopped:
+        status = stopped.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == ""
+    assert printed.err.count("\n") == 1 and told in printed.err
+
+
+# ---- units
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_bytes, "80GB", 80e9),
+        (parse_bytes, " 16 gib ", 16 * 2**30),
+        (parse_bytes, "1.5TB", 1.5e12),
+        (parse_bytes, "7b", 7),
+        (parse_byte_rate, "50GB/s", 50e9),
+        (parse_byte_rate, "512MiB/s", 2**29),
+        (parse_compute_rate, "400TFLOPS", 4e14),
+        (parse_compute_rate, "1.2 PFLOP/s", 1.2e15),
+        (parse_seconds, "20us", 2e-5),
+        (parse_seconds, "0ms", 0),
+        (parse_seconds, "1.5s", 1.5),
+    ],
+)
+def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_byte_rate, parse_compute_rate, parse_seconds])
+@pytest.mark.parametrize("text", ["", "80", "GB", "-80GB/s", "8e1GB/s", "inf GB/s", "80XB", "8 0s", "4.4.4s", "80GBs"])
+def test_what_is_no_quantity_is_refused(parse: Callable[[str], float], text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a (size|rate|time) such as"):
+        parse(text)
+
+
+def test_quantities_are_shown_in_units_that_fit() -> None:
+    assert [show_bytes(size) for size in (0, 1023, 2**20, 3 * 2**40)] == [
+        "0 bytes",
+        "1,023 bytes",
+        "1.0 MiB",
+        "3,072.0 GiB",
+    ]
+    assert [show_rate(rate, "B/s") for rate in (5.0, 5e6, 3.35e12)] == ["5 B/s", "5.0 MB/s", "3.4 TB/s"]
+    assert [show_seconds(seconds) for seconds in (0.0123, 1.5, 600)] == ["12.30 ms", "1.50 s", "10.0 min"]
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("ring_slots", [0, 4])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_rates_are_measured_on_any_network(model_dir: Path, ring_slots: int, loaded: bool) -> None:
+    spec: DecoderSpec = load_decoder_spec(model_dir)
+    device = create_device("cpu")
+    sizes = replace(SMALL, weight_bytes=1 << 30) if loaded else SMALL  # all layers, or some
+    model = random_model(spec, torch.float32, device.torch_device, sizes)
+    rates = measure_rates(Probe(device, model, select_cpu_backend(spec.head_dim), 16, ring_slots, 64, sizes))
+    device.close()
+    for name in ("compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"):
+        assert getattr(rates, name) > 0
+    assert min(rates.step_seconds, rates.layer_seconds) >= 0
+    assert (rates.visit_seconds > 0) == (rates.link is not None) == (ring_slots > 0)
+    if rates.link is not None:
+        assert rates.link.h2d > 0 and rates.link.d2h > 0 and 0 <= rates.link.overlap <= 1
+        assert not rates.link.duplex, "copies of both directions share the cores"
+
+
+def test_a_link_beside_a_computation() -> None:
+    """100 bytes at 10 bytes/s are 10 s of copying, beside 4 s of computing."""
+    lone = Link(h2d=10.0, d2h=20.0)
+    assert beside_computing(lone, 100, 4.0, measured=10.0).overlap == 1.0
+    assert beside_computing(lone, 100, 4.0, measured=9.0).overlap == 1.0
+    assert beside_computing(lone, 100, 4.0, measured=12.0).overlap == pytest.approx(0.5)
+    assert beside_computing(lone, 100, 4.0, measured=14.0).overlap == pytest.approx(0.0)
+    slowed = beside_computing(lone, 100, 4.0, measured=24.0)  # 20 s are left for the copies
+    assert (slowed.h2d, slowed.d2h, slowed.overlap) == (pytest.approx(5.0), pytest.approx(10.0), 0.0)

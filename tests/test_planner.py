@@ -1,0 +1,424 @@
+"""The plan against what the engine then allocates, moves and accepts, and its arithmetic against counts by hand."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from engines import greedy, offloaded, random_prompt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM
+from nanovllm.config import engine_config
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.planner.machine import Link, Rates
+from nanovllm.planner.network import Network
+from nanovllm.planner.plan import make_plan
+from nanovllm.planner.predict import COMPUTE, DEVICE, FIXED, LINK, KVPlacement, StepModel
+
+BLOCK, VOCAB, LAYERS, MAX_LEN = 16, 97, 3, 256
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, layers=LAYERS, max_positions=MAX_LEN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def spec(model_dir: Path) -> DecoderSpec:
+    return load_decoder_spec(model_dir)
+
+
+# ---- bytes and counts of the engine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_weight_bytes_are_the_decoders(tmp_path: Path, family: str, tie: bool) -> None:
+    biases = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+    make_checkpoint(tmp_path, family, tie=tie, layers=3, vocab=VOCAB, **biases.get(family, {}))
+    network = Network.of(load_decoder_spec(tmp_path), "bfloat16")
+    decoder = Decoder(network.spec, torch.bfloat16, torch.device("meta"))
+    assert network.weight_bytes == decoder.weight_bytes
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "none": {"family": "qwen3"},
+    "in all layers": {"family": "mistral", "sliding_window": 40},
+    "in some layers": {"family": "qwen3", "sliding_window": 23, "max_window_layers": 1},
+}
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompt_len=st.integers(1, 200),
+    output_len=st.integers(1, 20),
+    num_gpu_blocks=st.integers(4, 9),
+    chunk=st.integers(5, 100),
+)
+def test_the_engine_allocates_and_moves_what_the_plan_says(
+    tmp_path_factory: pytest.TempPathFactory,
+    windows: str,
+    prompt_len: int,
+    output_len: int,
+    num_gpu_blocks: int,
+    chunk: int,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"windows-{windows}"
+    if not path.exists():
+        make_checkpoint(path, vocab=VOCAB, layers=LAYERS, **WINDOWS[windows])
+    with LLM(path, **offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk)) as llm:
+        plan = llm.plan()
+        request = plan.request(prompt_len, output_len)
+        visits = count_visits(llm)
+        llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(output_len), use_tqdm=False)
+        stats = llm.kv_stats()
+        assert stats.transfers == request.prefill_transfers + request.decode_transfers
+        assert (stats.device_bytes, stats.host_bytes) == (plan.device_kv_bytes, plan.host_kv_bytes)
+        assert plan.network.weight_bytes == llm._runner.model.weight_bytes
+    starts = [*range(0, prompt_len, chunk), *range(prompt_len, prompt_len + output_len - 1)]
+    ends = [*starts[1:], prompt_len + output_len - 1]
+    resident = plan.kv.split.resident_blocks
+    steps = zip(starts, ends, strict=True)
+    assert len(visits) == sum(plan.network.visits(BLOCK, resident, start, end - start) for start, end in steps)
+
+
+def count_visits(llm: LLM) -> list[int]:
+    """The slots of all visits from now on."""
+    visits: list[int] = []
+    engine = llm._runner.kv_cache.engine  # type: ignore[attr-defined]
+    release = engine.release
+
+    def record(slot: int) -> None:
+        visits.append(slot)
+        release(slot)
+
+    engine.release = record
+    return visits
+
+
+def test_a_request_without_offload_moves_nothing_and_takes_whole_blocks(model_dir: Path) -> None:
+    with LLM(model_dir, num_gpu_blocks=12, kvcache_block_size=BLOCK) as llm:
+        plan = llm.plan()
+        request = plan.request(50, 8)
+        (output,) = llm.generate(random_prompt(50, VOCAB, 1), greedy(8), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8
+        assert llm.kv_stats().device_bytes == plan.device_kv_bytes and plan.host_kv_bytes == 0
+    assert request.num_blocks == -(-57 // BLOCK)
+    assert request.kv_bytes == request.resident_bytes == 57 * LAYERS * 2 * 2 * 16 * 4
+    assert request.streamed_bytes == 0
+    assert request.prefill_transfers + request.decode_transfers == TransferCount()
+
+
+@given(
+    context=st.integers(0, 60), query=st.integers(1, 50), windows=st.lists(st.none() | st.integers(1, 70), min_size=1)
+)
+@settings(max_examples=150, deadline=None)
+def test_visible_keys_are_those_of_a_walk(
+    spec: DecoderSpec, context: int, query: int, windows: list[int | None]
+) -> None:
+    network = Network(replace(spec, num_layers=len(windows), sliding_windows=tuple(windows)), "float32")
+    rows = range(context, context + query)
+    assert network.visible_keys(context, query) == sum(min(p + 1, w or p + 1) for w in windows for p in rows)
+    seen = [{k for p in rows for k in range(max(0, p + 1 - (w or p + 1)), p + 1)} for w in windows]
+    token_layer = 2 * spec.num_kv_heads * spec.head_dim * 4
+    assert network.attended_bytes(context, query) == sum(map(len, seen)) * token_layer
+
+
+def test_operations_are_those_of_the_projections(spec: DecoderSpec) -> None:
+    network = Network(spec, "float32")
+    q, kv, mlp = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
+    shapes = [(spec.hidden_size, q), (spec.hidden_size, kv), (spec.hidden_size, kv), (q, spec.hidden_size)]
+    shapes += [(spec.hidden_size, mlp), (spec.hidden_size, mlp), (mlp, spec.hidden_size)]
+    assert network.matrix_operations(5) == 5 * LAYERS * 2 * sum(a * b for a, b in shapes)
+    # Query by query, a product with each visible key and one with each visible value.
+    assert network.attention_operations(7, 3) == LAYERS * sum(2 * 2 * q * keys for keys in (8, 9, 10))
+
+
+# ---- the longest prompt, and what makes a longer one fit
+
+TOO_SMALL: dict[str, dict[str, Any]] = {
+    "offload": offloaded(BLOCK, 5, 7),
+    "offload, one block left": offloaded(BLOCK, 4, 13),
+    "no offload": {"num_gpu_blocks": 6, "kvcache_block_size": BLOCK},
+    "no offload, default blocks": {"num_gpu_blocks": 4},
+    "a limit by name": {"max_model_len": 60},
+    "a limit and a small cache": offloaded(BLOCK, 5, 7, max_model_len=60),
+}
+
+
+def accepts(llm: LLM, tokens: int) -> bool:
+    try:
+        llm.generate(random_prompt(tokens, VOCAB, 1), greedy(1), use_tqdm=False)
+    except RequestError as error:
+        assert f"the prompt has {tokens} tokens" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", TOO_SMALL)
+def test_the_longest_prompt_is_accepted_and_one_token_more_is_not(model_dir: Path, case: str) -> None:
+    with LLM(model_dir, **TOO_SMALL[case]) as llm:
+        plan = llm.plan()
+        longest = plan.kv.max_model_len
+        assert plan.fits(longest) and not plan.fits(longest + 1)
+        assert accepts(llm, longest) and not accepts(llm, longest + 1)
+        by_name = "max_model_len" if "limit" in case else "KV memory"
+        assert plan.longest_limit == ("positions" if longest == MAX_LEN else by_name)
+
+
+@pytest.mark.parametrize("wanted", [65, MAX_LEN])
+@pytest.mark.parametrize("case", [case for case in TOO_SMALL if "default" not in case])
+def test_what_a_refusal_names_makes_the_prompt_fit_and_nothing_less_does(
+    model_dir: Path, case: str, wanted: int
+) -> None:
+    arguments = TOO_SMALL[case]
+    with LLM(model_dir, **arguments) as llm:
+        if accepts(llm, wanted):
+            return
+        changes = llm.plan().changes_for(wanted)
+        with pytest.raises(RequestError) as refusal:
+            llm.generate(random_prompt(wanted, VOCAB, 1), greedy(1), use_tqdm=False)
+    assert changes
+    for change in changes:
+        assert all(f"{name}={value!r}" in str(refusal.value) for name, value in change.items())
+        with LLM(model_dir, **arguments | change) as llm:
+            assert accepts(llm, wanted), change
+        for name in set(change) & {"num_gpu_blocks", "num_cpu_blocks", "max_model_len"}:
+            if change[name] == 4:  # the smallest device there is
+                continue
+            try:
+                with LLM(model_dir, **arguments | change | {name: change[name] - 1}) as llm:
+                    assert not accepts(llm, wanted), f"{name} of {change} is not the smallest"
+            except ConfigError as error:  # its max_model_len is above what the smaller cache holds
+                assert "max_model_len" in change and "max_model_len" in str(error)
+
+
+def test_a_prompt_beyond_the_positions_has_no_way_but_a_shorter_one(model_dir: Path) -> None:
+    with LLM(model_dir, num_gpu_blocks=6, kvcache_block_size=BLOCK) as llm:
+        assert llm.plan().changes_for(MAX_LEN + 1) == []
+        with pytest.raises(RequestError, match="positions end at 256"):
+            llm.generate(random_prompt(MAX_LEN + 1, VOCAB, 1), greedy(1), use_tqdm=False)
+
+
+# ---- sizing on machines that are not here
+
+
+def big_spec(spec: DecoderSpec) -> DecoderSpec:
+    """Qwen2.5-7B's shape, for a million positions."""
+    return replace(
+        spec,
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        sliding_windows=(None,) * 28,
+        max_position_embeddings=1_010_000,
+    )
+
+
+def sizing_for(network: Network, gpu_mem: int, host_mem: int, **arguments: Any) -> KVSizing:
+    config = engine_config(Path(__file__).parent, arguments)
+    memory = MemoryFacts(gpu_mem, gpu_mem - network.weight_bytes, host_mem, False, activation_peak=GIB)
+    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
+
+
+def longest(sizing: KVSizing) -> int:
+    try:
+        return sizing.plan().max_model_len
+    except ConfigError:
+        return 0
+
+
+@given(
+    gpu=st.integers(17, 200), host=st.integers(0, 300), more_gpu=st.integers(0, 60), more_host=st.integers(0, 60),
+    offload=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_more_memory_never_holds_fewer_tokens(
+    spec: DecoderSpec, gpu: int, host: int, more_gpu: int, more_host: int, offload: bool
+) -> None:
+    network = Network(big_spec(spec), "bfloat16")
+    arguments = {"enable_cpu_offload": offload, "max_num_seqs": 4}
+    held = longest(sizing_for(network, gpu * GIB, host * GIB, **arguments))
+    assert longest(sizing_for(network, (gpu + more_gpu) * GIB, (host + more_host) * GIB, **arguments)) >= held
+
+
+@given(gpu=st.integers(20, 120), host=st.integers(0, 200), tokens=st.integers(1, 1_100_000), offload=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
+    spec: DecoderSpec, gpu: int, host: int, tokens: int, offload: bool
+) -> None:
+    network = Network(big_spec(spec), "bfloat16")
+    sizing = sizing_for(network, gpu * GIB, host * GIB, enable_cpu_offload=offload, max_num_seqs=1)
+    held = longest(sizing)
+    if not held or tokens <= held:
+        return
+    changes = sizing.changes_for(tokens)
+
+    def held_with(change: dict[str, Any]) -> int:
+        arguments = {"enable_cpu_offload": offload, "max_num_seqs": 1, **change}
+        return longest(sizing_for(network, gpu * GIB, host * GIB, **arguments))
+
+    assert all(held_with(change) >= tokens for change in changes)
+    if not changes and tokens <= network.spec.max_model_len:
+        assert held_with({"gpu_memory_utilization": 1.0}) < tokens
+        assert offload or held_with({"enable_cpu_offload": True, "kvcache_block_size": 256}) < tokens
+
+
+# ---- time
+
+
+def step_model(spec: DecoderSpec, resident: int, ring_slots: int, rates: Rates) -> StepModel:
+    return StepModel(Network(spec, "float32"), KVPlacement(BLOCK, resident, ring_slots), rates)
+
+
+RATES = Rates(
+    compute=1e9, attention=5e8, weight_bandwidth=1e9, head_bandwidth=2e9, device_bandwidth=4e8, link=Link(1e8, 5e7),
+    step_seconds=1e-3, layer_seconds=1e-4, visit_seconds=1e-5,
+)  # fmt: skip
+
+
+def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpec) -> None:
+    model = step_model(spec, 2, 4, RATES)
+    network = model.network
+    matrices = network.matrix_operations(40) / 1e9
+    computing = matrices + network.attention_operations(100, 40) / 5e8
+    token = network.layout(BLOCK).token_bytes
+    h2d, d2h = (100 - 2 * BLOCK) * token, 40 * token
+    copying = max(h2d / 1e8, d2h / 5e7)
+    idle = max(0.0, matrices - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
+    fixed = 1e-3 + LAYERS * 1e-4 + LAYERS * 7 * 1e-5  # blocks 2 to 8
+    chunk = model.prefill_chunk(100, 40, samples=False)
+    assert chunk.seconds == pytest.approx(max(computing, copying + idle) + fixed)
+    assert chunk.terms == pytest.approx({COMPUTE: computing, LINK: copying, FIXED: fixed})
+    last = model.prefill_chunk(100, 40, samples=True)
+    assert last.seconds == pytest.approx(chunk.seconds + VOCAB * spec.hidden_size * 4 / 2e9)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("duplex", [True, False])
+def test_a_decode_step_reads_weights_and_cache_beside_the_link(spec: DecoderSpec, overlap: float, duplex: bool) -> None:
+    model = step_model(spec, 2, 4, replace(RATES, link=Link(1e8, 5e7, duplex, overlap)))
+    network, token = model.network, model.network.layout(BLOCK).token_bytes
+    weights = LAYERS * network.layer_weight_bytes / 1e9
+    device = weights + 101 * token / 4e8
+    ways = ((100 - 2 * BLOCK) * token / 1e8, token / 5e7)
+    copying = max(ways) if duplex else sum(ways)
+    quiet = weights + (2 * BLOCK + 1) * token / 4e8
+    idle = max(0.0, quiet - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
+    beside = overlap * max(device, copying + idle) + (1 - overlap) * (device + copying)
+    head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 5 * 1e-5
+    step = model.decode(100)
+    assert step.seconds == pytest.approx(beside + head + fixed)
+    assert step.terms == pytest.approx({DEVICE: device + head, LINK: copying, FIXED: fixed})
+    assert step.limit == max(step.terms, key=lambda name: step.terms[name])
+
+
+@pytest.mark.parametrize("slowed", ["compute", "weight_bandwidth", "device_bandwidth", "link"])
+def test_the_limit_is_the_resource_that_is_slow(spec: DecoderSpec, slowed: str) -> None:
+    fast: dict[str, Any] = {name: 1e15 for name in ("compute", "attention", "weight_bandwidth", "device_bandwidth")}
+    slow: dict[str, Any] = {"link": Link(1e3, 1e3)} if slowed == "link" else {slowed: 1e3}
+    model = step_model(spec, 2, 4, Rates(**{"head_bandwidth": 1e15, "link": Link(1e15, 1e15), **fast, **slow}))
+    name = {"compute": COMPUTE, "link": LINK}.get(slowed, DEVICE)
+    phase = model.prefill_chunk(100, 50, samples=False) if slowed == "compute" else model.decode(100)
+    assert phase.limit == name
+
+
+def test_a_rate_that_is_not_known_is_named_and_costs_nothing_else(spec: DecoderSpec) -> None:
+    known = step_model(spec, 2, 4, RATES)
+    for unknown, prefill, decode in (
+        ("compute", True, False), ("attention", True, False), ("link", True, True), ("device_bandwidth", False, True),
+        ("weight_bandwidth", False, True), ("head_bandwidth", False, True), ("host_bandwidth", False, False),
+    ):  # fmt: skip
+        model = step_model(spec, 2, 4, replace(RATES, **{unknown: None}))
+        chunk, step = model.prefill_chunk(100, 40, samples=True), model.decode(100)
+        assert chunk.missing == ((unknown,) if prefill else ()) and (chunk.seconds is None) == prefill
+        assert step.missing == ((unknown,) if decode else ()) and (step.seconds is None) == decode
+        assert model.transfers(100, 40) == known.transfers(100, 40)
+    resident = step_model(spec, 99, 0, replace(RATES, link=None))
+    assert resident.decode(100).seconds is not None, "nothing is streamed: no link is needed"
+
+
+@given(
+    prompt=st.integers(1, 250), more=st.integers(0, 100), chunk=st.integers(1, 60),
+    name=st.sampled_from(["compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"]),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_longer_prompts_take_longer_and_faster_machines_do_not(
+    spec: DecoderSpec, prompt: int, more: int, chunk: int, name: str
+) -> None:
+    arguments = {**offloaded(BLOCK, 5, 40), "max_num_batched_tokens": chunk}
+    network = Network(replace(spec, max_position_embeddings=1000), "float32")
+    sizing = sizing_for(network, 8 * GIB, 8 * GIB, **arguments)
+    plan = make_plan(network, sizing, RATES)
+    short, long = plan.request(prompt, 5), plan.request(prompt + more, 5)
+    assert (short.prefill.seconds or 0) <= (long.prefill.seconds or 0) * (1 + 1e-9)
+    assert (short.decode.seconds or 0) <= (long.decode.seconds or 0) * (1 + 1e-9)
+    assert short.kv_bytes <= long.kv_bytes and short.streamed_bytes <= long.streamed_bytes
+    faster = make_plan(network, sizing, replace(RATES, **{name: 2 * getattr(RATES, name)})).request(prompt, 5)
+    assert (faster.prefill.seconds or 0) <= (short.prefill.seconds or 0) * (1 + 1e-9)
+    assert (faster.decode.seconds or 0) <= (short.decode.seconds or 0) * (1 + 1e-9)
+
+
+def test_a_chunk_that_hides_the_link(spec: DecoderSpec) -> None:
+    """C query rows on one key: 4 * q_size * C operations; the key and value: 2 * kv_size elements."""
+    network = Network(spec, "float32")
+    plan = make_plan(network, sizing_for(network, 8 * GIB, 0, num_gpu_blocks=9), RATES)
+    chunk = plan.hiding_chunk
+    assert chunk is not None
+    q_size, kv_bytes = 4 * 16, 2 * 2 * 16 * 4
+    assert 4 * q_size * (chunk - 1) / 5e8 < kv_bytes / 1e8 <= 4 * q_size * chunk / 5e8
+    assert make_plan(network, plan.sizing, Rates()).hiding_chunk is None
+
+
+# ---- the engine's log
+
+
+@pytest.mark.parametrize("arguments", [offloaded(BLOCK, 5, 7), {"num_gpu_blocks": 6, "kvcache_block_size": BLOCK}])
+def test_the_plan_is_logged_in_a_few_lines(
+    model_dir: Path, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanovllm.engine import model_runner
+
+    monkeypatch.setattr(model_runner, "measure_rates", lambda probe: RATES)
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    with LLM(model_dir, **arguments) as llm:
+        plan = llm.plan(RATES)
+    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.engine.model_runner"]
+    assert 4 <= len(logged) <= 6
+    text = "\n".join(logged)
+    assert f"# GPU blocks: {plan.kv.num_gpu_blocks}, # CPU blocks: {plan.kv.num_cpu_blocks}" in text
+    assert f"longest prompt: {plan.kv.max_model_len} tokens (limit: KV memory)" in text
+    decode = plan.request(plan.kv.max_model_len, 1).decode.seconds
+    assert decode is not None and f"decode {1 / decode:,.1f} tok/s" in text
+
+
+def test_nothing_is_measured_where_nobody_reads_the_log(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.engine import model_runner
+
+    def measured(probe: object) -> Rates:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(model_runner, "measure_rates", measured)
+    LLM(model_dir, num_gpu_blocks=6, kvcache_block_size=BLOCK).close()

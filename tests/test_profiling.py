@@ -1,0 +1,70 @@
+"""The memory that a step was said to need is enough for steps that use everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import random_prompt
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import profiling
+from nanovllm.engine.profiling import activation_peak
+
+VOCAB = 5000
+# What the model's own operators take is small beside the logits here; it is the sampler that must not be forgotten.
+SLACK = 200_000
+
+USES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"min_p": 0.001},
+    "sorted": {"top_p": 0.999},
+    "logprobs": {"temperature": 0.0, "logprobs": 20},
+    "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 20},
+    "everything": {
+        "top_p": 0.9,
+        "prompt_logprobs": 5,
+        "logprobs": 5,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.2,
+        "logit_bias": {3: 1.0},
+        "min_tokens": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_step_stays_within_the_predicted_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, vocab=VOCAB, eos_token_id=1)
+    engine = {"max_num_batched_tokens": 300, "max_num_seqs": 70, "kvcache_block_size": 16, "num_gpu_blocks": 400}
+    with LLM(tmp_path, **engine) as llm:
+        runner, peaks = llm._runner, []
+        execute = runner.execute
+
+        def measured(batch: Any) -> Any:
+            with profiling._LiveBytes() as counter:
+                result = execute(batch)
+            peaks.append(counter.peak)
+            return result
+
+        monkeypatch.setattr(runner, "execute", measured)
+        prompts = [random_prompt(250, VOCAB, 1) if name == "prompt logprobs" else [2, 3]] * 70
+        params = SamplingParams(max_tokens=3, ignore_eos=True, seed=1, **USES[name])
+        llm.generate(prompts[:1] if name == "prompt logprobs" else prompts, params, use_tqdm=False)
+        assert max(peaks) <= activation_peak(runner.model, llm.config) + SLACK
+        assert max(peaks) > 4 * VOCAB * (240 if name == "prompt logprobs" else 70)
+
+
+def test_the_prediction_grows_with_what_is_scored_at_once(tmp_path: Path) -> None:
+    """Logits of a prompt never exist at once: from MAX_ROWS on, a larger step needs no more of them."""
+    make_checkpoint(tmp_path, vocab=VOCAB)
+
+    def peak(tokens: int) -> int:
+        engine = {"max_num_batched_tokens": tokens, "max_num_seqs": 4, "kvcache_block_size": 16, "num_gpu_blocks": 8}
+        with LLM(tmp_path, **engine) as llm:
+            return activation_peak(llm._runner.model, llm.config)
+
+    assert peak(256) - peak(32) > 224 * VOCAB * 8
+    assert peak(512) - peak(256) < 256 * VOCAB

@@ -1,0 +1,187 @@
+"""What parameters mean for a model and a tokenizer: refusals with field, value and range, rows, bans, targets."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import count
+from typing import Any
+
+import pytest
+
+from nanovllm.engine.batch import LogitAdjustments, Sample
+from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
+from nanovllm.engine.sampling_rows import banned_tokens, prompt_targets, sampling_row
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB, EOS = 60, (50, 51, 10**6)  # some configurations name end tokens beyond the vocabulary
+
+
+class Pieces:
+    """A tokenizer of letters, with tokens of their own for a few pieces of text."""
+
+    PIECES = (" cat", "cat", " do", "do")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        found = [58] if add_special_tokens else []
+        while text:
+            piece = next((p for p in self.PIECES if text.startswith(p)), text[0])
+            found.append(40 + self.PIECES.index(piece) if piece in self.PIECES else ord(piece) % 32)
+            text = text[len(piece) :]
+        return found
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(map(self.token_text, token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+
+FACTS = SamplingFacts(VOCAB, EOS, Pieces())
+
+
+def sequence(prompt: list[int], output: list[int], **params: Any) -> Sequence:
+    given = SamplingParams(**params)
+    request = Request(
+        "r",
+        prompt,
+        given,
+        number=0,
+        seq_ids=count(),
+        seed=1,
+        arrival_time=0.0,
+        sampling=resolve_sampling(given, prompt, FACTS),
+    )
+    for token in output:
+        request.sequences[0].append(Sample(token))
+    return request.sequences[0]
+
+
+def adjustments(prompt: list[int], output: list[int], **params: Any) -> LogitAdjustments | None:
+    return sampling_row(sequence(prompt, output, **params)).adjustments
+
+
+REFUSED: list[tuple[dict[str, Any], SamplingFacts, str]] = [
+    ({"stop_token_ids": [3, 60]}, FACTS, "stop_token_ids=60: must hold token ids of the model, from 0 to 59"),
+    ({"logit_bias": {3: 1.0, 99: 1}}, FACTS, "logit_bias=99: must hold token ids of the model, from 0 to 59"),
+    (
+        {"logprobs": 21},
+        FACTS,
+        "Cannot request more than 20 logprobs. logprobs=21: ask for fewer, or raise the engine's max_logprobs",
+    ),
+    (
+        {"prompt_logprobs": -1},
+        SamplingFacts(VOCAB, EOS, None, 5),
+        "Cannot request more than 5 logprobs. prompt_logprobs=-1 asks for all 60: ask for fewer, or raise the engine's "
+        "max_logprobs",
+    ),
+    (
+        {"bad_words": ["cat"]},
+        SamplingFacts(VOCAB, EOS),
+        "bad_words=['cat']: words cannot be told without a tokenizer, and the model directory has no tokenizer files: "
+        "give token ids with a bias of -inf in logit_bias, or add the tokenizer's files",
+    ),
+    ({"bad_words": ["x", "  "]}, FACTS, "bad_words='  ': must hold words of at least one token"),
+    (
+        {"bad_words": ["cat"]},
+        SamplingFacts(41, EOS, Pieces()),
+        "bad_words='cat': the tokenizer gives token 41, and the model's go from 0 to 40",
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "facts", "message"), REFUSED, ids=str)
+def test_what_a_model_cannot_honour_is_refused(params: dict[str, Any], facts: SamplingFacts, message: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        resolve_sampling(SamplingParams(**params), [1], facts)
+    assert str(refusal.value) == message
+
+
+def test_logprobs_up_to_the_cap_and_the_vocabulary() -> None:
+    def counts(facts: SamplingFacts, logprobs: int | None, prompt: int | None) -> tuple[int | None, int | None]:
+        found = resolve_sampling(SamplingParams(logprobs=logprobs, prompt_logprobs=prompt), [1], facts)
+        return found.num_logprobs, found.num_prompt_logprobs
+
+    assert counts(FACTS, 20, None) == (20, None)
+    assert counts(FACTS, None, 0) == (None, 0)
+    assert counts(SamplingFacts(VOCAB, max_logprobs=-1), -1, 1000) == (VOCAB, VOCAB)
+    assert counts(SamplingFacts(VOCAB, max_logprobs=60), -1, 60) == (VOCAB, VOCAB)
+
+
+def test_a_row_without_adjustments_carries_none() -> None:
+    row = sampling_row(sequence([1, 2], [3], temperature=0.0, min_tokens=1, top_k=3, seed=5, stop_token_ids=[7]))
+    assert row.adjustments is None and row.num_logprobs is None
+
+
+def test_end_tokens_are_banned_until_min_tokens() -> None:
+    ends = {7, 50, 51}
+    for ignore_eos in (False, True):
+        for length in range(5):
+            found = adjustments([1], [2] * length, min_tokens=3, stop_token_ids=[7], ignore_eos=ignore_eos)
+            assert (set(found.banned) if found else set()) == (ends if length < 3 else set())
+
+
+def test_bad_words_are_those_at_the_start_and_after_a_space() -> None:
+    def words(*bad_words: str) -> tuple[tuple[int, ...], ...]:
+        return resolve_sampling(SamplingParams(bad_words=bad_words), [1], FACTS).bad_words
+
+    assert words("cat") == ((41,), (40,))
+    assert words(" cat") == ((41,), (40,)), "a space before it makes it no other word"
+    assert words("dog") == ((43, 7), (42, 7))
+    assert words("ab") == ((1, 2),), "with the space a token more: another word in vLLM's eyes"
+    assert words("cat", "cat") == words("cat")
+
+
+def test_bad_words_are_banned_where_the_output_ends_in_their_beginning() -> None:
+    words = [(5,), (1, 2), (3, 2), (1, 1, 9)]
+    assert banned_tokens(words, []) == [5]
+    assert banned_tokens(words, [1]) == [5, 2]
+    assert banned_tokens(words, [3]) == [5, 2]
+    assert banned_tokens(words, [4, 1, 1]) == [5, 2, 9]
+    found = adjustments([43], [], bad_words=["dog"])
+    assert found is None, "the prompt is no part of a bad word"
+    found = adjustments([1], [3, 42], bad_words=["dog"])
+    assert found is not None and list(found.banned) == [7]
+
+
+def test_penalties_carry_the_history_that_they_need() -> None:
+    prompt, output = [5, 5, 6], [7, 7, 8]
+    found = adjustments(prompt, output, repetition_penalty=1.5)
+    assert found is not None
+    assert sorted(found.prompt_tokens) == [5, 6] and list(found.output_tokens) == output
+    found = adjustments(prompt, output, frequency_penalty=0.5)
+    assert found is not None
+    assert list(found.prompt_tokens) == [] and list(found.output_tokens) == output
+    found = adjustments(prompt, output, logit_bias={3: 1e300, 4: float("-inf")})
+    assert found is not None and list(found.output_tokens) == []
+    assert (list(found.biased), list(found.biases)) == ([3, 4], [1e9, float("-inf")])
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_a_row_is_a_snapshot() -> None:
+    seq = sequence([1], [2], presence_penalty=1.0)
+    first = sampling_row(seq).adjustments
+    seq.append(Sample(3))
+    second = sampling_row(seq).adjustments
+    assert first is not None and second is not None
+    assert (list(first.output_tokens), list(second.output_tokens)) == ([2], [2, 3])
+
+
+def test_prompt_targets_cover_each_row_once() -> None:
+    """In chunks, and again from any point after a preemption: the rows that are known already are left out."""
+    prompt = list(range(10))
+    seq = sequence(prompt, [], prompt_logprobs=2)
+    found: list[int] = []
+    for start, chunk in ((0, 3), (3, 1), (0, 2), (2, 4), (4, 20), (0, 20)):
+        seq.num_computed = start
+        targets = prompt_targets(seq, chunk)
+        if targets is not None:
+            assert targets.num_logprobs == 2
+            assert [start + targets.first_row + i + 1 for i in range(len(targets.token_ids))] == targets.token_ids
+            found += targets.token_ids
+            seq.request.prompt_logprobs += [None] * len(targets.token_ids)  # type: ignore[list-item]
+        assert seq.num_cacheable == len(found)  # at the end all but the last token, as without prompt_logprobs
+    assert found == prompt[1:]
+    assert prompt_targets(sequence(prompt, []), 10) is None
+    assert prompt_targets(sequence([1], [], prompt_logprobs=2), 1) is None

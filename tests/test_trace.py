@@ -1,0 +1,174 @@
+"""The timeline: valid JSON, a row for each stream, copies with their bytes, kernels by name, overlap that was there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
+
+from nanovllm import LLM
+from nanovllm.device import PitchedCopy, Stream, cpu
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.trace import TracedDevice
+from nanovllm.errors import EngineError
+
+BLOCK, VOCAB = 16, 97
+META = {"process_name", "thread_name", "thread_sort_index"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32)
+    return path
+
+
+def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The slices of each stream, by the stream's name, after the checks that hold for every trace."""
+    trace = json.loads(path.read_text())
+    events = trace["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert len(set(names.values())) == len(names)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] == "M":
+            assert event["name"] in META
+            continue
+        assert event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0
+        rows[names[event["tid"]]].append(event)
+    for slices in rows.values():
+        assert [s["ts"] for s in slices] == sorted(s["ts"] for s in slices)
+    return rows
+
+
+def in_turn(slices: list[dict[str, Any]]) -> bool:
+    """Whether each slice began when the one before had ended; times are rounded in the microseconds."""
+    return all(a["ts"] + a["dur"] <= b["ts"] + 1e-2 for a, b in itertools.pairwise(slices))
+
+
+def copy(device: TracedDevice, stream: Stream, size: int = 64) -> None:
+    dst, src = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    device.copy_2d(PitchedCopy(dst, src, size, size, size, 1, "h2d"), stream)
+
+
+def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(model_dir, dtype="float32", trace=path, max_num_batched_tokens=45, **offloaded(BLOCK, 6)) as llm:
+        prompts = [random_prompt(length, VOCAB, 1) for length in (80, 70)]
+        traced = token_ids(llm, prompts, greedy(3))
+        assert not path.exists()
+        moved = llm.kv_stats().transfers
+    with LLM(model_dir, dtype="float32", max_num_batched_tokens=45, **offloaded(BLOCK, 6)) as llm:
+        assert token_ids(llm, prompts, greedy(3)) == traced
+    rows = rows_of(path)
+    compute = rows.pop("compute")
+    assert {s["name"] for s in compute} == {"step", "write K/V", "attend"}
+    assert all(s["args"]["bytes"] > 0 and s["args"]["declared"] > 0 for s in compute if s["name"] != "step")
+    assert set(rows) == {f"kv-slot-{slot}" for slot in range(4)} | {"kv-moves"}
+    copies = [s for slices in rows.values() for s in slices]
+    for kind, count, total in (("h2d", moved.h2d_copies, moved.h2d_bytes), ("d2h", moved.d2h_copies, moved.d2h_bytes)):
+        of_kind = [s["args"] for s in copies if s["name"] == f"{kind} copy"]
+        assert len(of_kind) == count > 0
+        assert sum(args["bytes"] for args in of_kind) == total
+    assert all(in_turn(slices) for slices in rows.values())
+
+
+def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(model_dir, dtype="float32", trace=str(path), num_gpu_blocks=16, kvcache_block_size=BLOCK) as llm:
+        token_ids(llm, [random_prompt(40, VOCAB, 2)], greedy(3))
+        layers = len(llm._runner.model.layers)
+    compute = rows_of(path)["compute"]
+    steps = [s for s in compute if s["name"] == "step"]
+    kernels = [s for s in compute if s["name"] != "step"]
+    assert len(steps) == 3 and in_turn(steps) and in_turn(kernels)
+    assert [s["name"] for s in kernels] == ["write K/V", "attend"] * layers * 3
+    for kernel in kernels:
+        assert any(
+            step["ts"] - 1e-2 <= kernel["ts"] and kernel["ts"] + kernel["dur"] <= step["ts"] + step["dur"] + 1e-2
+            for step in steps
+        )
+
+
+def test_copies_that_ran_at_the_same_time_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr(cpu, "copy_pitched", lambda *arguments: both.wait())
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    for stream in (device.new_stream("left"), device.new_stream("right")):
+        copy(device, stream)
+    device.close()
+    rows = rows_of(tmp_path / "trace.json")
+    (left,), (right,) = rows["left"], rows["right"]
+    assert left["ts"] < right["ts"] + right["dur"] and right["ts"] < left["ts"] + left["dur"]
+
+
+def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path) -> None:
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    event, tensor = device.new_event(), torch.zeros(8)
+    device.compute_stream.record(event)
+    device.declare_kernel("a", reads=(tensor,))
+    device.declare_kernel("a", reads=(tensor,), writes=(tensor,))
+    device.compute_stream.record(event)  # is no end: the kernel may be launched after it
+    device.declare_kernel("b")
+    device.end_kernel()
+    device.end_kernel()
+    device.declare_kernel("c")
+    device.compute_stream.wait(event)
+    device.declare_kernel("c")
+    device.end_kernel()
+    device.close()
+    kernels = rows_of(tmp_path / "trace.json")["compute"]
+    assert [(k["name"], k["args"]["declared"], k["args"]["bytes"]) for k in kernels] == [
+        ("a", 2, 96),
+        ("b", 1, 0),
+        ("c", 1, 0),
+        ("c", 1, 0),
+    ]
+    assert in_turn(kernels)
+
+
+def test_marks_are_let_go_while_the_engine_runs(tmp_path: Path) -> None:
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    stream = device.new_stream("s")
+    for _ in range(5):
+        with device.compute():
+            copy(device, stream)
+            stream.synchronize()
+    assert not device.timeline.slices and len(device.timeline.events) == 10
+    device.close()
+
+
+def test_a_failed_step_and_a_second_close_leave_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    device = TracedDevice(CpuDevice(), path)
+    with pytest.raises(ZeroDivisionError), device.compute():
+        device.declare_kernel("attend")
+        raise ZeroDivisionError
+    device.close()
+    before = path.read_text()
+    device.close()
+    assert path.read_text() == before
+    assert [s["name"] for s in rows_of(path)["compute"]] == ["step", "attend"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    device = TracedDevice(CpuDevice(), directory / "trace.json")
+    directory.rmdir()
+    with pytest.raises(EngineError, match=r"trace='.*trace.json': the file cannot be written"):
+        device.close()
+    device.close()
+
+
+def test_nothing_done_is_an_empty_trace(tmp_path: Path) -> None:
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    device.close()
+    assert rows_of(tmp_path / "trace.json") == {"compute": []}

@@ -1,0 +1,169 @@
+"""Triton kernels against the plain versions of the same functions, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import BOUNDS, Case, Shape
+from torch import Tensor
+from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.heads import place_heads
+from nanovllm.layers.norm import add_rms_norm_, rms_norm
+from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.ops import triton_decode
+from nanovllm.ops.attention import FEW_ROWS, AttentionState, SegmentTable
+from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.triton_activation import silu_and_mul_triton
+from nanovllm.ops.triton_attention import TritonAttention
+from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
+from nanovllm.ops.triton_heads import place_heads_triton
+from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
+from nanovllm.ops.triton_store import store_kv_triton
+
+pytestmark = [*TRITON_MARKS, pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")]
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Elementwise kernels round where the plain versions do; sums in another order may tip a rounding.
+ONE_ULP = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# ---- store_kv
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("heads, head_dim, block_size", [(1, 16, 4), (3, 80, 16), (8, 128, 5), (2, 256, 32), (5, 7, 3)])
+def test_store_kv_writes_the_slots_and_nothing_else(
+    heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    tokens, blocks = 19, 9
+    wide = random(tokens, 2 * heads + 1, head_dim, dtype=dtype)  # k and v are views of a merged projection
+    k, v = wide[:, 1 : heads + 1], wide[:, heads + 1 :]
+    slots = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(1))[:tokens].to(DEVICE)
+    slots[3], slots[-1] = -1, -1
+    pool = torch.full((blocks, 2, heads, block_size, head_dim), -7.0, dtype=dtype, device=DEVICE)
+    expected = pool.clone()
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[slot // block_size, 0, :, slot % block_size] = k[token]
+            expected[slot // block_size, 1, :, slot % block_size] = v[token]
+    plain = pool.cpu()
+    store_kv(plain, k.cpu(), v.cpu(), slots.cpu())
+    store_kv_triton(pool, k, v, slots)
+    assert torch.equal(pool, expected) and torch.equal(plain, expected.cpu())
+
+
+def test_store_kv_of_nothing() -> None:
+    pool, nothing = random(1, 2, 1, 4, 16), random(0, 1, 16)
+    before = pool.clone()
+    store_kv_triton(pool, nothing, nothing, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    assert torch.equal(pool, before)
+
+
+# ---- decode
+
+
+def with_alibi(case: Case, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 attention of the case's only sequence, each key's score lowered by slope times distance."""
+    (segment,), ((k, v),) = case.segments, case.keys
+    q = case.q[segment.query_start : segment.query_start + segment.query_len].cpu().double()
+    group = case.shape.group
+    scores = torch.einsum("thd,shd->hts", q, k.double().repeat_interleave(group, 1)) * case.shape.scale
+    positions = segment.query_position + torch.arange(segment.query_len)
+    distance = positions.unsqueeze(1) - torch.arange(segment.kv_end)
+    scores -= slopes.double()[:, None, None] * distance
+    scores.masked_fill_(distance < 0, float("-inf"))
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v.double().repeat_interleave(group, 1)), scores.logsumexp(
+        -1
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+def test_alibi_slopes_lower_the_scores_of_distant_keys(dtype: torch.dtype) -> None:
+    case = Case(Shape(64, 2, 3, 32, None, ((90, 3),)), dtype, 1, DEVICE)
+    slopes = 2.0 ** -torch.arange(1, 7)
+    state = AttentionState.empty(case.q)
+    table = SegmentTable(case.segments).on(case.q.device)
+    decode_(case.q, case.pool, table, state, case.shape.scale, None, slopes.to(DEVICE))
+    out, lse = with_alibi(case, slopes)
+    assert (state.out[1:4].cpu() - out).abs().max() < BOUNDS[dtype][0]
+    assert (state.lse[:, 1:4].cpu() - lse).abs().max() < BOUNDS[dtype][1]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, FEW_ROWS])
+def test_every_number_of_few_query_rows(rows: int) -> None:
+    case = Case(Shape(16, 1, 1, 64, None, ((50, rows),)), torch.float32, rows, DEVICE)
+    case.check(case.attend(TritonAttention()))
+
+
+def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partition results are then reduced a block at a time."""
+    case = Case(Shape(32, 1, 2, 16, None, ((70, 2), (30, 1))), torch.float32, 1, DEVICE)
+    at_once = case.attend(TritonAttention())
+    monkeypatch.setattr(triton_decode, "MAX_WORKSPACE", 1)
+    by_block = case.attend(TritonAttention())
+    assert torch.equal(at_once.out, by_block.out) and torch.equal(at_once.lse, by_block.lse)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 100, 256, 512, 513, 4096, 100_000])
+def test_partitions_cover_a_block(block_size: int) -> None:
+    partition, count = partitions_of(block_size)
+    assert partition >= 16 and partition & (partition - 1) == 0
+    assert count <= MAX_PARTS and (count - 1) * partition < block_size <= count * partition
+
+
+# ---- norm, heads, activation
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("size", [16, 96, 1000])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    x, weight = random(3, size + 8, dtype=dtype)[:, :size], random(size, dtype=dtype, seed=1)
+    expected = rms_norm(x.cpu(), weight.cpu(), 1e-6)
+    torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+
+
+@EVERY_DTYPE
+def test_add_rms_norm(dtype: torch.dtype) -> None:
+    residual, x, weight = (
+        random(3, 96, dtype=dtype),
+        random(3, 96, dtype=dtype, seed=1),
+        random(96, dtype=dtype, seed=2),
+    )
+    plain_residual = residual.cpu().clone()
+    expected = add_rms_norm_(plain_residual, x.cpu(), weight.cpu(), 1e-5)
+    out = add_rms_norm_triton_(residual, x, weight, 1e-5)
+    assert torch.equal(residual.cpu(), plain_residual)
+    torch.testing.assert_close(out.cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(2, 1, 16), (14, 2, 80), (4, 4, 128)])
+def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    tokens = 3
+    positions = torch.tensor([0, 7, 100_000])
+    cos, sin = RotaryEmbedding(RopeSpec(), head_dim, torch.device("cpu")).cos_sin(positions, positions + 1)
+    heads = random(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    weight = random(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1) if normed else None
+    shapes = [(tokens, count, head_dim) for count in (num_heads, num_kv_heads, num_kv_heads)]
+    expected = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    place_heads(heads.cpu(), None if weight is None else weight.cpu(), 1e-6, cos, sin, *expected)
+    placed = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for shape in shapes]
+    place_heads_triton(heads, weight, 1e-6, cos.to(DEVICE), sin.to(DEVICE), *placed)
+    assert torch.equal(placed[2].cpu(), expected[2])
+    for ours, theirs in zip(placed, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=ONE_ULP[dtype], atol=2 * ONE_ULP[dtype])
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("size", [16, 1500])
+def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * size, dtype=dtype) * 4
+    expected = silu_and_mul(gate_up.cpu())
+    torch.testing.assert_close(silu_and_mul_triton(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)

@@ -1,0 +1,13 @@
+"""Where Triton kernels are tested: on the GPU if there is one, else in Triton's interpreter (see conftest.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter's products of bf16 tiles are garbage, and it cuts fp32 off where it should round to bf16.
+NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float32, torch.float16)
+# For tests of Triton kernels: among the CUDA tests where they run on a GPU.
+TRITON_MARKS = [pytest.mark.cuda] if DEVICE == "cuda" else []
