@@ -53,6 +53,7 @@ from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
 from nanovllm.kvcache.budget import TransferCount, predict_request
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.kvcache.room import KVStats
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
@@ -63,14 +64,14 @@ class Variant:
     """One engine, the way it prefills, and what its counted runs gave."""
 
     llm: LLM
-    span_tokens: int  # see `kvcache/prefill_plan.py`; 0: chunk-major
+    spans: SpanMemory  # what prompts may go layer by layer
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
 
     def run(self, prompt: list[int], output_len: int, *, counts: bool) -> None:
         scheduler = self.llm.engine.scheduler
-        scheduler.limits = replace(scheduler.limits, max_span_tokens=self.span_tokens)
+        scheduler.limits = replace(scheduler.limits, spans=self.spans)
         before = self.llm.kv_stats().transfers
         outputs = generate(self.llm, [prompt], output_len)
         if counts:
@@ -128,7 +129,7 @@ def traffic_of(offload: Variant, work: Work, copy_peak: float) -> Traffic:
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
 
     def predict(output_len: int) -> TransferCount:
-        chunk, spans = work.max_num_batched_tokens, offload.span_tokens
+        chunk, spans = work.max_num_batched_tokens, offload.spans
         return predict_request(layout, stats.resident_blocks, work.prompt_len, output_len, chunk, spans)
 
     prefill, decode = predict(1), predict(work.output_len) - predict(1)
@@ -150,7 +151,7 @@ def show_variant(name: str, stats: KVStats, rates: Rates) -> None:
     print(f"{name}")
     print_row("KV blocks on the device", f"{stats.num_gpu_blocks:,}", f"{mib(stats.device_bytes)}, ring included")
     print_row("KV blocks on the host", f"{stats.num_cpu_blocks:,}", mib(stats.host_bytes))
-    print_row("layer buffer", f"{stats.layer_buffer_blocks:,}", mib(stats.layer_buffer_bytes))
+    print_row("layer buffer", f"{stats.spans.buffer_blocks:,}", mib(stats.layer_buffer_bytes))
     print_rates(rates)
     print()
 
@@ -190,8 +191,8 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
     (prompt,) = work.shape.prompts(1, args.prompt_len, args.seed)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(work.open(**placement)) for name, placement in placements.items()}
-        variants = {name: Variant(llm, llm.kv_stats().span_tokens) for name, llm in opened.items()}
-        variants["offload, chunk-major"] = Variant(opened["offload"], 0)
+        variants = {name: Variant(llm, llm.kv_stats().spans) for name, llm in opened.items()}
+        variants["offload, chunk-major"] = Variant(opened["offload"], NO_SPANS)
         load = OtherLoad()
         take_turns(variants, prompt, args)
         other_load = load.share()

@@ -69,7 +69,7 @@ def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LL
 def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
     """What one lone request must move: a formula over sizes, which knows nothing of how the engine runs."""
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
-    return predict_request(layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, stats.span_tokens)
+    return predict_request(layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, stats.spans)
 
 
 def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:

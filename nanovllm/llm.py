@@ -49,7 +49,7 @@ class LLM:
                 plan.max_model_len,
                 eos_token_ids,
                 num_layers=spec.num_layers,
-                max_span_tokens=plan.span_blocks * config.block_size,
+                spans=plan.spans,
             ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(

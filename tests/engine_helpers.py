@@ -12,6 +12,7 @@ from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -65,11 +66,11 @@ class Bench:
         seed: int = 0,
         tokenizer: Any = None,
         num_layers: int = 1,
-        max_span_tokens: int = 0,
+        spans: SpanMemory = NO_SPANS,
     ) -> None:
         self.manager = BlockManager(device, host, BLOCK, caching)
         length = max_model_len or self.manager.max_sequence_tokens
-        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos), num_layers, max_span_tokens)
+        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos), num_layers, spans)
         self.executor = WatchedExecutor(device, host, self.limits)
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
         self.names: dict[int, str] = {}

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kvcache.prefill_plan import NO_SPANS
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
 
@@ -106,7 +107,7 @@ def set_prefill(llm: LLM, way: str) -> None:
     """From now on plan every prefill chunk-major, or leave it to the planner: layer-major where that saves bytes."""
     assert way in PREFILL_WAYS
     if way == "chunk-major":
-        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, max_span_tokens=0)
+        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spans=NO_SPANS)
 
 
 def watch_spans(llm: LLM) -> list[ScheduledSequence]:

@@ -16,6 +16,7 @@ from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.kvcache.prefill_plan import SpanMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -43,7 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         caching=st.booleans(),
         num_layers=st.integers(1, 4),
-        span_blocks=st.integers(0, 20),
+        spans=st.builds(SpanMemory, st.integers(0, 20), st.integers(0, 60)),
     )
     def start(
         self,
@@ -54,13 +55,13 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         caching: bool,
         num_layers: int,
-        span_blocks: int,
+        spans: SpanMemory,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
         self.manager = BlockManager(num_device, num_host, block_size, caching)
         self.executor = ContentExecutor(num_device, num_host, block_size, num_layers)
-        longest, span_tokens = self.manager.max_sequence_tokens, span_blocks * block_size
-        limits = SchedulerLimits(max_num_seqs, budget, longest, num_layers=num_layers, max_span_tokens=span_tokens)
+        longest = self.manager.max_sequence_tokens
+        limits = SchedulerLimits(max_num_seqs, budget, longest, num_layers=num_layers, spans=spans)
         self.engine = LLMEngine(limits, ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE), self.manager, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}

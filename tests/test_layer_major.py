@@ -17,6 +17,7 @@ from nanovllm.engine.profiling import _LiveBytes, activation_peak
 from nanovllm.engine.span_runner import SpanRunner, SpanState
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.prefill_plan import SpanMemory
 from nanovllm.kvcache.span_cache import SpanKVCache
 from nanovllm.recall import make_document, make_prompt, write_recall_checkpoint
 
@@ -187,10 +188,9 @@ def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Pa
 def test_memory_for_spans_is_what_was_planned(model_dir: Path) -> None:
     with open_llm(model_dir, max_model_len=200) as llm:
         stats, runner = llm.kv_stats(), llm._runner
-        assert stats.layer_buffer_blocks == runner.plan.span_blocks == -(-200 // BLOCK)
-        assert stats.layer_buffer_bytes == stats.layer_buffer_blocks * stats.bytes_per_block // LAYERS
+        assert stats.spans == runner.plan.spans == llm.engine.limits.spans == SpanMemory(-(-200 // BLOCK), 200)
+        assert stats.layer_buffer_bytes == stats.spans.buffer_blocks * stats.bytes_per_block // LAYERS
         assert stats.device_bytes <= stats.num_gpu_blocks * stats.bytes_per_block
-        assert stats.span_tokens == 208 == llm.engine.limits.max_span_tokens
 
 
 @pytest.mark.parametrize("length", [32768, pytest.param(131072, marks=pytest.mark.slow)])
@@ -207,8 +207,7 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length:
     assert len(spans[0].token_ids) == length + 1, "all of it is one span"
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
-    kept = blocks * (1024 * (hidden_size * 2 + 8) + stats.bytes_per_block // llm._runner.spec.num_layers)
-    assert plan.working_bytes == activations + kept
+    assert plan.working_bytes == activations + (length + 4) * (hidden_size * 2 + 8) + stats.layer_buffer_bytes
 
 
 def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:

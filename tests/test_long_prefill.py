@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import ScheduledSequence
 from nanovllm.errors import EngineError
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 
 LAYERS, BUDGET = 4, 24
+ANY_LENGTH = SpanMemory(buffer_blocks=250, max_tokens=1000)
 
 
 def bench_with_spans(device: int = 4, host: int = 96, **options: Any) -> Bench:
-    options = {"budget": BUDGET, "num_layers": LAYERS, "max_span_tokens": 1000, **options}
+    options = {"budget": BUDGET, "num_layers": LAYERS, "spans": ANY_LENGTH, **options}
     return Bench(device, host, **options)
 
 
@@ -62,14 +64,20 @@ def test_what_fits_the_device_or_a_step_goes_by_chunks() -> None:
     assert not any(row.span for name in bench.names.values() for row in bench.rows(name))
 
 
-def test_the_tail_beyond_the_layer_buffer_goes_by_chunks() -> None:
-    bench = bench_with_spans(max_span_tokens=80)
-    bench.add("long", prompt_of(150), 2)
+def test_a_prompt_beyond_the_memory_for_spans_goes_in_several_and_its_tail_by_chunks() -> None:
+    bench = bench_with_spans(spans=SpanMemory(buffer_blocks=43, max_tokens=60))  # 172 tokens; 2 chunks at a time
+    bench.add("long", prompt_of(200), 2)
     bench.run()
-    assert [row.span.span.end for row in slices(bench, "long") if row.span] == [80] * 4
-    tail = [row for row in bench.rows("long") if row.span is None]
-    assert [(row.context_len, len(row.token_ids)) for row in tail] == [(80, 24), (104, 24), (128, 22), (150, 1)]
-    assert bench.tokens("long") == expected_output(prompt_of(150), 2)
+    rows = [(row.context_len, len(row.token_ids), row.span is not None) for row in bench.rows("long")]
+    spans = [(0, 48, True), (48, 48, True), (96, 48, True)]
+    assert rows == [
+        *(span for span in spans for _ in range(2)),
+        (144, 24, False),
+        (168, 24, False),
+        (192, 8, False),
+        (200, 1, False),
+    ]
+    assert bench.tokens("long") == expected_output(prompt_of(200), 2)
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
@@ -98,10 +106,10 @@ def test_decodes_go_on_in_every_step() -> None:
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET, 1), 1)
 
 
-@pytest.mark.parametrize("max_span_tokens", [0, 1000])
-def test_short_prompts_are_served_beside_a_long_one(max_span_tokens: int) -> None:
+@pytest.mark.parametrize("spans", [NO_SPANS, ANY_LENGTH])
+def test_short_prompts_are_served_beside_a_long_one(spans: SpanMemory) -> None:
     """At most half of a step goes to them: a prompt of that length is answered in the step after its arrival."""
-    bench = bench_with_spans(max_span_tokens=max_span_tokens)
+    bench = bench_with_spans(spans=spans)
     bench.add("long", prompt_of(10 * BUDGET), 1)
     bench.step()
     for index in range(6):
@@ -226,14 +234,14 @@ def test_a_failed_step_ends_the_span_and_the_engine_goes_on() -> None:
     budget=st.integers(1, 30),
     device=st.integers(0, 10),
     num_layers=st.integers(1, 5),
-    span_blocks=st.integers(1, 30),
+    spans=st.builds(SpanMemory, st.integers(1, 30), st.integers(1, 130)),
 )
 @settings(max_examples=80, deadline=None)
 def test_everybody_is_served_within_the_budget(
-    requests: list[tuple[int, int, int]], budget: int, device: int, num_layers: int, span_blocks: int
+    requests: list[tuple[int, int, int]], budget: int, device: int, num_layers: int, spans: SpanMemory
 ) -> None:
     bench = Bench(
-        device, 40 - device, budget=budget, num_layers=num_layers, max_span_tokens=span_blocks * BLOCK
+        device, 40 - device, budget=budget, num_layers=num_layers, spans=spans
     )  # the executor checks every batch
     for i, (length, max_tokens, priority) in enumerate(requests):
         bench.add(str(i), prompt_of(length, i), max_tokens, priority)
@@ -241,5 +249,5 @@ def test_everybody_is_served_within_the_budget(
     for i, (length, max_tokens, _) in enumerate(requests):
         assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), max_tokens)
         for earlier, later in pairwise(units(bench, str(i))):
-            assert later[0] in (earlier[1], 0), "units follow each other, or the span begins again"
+            assert later[0] in (earlier[1], 0), "units follow each other, or a span begins"
     assert bench.manager.num_used == 0

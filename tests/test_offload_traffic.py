@@ -16,6 +16,7 @@ from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+from nanovllm.kvcache.prefill_plan import NO_SPANS
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 
@@ -79,9 +80,9 @@ def test_one_request_moves_what_the_formula_says(
         if seq.span is None:
             assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids))
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
-    span_tokens = llm.engine.limits.max_span_tokens if way == "layer-major" else 0
-    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, span_tokens)
-    if span_tokens:
+    spans = stats.spans if way == "layer-major" else NO_SPANS
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, spans)
+    if spans.max_tokens:
         assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
         stats.transfers.h2d_bytes,

@@ -14,14 +14,14 @@ from collections.abc import Sequence as Seq
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.prefill_plan import SpanSlice, plan_prefill
+from nanovllm.kvcache.prefill_plan import SpanMemory, SpanSlice, plan_prefill
 
 
-def plan_span(seq: Sequence, manager: BlockManager, chunk: int, span_tokens: int) -> None:
-    """Decide how a sequence that was just admitted is prefilled: its `span`, or None for chunk by chunk."""
+def plan_span(seq: Sequence, manager: BlockManager, chunk: int, memory: SpanMemory) -> None:
+    """Decide how the prefill of a sequence goes on: with a `span`, or with None a chunk through all layers."""
     tiers = manager.tiers
     on_host = [index for index, block in enumerate(seq.block_table) if tiers.tier_of(block) is Tier.HOST]
-    seq.span = plan_prefill(on_host, manager.block_size, seq.num_computed, len(seq), chunk, span_tokens)
+    seq.span = plan_prefill(on_host, manager.block_size, seq.num_computed, len(seq), chunk, memory)
 
 
 def long_prefill(running: Seq[Sequence], tokens: int) -> Sequence | None:

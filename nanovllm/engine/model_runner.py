@@ -194,5 +194,5 @@ def _make_room(
     geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
     if not offload:
         return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks)
-    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, plan.span_blocks)
+    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, plan.spans)
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks)

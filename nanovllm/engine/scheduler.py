@@ -13,7 +13,7 @@ from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, take_s
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
+from nanovllm.kvcache.prefill_plan import NO_SPANS, PrefillSpan, SpanMemory, SpanSlice
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class SchedulerLimits:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     num_layers: int = 1
-    max_span_tokens: int = 0  # the last position that can be prefilled layer by layer; see `kvcache/prefill_plan.py`
+    spans: SpanMemory = NO_SPANS  # what prompts may go layer by layer
 
 
 class Scheduler:
@@ -177,6 +177,8 @@ class Scheduler:
         """Chunks of prefills, running and admitted now, out of the tokens `left` by decodes; and the long prefill."""
         running = self._live()
         long = long_prefill(running, left)
+        if long is not None and long.span is None:
+            self._plan_span(long)
         room = left if long is None else -(-left // 2)
         chunks = _cut((seq for seq in running if seq.num_remaining > 1 and seq is not long), room)
         while (request := self._admissible(long)) is not None:
@@ -190,6 +192,9 @@ class Scheduler:
             else:
                 chunks.append((seq, min(seq.num_remaining, room - taken)))
         return chunks, long
+
+    def _plan_span(self, seq: Sequence) -> None:
+        plan_span(seq, self.block_manager, self.limits.max_num_batched_tokens, self.limits.spans)
 
     def _admissible(self, long: Sequence | None) -> Request | None:
         """The request to admit next: the first that waits, or beside a long prefill the first that may pass it."""
@@ -205,7 +210,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> Sequence:
         seq = request.sequences[0]
         self.block_manager.allocate(seq)
-        plan_span(seq, self.block_manager, self.limits.max_num_batched_tokens, self.limits.max_span_tokens)
+        self._plan_span(seq)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import plan_prefill
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, prefill_steps
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead
 MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
@@ -84,20 +84,16 @@ def predict_request(
     prompt_len: int,
     output_len: int,
     max_num_batched_tokens: int,
-    span_tokens: int = 0,
+    spans: SpanMemory = NO_SPANS,
 ) -> TransferCount:
     """`predict_transfers` summed over a whole request: its prefill, then one step for each further token.
 
-    A span that is prefilled layer-major moves what one chunk of its length would. span_tokens: see `plan_prefill`.
+    A span that is prefilled layer-major moves what one chunk of its length would.
     """
     total = TransferCount()
     host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))
-    span = plan_prefill(host_blocks, layout.block_size, 0, prompt_len, max_num_batched_tokens, span_tokens)
-    if span is not None:
-        total += predict_transfers(layout, resident_blocks, 0, span.end)
-    for start in range(span.end if span is not None else 0, prompt_len, max_num_batched_tokens):
-        chunk = min(max_num_batched_tokens, prompt_len - start)
-        total += predict_transfers(layout, resident_blocks, start, chunk)
+    for step in prefill_steps(host_blocks, layout.block_size, prompt_len, max_num_batched_tokens, spans):
+        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin)
     for context_len in range(prompt_len, prompt_len + output_len - 1):
         total += predict_transfers(layout, resident_blocks, context_len, 1)
     return total

@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
 
 
@@ -42,15 +43,16 @@ class OffloadEngine:
         dtype: torch.dtype,
         split: DeviceSplit,
         num_host_blocks: int,
-        buffer_blocks: int = 0,
+        spans: SpanMemory = NO_SPANS,
     ) -> None:
         self.device = device
         self.layout = layout
         self.split = split
         self.num_host_blocks = num_host_blocks
+        self.spans = spans
         self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
-        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(buffer_blocks), dtype)
+        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(spans.buffer_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self._order = TransferOrder(device, num_streams=split.ring_slots)
         self._uses: Sequence[RingUse] = ()

@@ -72,7 +72,7 @@ class OffloadedKVCache(KVRoom):
             device_bytes=engine.resident.nbytes + engine.ring.nbytes,
             host_bytes=engine.host.nbytes,
             transfers=engine.transfers,
-            layer_buffer_blocks=len(engine.layer_buffer),
+            spans=engine.spans,
             layer_buffer_bytes=engine.layer_buffer.nbytes,
         )
 

@@ -3,7 +3,7 @@
 *Chunk-major*: a chunk of `max_num_batched_tokens` tokens goes through all layers, then the next. Every chunk loads all
 that stands on the host before it, so n tokens load about n^2 / (2 * chunk) tokens' worth of KV.
 
-*Layer-major*: a span of many chunks goes through one layer, chunk by chunk, before any of it goes through the next.
+*Layer-major*: a span of several chunks goes through one layer, chunk by chunk, before any of it goes through the next.
 While a layer runs, its K/V of prefix and span are on the device, in the *layer buffer*: what stood on the host before
 the span comes in once per layer, and what the span adds goes out once per layer. In return the residual stream of the
 whole span is kept from layer to layer. Projections, attention and MLP see one chunk at a time either way: they need the
@@ -72,6 +72,21 @@ class SpanSlice:
         return sum(len(self.span.positions(unit)) for unit in range(self.first_unit, self.end_unit))
 
 
+@dataclass(frozen=True, slots=True)
+class SpanMemory:
+    """Device memory kept for spans: the layer buffer, and the residual stream of a span. Without it there are none."""
+
+    buffer_blocks: int = 0  # one layer of each; spans reach as far as these positions
+    max_tokens: int = 0  # of a span
+
+    def num_bytes(self, layout: KVLayout, row_bytes: int) -> int:
+        """row_bytes: the residual stream of a token, with its id."""
+        return self.buffer_blocks * layout.block_layer_bytes + self.max_tokens * row_bytes
+
+
+NO_SPANS = SpanMemory()
+
+
 # ---- what moves
 
 
@@ -86,36 +101,63 @@ def chunk_major_loads(host_blocks: Sequence[int], block_size: int, begin: int, e
 
 
 def plan_prefill(
-    host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int, span_tokens: int
+    host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int, memory: SpanMemory
 ) -> PrefillSpan | None:
-    """The part of [begin, end) to prefill layer-major; None if all of it should go chunk by chunk.
+    """What of [begin, end) goes layer-major next; None if the next chunk goes through all layers.
 
-    host_blocks: indices of the sequence's blocks on the host. chunk: max_num_batched_tokens. span_tokens: positions
-    that the layer buffer covers; a prompt's tail beyond them goes chunk by chunk. The way that loads fewer bytes is
-    taken (both store the same), and chunk-major, which takes less memory, where they load the same.
+    host_blocks: indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The span is as long as
+    memory allows, in whole chunks. It is taken if it loads fewer bytes than its chunks would: both ways store the same,
+    and chunk-major takes less memory.
     """
-    span_end = min(end, span_tokens)
-    if span_end - begin <= chunk:
+    reach = min(end, memory.buffer_blocks * block_size, begin + memory.max_tokens)
+    if reach < end:
+        reach -= (reach - begin) % chunk
+    if reach - begin <= chunk:
         return None
-    loads = stored_before(host_blocks, block_size, begin)
-    loads += chunk_major_loads(host_blocks, block_size, span_end, end, chunk)
-    if loads >= chunk_major_loads(host_blocks, block_size, begin, end, chunk):
+    if stored_before(host_blocks, block_size, begin) >= chunk_major_loads(host_blocks, block_size, begin, reach, chunk):
         return None
-    return PrefillSpan(begin, span_end, chunk)
+    return PrefillSpan(begin, reach, chunk)
+
+
+def prefill_steps(
+    host_blocks: Sequence[int], block_size: int, end: int, chunk: int, memory: SpanMemory
+) -> list[PrefillSpan]:
+    """How a lone prompt of `end` tokens is prefilled: its spans, and chunks through all layers as spans of one."""
+    steps: list[PrefillSpan] = []
+    begin = 0
+    while begin < end:
+        span = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
+        steps.append(span or PrefillSpan(begin, min(begin + chunk, end), chunk))
+        begin = steps[-1].end
+    return steps
 
 
 # ---- what it takes
 
 
-def span_block_bytes(layout: KVLayout, row_bytes: int) -> int:
-    """Device memory of a span for each block of its positions: a block of the layer buffer, and what is kept per token.
+def span_memory(layout: KVLayout, row_bytes: int, memory: int, longest: int, chunk: int) -> SpanMemory:
+    """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
 
-    row_bytes: the residual stream of a token, with its id.
+    row_bytes: the residual stream of a token, with its id. A buffer of T tokens leaves memory for spans of S: the first
+    T tokens then load about T^2 / (2 * S) tokens' worth of KV, of the T^2 / (2 * chunk) that chunks would, and nothing
+    where S reaches T. The T that saves most is taken; nothing where none saves any.
     """
-    return layout.block_layer_bytes + layout.block_size * row_bytes
+
+    def divided(blocks: int) -> tuple[SpanMemory, int]:
+        """What is left beside a buffer of so many blocks, and how much it saves."""
+        reach = min(blocks * layout.block_size, longest)
+        if reach < longest:
+            reach -= reach % chunk
+        span = min(reach, (memory - blocks * layout.block_layer_bytes) // row_bytes)
+        return SpanMemory(blocks, span), _loads(reach, chunk, chunk) - _loads(reach, span, chunk) if span > chunk else 0
+
+    most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
+    best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
+    return best if saved else NO_SPANS
 
 
-def span_blocks(layout: KVLayout, row_bytes: int, memory: int, longest: int) -> int:
-    """Blocks of the layer buffer: enough for a prompt of `longest` tokens, or as many as `memory` bytes allow."""
-    wanted = -(-longest // layout.block_size)
-    return max(0, min(wanted, memory // span_block_bytes(layout, row_bytes)))
+def _loads(tokens: int, step: int, chunk: int) -> int:
+    """Tokens that each layer loads for `tokens`, all those before each step; steps but the last are whole chunks."""
+    whole = step - step % chunk
+    steps = 1 + max(0, -(-(tokens - step) // whole))
+    return whole * steps * (steps - 1) // 2

@@ -12,6 +12,7 @@ from nanovllm.forward_context import ForwardContext, SequenceSlice
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,8 @@ class KVStats:
     device_bytes: int  # really allocated
     host_bytes: int
     transfers: TransferCount
-    layer_buffer_blocks: int = 0  # one layer of each, for layer-major prefill: kept aside beyond num_gpu_blocks
-    layer_buffer_bytes: int = 0
-
-    @property
-    def span_tokens(self) -> int:
-        """The last position that can be prefilled layer-major."""
-        return self.layer_buffer_blocks * self.block_size
+    spans: SpanMemory = NO_SPANS  # what prompts may go layer by layer
+    layer_buffer_bytes: int = 0  # really allocated for that, beyond num_gpu_blocks
 
 
 class KVRoom(ABC):

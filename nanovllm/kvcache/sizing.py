@@ -8,7 +8,7 @@ from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import span_block_bytes, span_blocks
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, span_memory
 
 SPAN_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
 
@@ -33,7 +33,7 @@ class KVPlan:
     num_cpu_blocks: int
     split: DeviceSplit
     max_model_len: int
-    span_blocks: int  # of the layer buffer; 0: all prefill is chunk-major
+    spans: SpanMemory  # what prompts may go layer by layer
     working_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
 
     @property
@@ -62,9 +62,9 @@ def plan_kv_cache(
         )
     # More blocks than max_num_seqs sequences of full length can use would only take memory from others.
     useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
-    buffer_blocks = _span_blocks(config, layout, memory, wanted_len)
-    per_block = span_block_bytes(layout, memory.span_row_bytes)
-    left = replace(memory, activation_peak=memory.activation_peak + buffer_blocks * per_block)
+    spans = _span_memory(config, layout, memory, wanted_len)
+    span_bytes = spans.num_bytes(layout, memory.span_row_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
     num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers)
@@ -73,12 +73,14 @@ def plan_kv_cache(
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
     capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
     longest = min(wanted_len, capacity)
-    if buffer_blocks and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
+    if span_bytes and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
         return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
-    has_spans = num_cpu_blocks > 0 and longest > config.max_num_batched_tokens
-    buffer_blocks = min(buffer_blocks, -(-longest // layout.block_size)) if has_spans else 0
-    working_bytes = memory.activation_peak + buffer_blocks * per_block
-    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, buffer_blocks, working_bytes)
+    if span_bytes and num_cpu_blocks:
+        spans = span_memory(layout, memory.span_row_bytes, span_bytes, longest, config.max_num_batched_tokens)
+    else:  # nothing ever leaves the device
+        spans = NO_SPANS
+    working_bytes = memory.activation_peak + spans.num_bytes(layout, memory.span_row_bytes)
+    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, spans, working_bytes)
     _check_capacity(config, layout, plan)
     return plan
 
@@ -88,14 +90,14 @@ def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
     return (num_blocks - int(watermark * num_blocks)) * block_size
 
 
-def _span_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> int:
-    """Blocks of the layer buffer, so that the longest prompt is prefilled layer-major if memory allows.
+def _span_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> SpanMemory:
+    """What is kept for spans, so that the longest prompt is prefilled layer-major if memory allows.
 
     Where KV blocks are still to be sized from the same memory, spans take at most an eighth of what there is for both,
     and leave the smallest cache; where all sizes were named, what those leave.
     """
     if not config.enable_cpu_offload or not memory.span_row_bytes:
-        return 0
+        return NO_SPANS
     left = _budget(config, memory)
     shared = memory.tiers_share_memory
     named = [config.num_gpu_blocks, *([config.num_cpu_blocks] if shared else [])]
@@ -103,8 +105,7 @@ def _span_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, lo
     if -1 in named:
         smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
         left = min(left // SPAN_SHARE, left - smallest)
-    blocks = span_blocks(layout, memory.span_row_bytes, left, longest)
-    return blocks if blocks * layout.block_size > config.max_num_batched_tokens else 0  # a span has several chunks
+    return span_memory(layout, memory.span_row_bytes, left, longest, config.max_num_batched_tokens)
 
 
 def _budget(config: EngineConfig, memory: MemoryFacts) -> int:

@@ -91,7 +91,7 @@ class StepModel:
         return self._step(work, context_len, query_len)
 
     def prefill_span(self, span: PrefillSpan, samples: bool) -> Prediction:
-        """A part of the prompt that goes layer by layer: the device's work of its chunks, beside the copies of one step.
+        """A part of the prompt that goes layer by layer: the work of all its chunks, beside the copies of one step.
 
         The layer buffer holds all that a layer needs, so that the link never waits for a slot.
         """
