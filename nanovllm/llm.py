@@ -78,6 +78,8 @@ class LLM:
                 eos_token_ids,
                 config.long_prefill_token_threshold,
                 config.preemption_mode,
+                num_layers=spec.num_layers,
+                spans=plan.spans,
             ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
