@@ -45,6 +45,15 @@ def test_alone_a_span_advances_as_fast_as_chunks_would() -> None:
     assert bench.tokens("long") == expected_output(prompt_of(5 * BUDGET), 1)
 
 
+def test_progress_counts_the_layers_that_a_span_is_through() -> None:
+    bench = bench_with_spans()
+    bench.add("long", prompt_of(5 * BUDGET), 1)
+    seen = []
+    while not bench.step()[0].finished:
+        seen.append((bench.engine.progress().prompt_tokens_done, bench.engine.progress().prompt_tokens))
+    assert seen == [(step * BUDGET, 5 * BUDGET) for step in range(1, 5)]
+
+
 def test_a_span_is_in_the_cache_when_its_last_layer_is_done_and_not_before() -> None:
     bench = bench_with_spans()
     bench.add("long", prompt_of(100), 3)

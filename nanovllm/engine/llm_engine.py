@@ -163,7 +163,7 @@ class LLMEngine:
 
     def progress(self) -> Progress:
         """How far the running requests are, in tokens."""
-        return Progress.of(self.scheduler.running)
+        return Progress.of(self.scheduler.running, self.limits.num_layers)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
