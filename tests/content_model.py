@@ -102,9 +102,7 @@ def expected_beams(
 class ContentExecutor:
     """Runs batches on the model of KV content; raises AssertionError at the first entry that is wrong."""
 
-    def __init__(
-        self, num_device_blocks: int, num_host_blocks: int, block_size: int, num_swap_blocks: int = 0
-    ) -> None:
+    def __init__(self, num_device_blocks: int, num_host_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
         self.block_size = block_size
         self.first_host = num_device_blocks
         self.first_swap = num_device_blocks + num_host_blocks
