@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo test test-slow lint clean
+.PHONY: venv build demo test test-slow gpu-check lint clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
@@ -25,6 +25,11 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
+
+# Uses the packages that $(PYTHON) has and installs none: a machine with a GPU may have no network.
+OUTPUT_DIR ?= benchmarks/results
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check --output-dir $(OUTPUT_DIR)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from benchmarks.engine import Work, attention_backend, device_name, generate, timing_of
-from benchmarks.options import Parser, add_device_option, exit_status
+from benchmarks.options import Parser, add_device_option, add_trace_option, exit_status
 from benchmarks.report import machine_facts
 from benchmarks.resident import Engine, add_options, report
 from benchmarks.shapes import open_shape
@@ -36,13 +36,14 @@ def run(args: argparse.Namespace) -> int:
         )
 
         def open_engine() -> Engine:
-            llm = stack.enter_context(work.open(**work.on_device()))
+            llm = stack.enter_context(work.open(**work.on_device(), trace=args.trace))
             return Engine(
                 run=lambda prompts: timing_of(generate(llm, prompts, args.output_len)),
                 kv_device_bytes=llm.kv_stats().device_bytes,
             )
 
-        facts = machine_facts(device_name(args.device)) | {"attention": attention_backend(shape)}
+        device = device_name(args.device)
+        facts = machine_facts(device) | {"attention": attention_backend(shape, device)}
         report(args, shape, facts, open_engine)
     return 0
 
@@ -51,6 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="bench.py", description="Prefill and decode with the whole KV cache on the device.")
     add_options(parser, block_size=256)
     add_device_option(parser)
+    add_trace_option(parser, "all runs")
     return parser.parse_args(argv)
 
 

@@ -7,6 +7,7 @@ compiled where nvcc is found and works. The build says which, and so does `nanov
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from glob import glob
@@ -17,6 +18,8 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel must run on other machines too
+# Products and sums stay apart, so that all instruction sets give the same bits; the rest lets loops become vectors.
+PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 
@@ -41,7 +44,8 @@ def cuda_library_dir(nvcc: Path) -> str:
     text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     tops = [line.split("TOP=", 1)[1].strip() for line in text.splitlines() if "TOP=" in line]
     homes = [Path(top) for top in tops] + [nvcc.resolve().parent.parent]
-    dirs = [home / sub for home in homes for sub in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    dirs = [Path(found) for found in re.findall(r'"-L([^"]+)"', text)]
+    dirs += [home / sub for home in homes for sub in ("lib64", "lib", "targets/x86_64-linux/lib")]
     for directory in dirs:
         if (directory / "libcudart_static.a").exists():
             return str(directory)
@@ -59,6 +63,7 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         cuda_sources = [source for source in ext.sources if source.endswith(".cu")]
+        ext.depends += cuda_sources
         ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
         if cuda_sources:
             print(f"building {ext.name} {self.add_cuda_half(ext, cuda_sources)}", flush=True)
@@ -114,6 +119,7 @@ setup(
         *extension("nanovllm.comm._sgdma", "sgdma"),
         *extension("nanovllm.ops._cpu_attention", "cpu_attention", "-fopenmp"),
         *extension("nanovllm.ops._cpu_linear", "cpu_linear", "-fopenmp"),
+        *extension("nanovllm.ops._cpu_rows", "cpu_rows", "-fopenmp", *PLAIN_FLOAT),
     ],
     cmdclass={"build_ext": BuildExt},
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from benchmarks.shapes import Shape
 from benchmarks.timing import RequestTiming, RunTiming
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -15,7 +17,7 @@ from nanovllm.device import create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import split_device
-from nanovllm.ops import select_cpu_backend
+from nanovllm.ops import select_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ def device_name(device: str | None) -> str:
     return opened.name
 
 
-def attention_backend(shape: Shape) -> str:
-    """What computes attention on the CPU."""
-    return select_cpu_backend(shape.spec.head_dim).name
+def attention_backend(shape: Shape, device: str) -> str:
+    """What computes attention on a device, given by its name. Raises ConfigError where nothing does."""
+    return select_backend(torch.device(device), shape.spec.head_dim).name
 
 
 def generate(llm: LLM, prompts: list[list[int]], output_len: int) -> list[RequestOutput]:

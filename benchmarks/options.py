@@ -40,6 +40,10 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, help="else CUDA where there is one")
 
 
+def add_trace_option(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--trace", type=new_file, help=f"file for a timeline of {what}, as a Chrome trace")
+
+
 def add_run_options(parser: argparse.ArgumentParser, *, output_len: int, repeats: int) -> None:
     """How much is generated, how often, and where the figures go."""
     add = parser.add_argument

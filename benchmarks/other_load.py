@@ -17,7 +17,8 @@ class OtherLoad:
     def share(self) -> float:
         """Of all processors' time since then; 0.5 on two processors is one of them busy with something else."""
         elapsed = (time.monotonic() - self._start) * (os.cpu_count() or 1)
-        return max(0.0, _others_seconds() - self._others) / elapsed if elapsed else 0.0
+        busy = (_others_seconds() - self._others) / elapsed if elapsed else 0.0
+        return min(max(busy, 0.0), 1.0)  # the system counts in ticks, which can be one too many
 
 
 def _others_seconds() -> float:

@@ -8,40 +8,60 @@ from collections.abc import Callable
 import torch
 
 MATRIX = 2048
+CUDA_MATRIX = 8192  # a smaller one does not fill a large GPU
 BUFFER_BYTES = 256 << 20  # far larger than the caches of a processor
+CUDA_BUFFER_BYTES = 2 << 30
 ROUNDS = 10
 
 
-def matmul_gflop_s(dtype: torch.dtype) -> float:
-    """torch.mm on two square matrices, a multiply-add being two operations."""
-    a, b = (torch.randn(MATRIX, MATRIX).to(dtype) for _ in range(2))
-    return 2.0 * MATRIX**3 / least_seconds(lambda: torch.mm(a, b)) / 1e9
+def matmul_gflop_s(dtype: torch.dtype, device: str = "cpu") -> float:
+    """torch.mm on two square matrices of random numbers, a multiply-add being two operations."""
+    size = MATRIX if device == "cpu" else CUDA_MATRIX
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / least_seconds(lambda: torch.mm(a, b), device) / 1e9
 
 
-def read_gb_s() -> float:
+def read_gb_s(device: str = "cpu") -> float:
     """torch.sum over memory that is in no cache."""
-    memory = torch.ones(BUFFER_BYTES // 4)
-    return memory.nbytes / least_seconds(memory.sum) / 1e9
+    size = BUFFER_BYTES if device == "cpu" else CUDA_BUFFER_BYTES
+    memory = torch.ones(size // 4, device=device)
+    return memory.nbytes / least_seconds(memory.sum, device) / 1e9
 
 
-def copy_gb_s() -> float:
-    """memcpy_2d_async from host to host in one large row: each byte counts once, though it is read and written."""
+def copy_gb_s(device: str = "cpu", kind: str = "h2d") -> float:
+    """One large copy over the link, "h2d" or "d2h", from and to pinned memory; on the CPU from host to host.
+
+    Each byte counts once, though it is read and written.
+    """
     from nanovllm.comm import memcpy_2d_async
 
-    src, dst = (torch.ones(BUFFER_BYTES, dtype=torch.uint8) for _ in range(2))
+    host = torch.ones(BUFFER_BYTES, dtype=torch.uint8, pin_memory=device == "cuda")
+    other = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device=device)
+    stream: int | torch.cuda.Stream = 0 if device == "cpu" else torch.cuda.Stream()
+    dst, src = (host, other) if kind == "d2h" else (other, host)
 
     def copy() -> None:
-        memcpy_2d_async(dst, src, BUFFER_BYTES, BUFFER_BYTES, BUFFER_BYTES, 1, "h2h", 0)
+        memcpy_2d_async(
+            dst, src, BUFFER_BYTES, BUFFER_BYTES, BUFFER_BYTES, 1, "h2h" if device == "cpu" else kind, stream
+        )
 
-    return BUFFER_BYTES / least_seconds(copy) / 1e9
+    return BUFFER_BYTES / least_seconds(copy, device) / 1e9
 
 
-def least_seconds(work: Callable[[], object]) -> float:
+def least_seconds(work: Callable[[], object], device: str = "cpu") -> float:
     """Seconds of the fastest call after a first one: a peak is what the machine can do while nothing else runs."""
     work()
     times = []
     for _ in range(ROUNDS):
+        synchronize(device)
         start = time.perf_counter()
         work()
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def synchronize(device: str) -> None:
+    """Wait for all work on the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()

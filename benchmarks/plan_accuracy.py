@@ -34,7 +34,7 @@ from benchmarks.timing import Spread, repeat
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import split_device
-from nanovllm.ops import select_cpu_backend
+from nanovllm.ops import select_backend
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.planner.plan import RequestPlan
@@ -97,8 +97,8 @@ def rates_for(work: Work, placement: str) -> Rates:
     spec, sizes = work.shape.spec, ProbeSizes()
     ring_slots = split_device(MIN_GPU_BLOCKS, spec.num_layers).ring_slots if placement == "offload" else 0
     with closing(create_device(work.device)) as device:
-        model = random_model(spec, work.shape.dtype, device.torch_device, sizes)
-        backend = select_cpu_backend(spec.head_dim)
+        model = random_model(spec, work.shape.dtype, device, sizes)
+        backend = select_backend(device.torch_device, spec.head_dim)
         chunk = work.max_num_batched_tokens
         return measure_rates(Probe(device, model, backend, work.block_size, ring_slots, chunk, sizes))
 

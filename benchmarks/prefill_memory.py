@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
             device=args.device,
             seed=args.seed,
         )
-        facts = machine_facts(device_name(args.device)) | {"attention": attention_backend(shape)}
+        device = device_name(args.device)
+        facts = machine_facts(device) | {"attention": attention_backend(shape, device)}
         print_facts(facts, shape.facts())
         print(f"{args.prompt_len:,} tokens in, {args.max_num_batched_tokens:,} in a step\n", flush=True)
         load = OtherLoad()

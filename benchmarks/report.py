@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import platform
 import re
@@ -19,6 +20,7 @@ import nanovllm
 from benchmarks.timing import Rates, Spread
 
 MIB = 1 << 20
+FILE_ARGUMENTS = ("output_json", "output_dir", "trace")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,7 +35,28 @@ def machine_facts(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "nanovllm": nanovllm.__version__,
         "commit": _commit(),
+        **(gpu_facts() if device == "cuda" else {}),
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """The GPU, and the versions of what drives it; None for what nobody tells."""
+    from nanovllm.comm import _sgdma
+
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpu_memory_bytes": memory,
+        "driver": _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "cuda": torch.version.cuda,
+        "extension_cuda": _sgdma.cuda_version,
+        "triton": _version_of("triton"),
+    }
+
+
+def peak_device_bytes(device: str) -> int | None:
+    """Most device memory that torch ever held in this process; None on the CPU, where the process' memory says it."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
 def peak_rss_bytes() -> int:
@@ -50,12 +73,22 @@ def _cpu_model() -> str:
 
 def _commit() -> str | None:
     """The commit that is checked out, marked where files differ from it; None outside a git repository."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return _output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
+
+
+def _output_of(command: list[str]) -> str | None:
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 # ---- for people
@@ -69,7 +102,8 @@ def print_facts(facts: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """The head of a report."""
     network = f"{model['name']}, {model['num_layers']} layers, {model['dtype']}"
     print(f"{network}, random weights of {mib(model['weight_bytes'])}")
-    print(f"{facts['device']}: {facts['cpu']}, {facts['threads']} threads; {facts['date']}")
+    gpu = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}; " if "gpu" in facts else ""
+    print(f"{facts['device']}: {gpu}{facts['cpu']}, {facts['threads']} threads; {facts['date']}")
     engine = f"nanovllm {facts['nanovllm']} ({facts['commit'] or 'no git commit'})"
     print(f"{engine}, torch {facts['torch']}, Python {facts['python']}\n", flush=True)
 
@@ -109,8 +143,8 @@ def mib(num_bytes: float) -> str:
 def write_json(path: Path | None, args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> None:
     """One object: arguments, machine, and the parts; nothing where no path was given."""
     if path is not None:
-        # Where the file goes says nothing about what was measured.
-        arguments = {name: value for name, value in vars(args).items() if name != "output_json"}
+        # Where files go says nothing about what was measured.
+        arguments = {name: value for name, value in vars(args).items() if name not in FILE_ARGUMENTS}
         report = {"arguments": arguments, "machine": facts, **parts}
         path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
 

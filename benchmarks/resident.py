@@ -12,6 +12,7 @@ from benchmarks.other_load import OtherLoad
 from benchmarks.peaks import matmul_gflop_s, read_gb_s
 from benchmarks.report import (
     mib,
+    peak_device_bytes,
     peak_rss_bytes,
     print_facts,
     print_other_load,
@@ -39,8 +40,8 @@ class Peaks:
     read_gb_s: float
 
     @classmethod
-    def now(cls, shape: Shape) -> Peaks:
-        return cls(matmul_gflop_s(shape.dtype), read_gb_s())
+    def now(cls, shape: Shape, device: str) -> Peaks:
+        return cls(matmul_gflop_s(shape.dtype, device), read_gb_s(device))
 
     def better_of(self, other: Peaks) -> Peaks:
         return Peaks(max(self.matmul_gflop_s, other.matmul_gflop_s), max(self.read_gb_s, other.read_gb_s))
@@ -78,11 +79,11 @@ def measure(args: argparse.Namespace, shape: Shape, engine: Engine, prompt_len: 
     )
 
 
-def show(result: Result, peaks: Peaks | None) -> None:
-    """Print one prompt length, with shares of the peaks where they are known."""
+def show(result: Result, peaks: Peaks) -> None:
+    """Print one prompt length, with shares of the peaks."""
 
     def share(value: float, peak: str, what: str) -> str:
-        return f"{value / getattr(peaks, peak):.0%} of {what}" if peaks else ""
+        return f"{value / getattr(peaks, peak):.0%} of {what}"
 
     print(f"{result.num_prompts} x {result.prompt_len:,} tokens in, {result.output_len:,} out")
     print_rates(result.rates)
@@ -96,27 +97,35 @@ def show(result: Result, peaks: Peaks | None) -> None:
 
 
 def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], open_engine: Callable[[], Engine]) -> None:
-    """Measure every prompt length, print, and write JSON. The peaks are taken before and after; the better counts."""
+    """Measure every prompt length, print, and write JSON.
+
+    On the CPU the peaks are taken before and after, and the better counts; on a GPU after, when its memory is no longer
+    asked for.
+    """
     print_facts(facts, shape.facts())
-    on_cpu = facts["device"] == "cpu"
-    peaks = Peaks.now(shape) if on_cpu else None
+    device = facts["device"]
+    before = Peaks.now(shape, device) if device == "cpu" else None
     engine = open_engine()
     load = OtherLoad()
     results = [measure(args, shape, engine, prompt_len) for prompt_len in args.prompt_len]
     other_load, peak_rss = load.share(), peak_rss_bytes()
-    if peaks is not None:
-        peaks = peaks.better_of(Peaks.now(shape))
+    device_peak = peak_device_bytes(device)
+    after = Peaks.now(shape, device)
+    peaks = after if before is None else after.better_of(before)
     for result in results:
         show(result, peaks)
-    if peaks is not None:
-        print_row("torch.mm", f"{peaks.matmul_gflop_s:,.0f} GFLOP/s")
-        print_row("torch.sum", f"{peaks.read_gb_s:,.1f} GB/s")
+    print_row("torch.mm", f"{peaks.matmul_gflop_s:,.0f} GFLOP/s")
+    print_row("torch.sum", f"{peaks.read_gb_s:,.1f} GB/s")
     if engine.kv_device_bytes is not None:
         print_row("KV memory on the device", mib(engine.kv_device_bytes))
-    print_row("peak process memory", mib(peak_rss), f"{mib(shape.weight_bytes)} of it weights")
+    weights = f"{mib(shape.weight_bytes)} of it weights"
+    if device_peak is not None:
+        print_row("peak device memory", mib(device_peak), weights)
+    print_row("peak process memory", mib(peak_rss), weights if device_peak is None else "")
     print_other_load(other_load)
     parts = {"peaks": peaks, "kv_device_bytes": engine.kv_device_bytes, "results": results, "other_load": other_load}
-    write_json(args.output_json, args, facts, model=shape.facts(), peak_rss_bytes=peak_rss, **parts)
+    memory = {"peak_rss_bytes": peak_rss, "peak_device_bytes": device_peak}
+    write_json(args.output_json, args, facts, model=shape.facts(), **memory, **parts)
 
 
 def add_options(parser: argparse.ArgumentParser, *, block_size: int | None) -> None:

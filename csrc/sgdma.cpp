@@ -1,5 +1,5 @@
 // Memory copies for the KV cache: pitched (2D) ones, `height` rows of `width` bytes, `pitch` bytes from one row to the
-// next, and batches of copies of any sizes. Besides, what it takes to page-lock host memory.
+// next, and batches of copies of any sizes. Besides, what it takes to page-lock host memory, and calls on streams.
 //
 // The module does not link against torch: pointers, pitches and a stream handle go in, so that one build serves every
 // torch version. All checking that needs to know a tensor is done before, in nanovllm/comm/sgdma.py.
@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -30,9 +32,11 @@ constexpr bool kHasCuda = false;
 #endif
 
 // Taking the GIL back can cost a whole switch interval (5 ms) while another thread runs Python, far more than a
-// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least.
+// small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least. It is kept for
+// device copies as well, which are only queued, unless there are this many of them.
 constexpr std::size_t kKeepGilBelow = 64 * 1024;
 constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kManyCopies = 64;
 
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -85,14 +89,13 @@ void memcpy_2d_async(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch,
     check_kind(kind);
     if (width == 0 || height == 0) return;
     const sgdma::Copy2D copy{pointer(dst), pointer(src), dpitch, spitch, width, height};
-    const bool on_host = kind == "h2h";
-    std::optional<py::gil_scoped_release> released;
-    if (!on_host || worth_releasing_gil(copy)) released.emplace();
-    if (on_host) {
-        copy_on_host(copy);
-    } else {
+    if (kind != "h2h") {
         copy_on_device(copy, kind, stream);
+        return;
     }
+    std::optional<py::gil_scoped_release> released;
+    if (worth_releasing_gil(copy)) released.emplace();
+    copy_on_host(copy);
 }
 
 // ---- batches
@@ -117,6 +120,10 @@ sgdma::CopyBatch joined(const std::vector<std::uintptr_t>& dst, const std::vecto
     return batch;
 }
 
+std::size_t total(const sgdma::CopyBatch& batch) {
+    return std::accumulate(batch.size.begin(), batch.size.end(), std::size_t{0});
+}
+
 void copy_batch_on_device(sgdma::CopyBatch& batch, std::string_view kind, std::uintptr_t stream) {
 #ifdef NANOVLLM_WITH_CUDA
     check(sgdma::cuda_copy_batch(batch, kind, stream),
@@ -135,15 +142,48 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
         throw std::invalid_argument("dst, src and size must be of one length, got " + std::to_string(dst.size()) +
                                     ", " + std::to_string(src.size()) + " and " + std::to_string(size.size()) + ".");
     }
-    const py::gil_scoped_release released;
     sgdma::CopyBatch batch = joined(dst, src, size);
     if (batch.size.empty()) return 0;
+    std::optional<py::gil_scoped_release> released;
+    if (batch.size.size() >= kManyCopies || (kind == "h2h" && total(batch) >= kKeepGilBelow)) released.emplace();
     if (kind == "h2h") {
         for (std::size_t i = 0; i < batch.size.size(); ++i) std::memcpy(batch.dst[i], batch.src[i], batch.size[i]);
     } else {
         copy_batch_on_device(batch, kind, stream);
     }
     return batch.size.size();
+}
+
+// ---- calls
+
+#ifdef NANOVLLM_WITH_CUDA
+// Owns the callable until CUDA has come to it. What it raises has nowhere to go but the interpreter's hook.
+void run_call(void* data) {
+    const py::gil_scoped_acquire acquired;
+    const std::unique_ptr<py::function> call(static_cast<py::function*>(data));
+    try {
+        (*call)();
+    } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("a call on a CUDA stream");
+    }
+}
+#endif
+
+void launch_call(const py::function& call, std::uintptr_t stream) {
+#ifdef NANOVLLM_WITH_CUDA
+    auto held = std::make_unique<py::function>(call);
+    const char* error = nullptr;
+    {
+        const py::gil_scoped_release released;
+        error = sgdma::cuda_launch(run_call, held.get(), stream);
+    }
+    check(error, "cudaLaunchHostFunc");
+    held.release();
+#else
+    (void)call;
+    (void)stream;
+    refuse_without_cuda("no call can be put on a stream");
+#endif
 }
 
 // ---- memory
@@ -218,6 +258,8 @@ PYBIND11_MODULE(_sgdma, m) {
     m.def("memcpy_batch_async", &memcpy_batch_async, py::arg("dst_ptrs"), py::arg("src_ptrs"), py::arg("sizes"),
           py::arg("kind"), py::arg("stream"),
           "Copy sizes[i] bytes for each i, in any order; returns the number of copies after joining neighbours.");
+    m.def("launch_call", &launch_call, py::arg("call"), py::arg("stream"),
+          "Call `call` on a thread of CUDA's when `stream` gets to it. It must not use CUDA.");
     m.def("memory_of", &memory_of, py::arg("address"),
           "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA.");
     m.def("touch_pages", [](std::uintptr_t start, std::size_t size, unsigned threads) {

@@ -51,6 +51,9 @@ const char* cuda_copy(const Copy2D& copy, std::string_view kind, std::uintptr_t 
 // The same for a batch: one call where toolkit, driver and stream allow it, else one for each copy.
 const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintptr_t stream);
 
+// Calls `call(data)` on a thread of CUDA's when `stream` gets to it. `call` must not use CUDA.
+const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream);
+
 Place cuda_memory_of(const void* address);  // pageable where CUDA cannot be asked
 
 const char* cuda_lock_pages(void* start, std::size_t size);

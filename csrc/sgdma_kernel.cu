@@ -87,6 +87,10 @@ const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintpt
     return nullptr;
 }
 
+const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream) {
+    return report(cudaLaunchHostFunc(reinterpret_cast<cudaStream_t>(stream), call, data));
+}
+
 Place cuda_memory_of(const void* address) {
     cudaPointerAttributes attributes{};
     if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {

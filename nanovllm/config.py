@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from nanovllm.errors import ConfigError, unknown_name_message
 
@@ -17,6 +18,8 @@ RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for o
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+PreemptionMode = Literal["recompute", "swap"]
+PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +29,14 @@ class EngineConfig:
     Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
     whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
     `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `kvcache_block_size=None` means 4096 under offload and 256 without it. `max_logprobs` caps what a request may ask
-    for in logprobs and prompt_logprobs; -1 does not. `trace` names a file for a timeline of all copies and kernels,
-    written when the engine is closed.
+    `cpu_attention` lets the CPU attend to host blocks where they are in decode steps, while others are copied to the
+    device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
+    `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
+    for a timeline of all copies and kernels, written when the engine is closed.
+    `long_prefill_token_threshold` is the most tokens of one prompt in a step; 0 does not cap it. `preemption_mode` None
+    swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
+    with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
+    of what is left of host memory, and never more than the whole cache holds.
     """
 
     model: str
@@ -40,11 +48,15 @@ class EngineConfig:
     kvcache_block_size: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_cpu_offload: bool = False
+    cpu_attention: bool = True
     num_gpu_blocks: int = -1
     num_cpu_blocks: int = -1
     enable_prefix_caching: bool = True
     seed: int = 0
     max_logprobs: int = 20
+    long_prefill_token_threshold: int = 0
+    preemption_mode: PreemptionMode | None = None
+    swap_space: float | None = None
     load_format: str = "auto"
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
@@ -52,11 +64,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_model()
-        for name in ("enable_cpu_offload", "enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "enforce_eager"):
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
+        _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
         self._check_sizes()
         self._check_blocks()
         self._check_trace()
@@ -79,6 +92,7 @@ class EngineConfig:
             _require_int("max_model_len", self.max_model_len, 1)
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _require_int("seed", self.seed, 0)
         _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
         if self.max_logprobs != -1:
@@ -93,6 +107,11 @@ class EngineConfig:
         if not is_number or not 0.0 < utilization <= 1.0:
             _refuse("gpu_memory_utilization", "must be a number above 0 and at most 1", utilization)
 
+        swap = self.swap_space
+        is_number = swap is None or (isinstance(swap, int | float) and not isinstance(swap, bool))
+        if not is_number or (swap is not None and not 0.0 <= swap < math.inf):
+            _refuse("swap_space", "must be None or a number of GiB of at least 0", swap)
+
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
             _require_int("kvcache_block_size", self.kvcache_block_size, MIN_BLOCK_SIZE)
@@ -105,6 +124,12 @@ class EngineConfig:
                 "num_cpu_blocks",
                 "needs enable_cpu_offload=True: without offload there is no host pool",
                 self.num_cpu_blocks,
+            )
+        if not self.cpu_attention and not self.enable_cpu_offload:
+            _refuse(
+                "cpu_attention",
+                "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out",
+                self.cpu_attention,
             )
 
     def _check_trace(self) -> None:

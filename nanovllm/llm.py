@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.room import KVStats
 from nanovllm.models.hf_config import load_eos_token_ids
@@ -48,12 +48,18 @@ class LLM:
                 config.max_num_batched_tokens,
                 plan.max_model_len,
                 eos_token_ids,
+                config.long_prefill_token_threshold,
+                config.preemption_mode,
                 num_layers=spec.num_layers,
                 spans=plan.spans,
             ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
-                plan.split.resident_blocks, plan.num_cpu_blocks, config.block_size, config.enable_prefix_caching
+                plan.split.resident_blocks,
+                plan.num_cpu_blocks,
+                config.block_size,
+                config.enable_prefix_caching,
+                self._runner.num_swap_blocks,
             ),
             self._runner,
             tokenizer,

@@ -33,8 +33,9 @@ class RequestMetrics:
     """Times in seconds on the `time.monotonic` clock; counts in tokens; bytes of KV cache moved over the link.
 
     `prefill_tokens` counts computed prompt tokens, recomputed ones after a preemption included; `cached_tokens` were
-    found in the prefix cache when the request first ran. A block that several requests share is loaded once a step and
-    counted for the first of them.
+    found in the prefix cache when the request first ran. `decode_tokens` leaves out each sequence's first token.
+    `preemptions` were `swaps` or recomputed. A block that several sequences share is loaded once a step and counted for
+    the first of them.
     """
 
     arrival_time: float
@@ -45,6 +46,7 @@ class RequestMetrics:
     decode_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
     h2d_bytes: int = 0
     d2h_bytes: int = 0
 

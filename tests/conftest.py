@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from nanovllm.kvcache.offload_engine import OffloadEngine
 
 
 def pytest_configure() -> None:
@@ -32,13 +36,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory."""
+    """Every engine that a test makes runs on a device that finds unordered accesses to KV memory.
+
+    On the CPU unless the test names the device: what the tests say of bits is said of the CPU.
+    """
     runner = sys.modules.get("nanovllm.engine.model_runner")  # loaded, if the test makes engines
     if runner is not None:
         from nanovllm.device.ordering import OrderingCheck
 
         create_device = runner.create_device
-        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name)))
+        monkeypatch.setattr(runner, "create_device", lambda name: OrderingCheck(create_device(name or "cpu")))
+
+
+@pytest.fixture(autouse=True)
+def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
+    runner = sys.modules.get("nanovllm.engine.model_runner")
+    if runner is not None:
+        from nanovllm.kvcache.decode_shares import Bandwidths
+
+        def given(engine: OffloadEngine, *_: object) -> Bandwidths:
+            return Bandwidths(link=10e9, host=20e9, device=20e9, one_processor=engine.device.shares_host)
+
+        monkeypatch.setattr(runner, "measure_bandwidths", given)
 
 
 def _sees_cuda() -> bool:

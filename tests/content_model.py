@@ -1,52 +1,123 @@
 """A plain-Python model of KV content: each place remembers the token history that its entries stand for.
 
 It plays the executor of an engine. The KV entry of a token depends on all tokens before it, so an entry is modelled as
-the digest of that history; the next token is a function of the digest. Whatever is wrong with a block table, a block
-move or a cached prefix then shows in the step that reads it. An entry has a digest for each layer: a span writes them
-layer by layer, and nobody else may read or move a token before it has them all.
+the digest of that history; the next token is a function of the digest, and of seed and index where it is sampled.
+Whatever is wrong with a block table, a block move or a cached prefix then shows in the step that reads it. An entry has
+a digest for each layer: a span writes them layer by layer, and nobody else may read or move a token before it has them
+all.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
+from random import Random
 
-from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
+from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
 
 VOCAB = 50
 
 
+@lru_cache(1 << 16)
 def history_digest(parent: bytes, token: int, salt: bytes) -> bytes:
     return hashlib.blake2b(parent + salt + token.to_bytes(4, "little"), digest_size=12).digest()
 
 
-def sampled_token(digest: bytes) -> int:
-    return digest[0] % VOCAB
+def sampled_token(digest: bytes, draw: tuple[int, int] | None = None) -> int:
+    """The greedy token, or that of one draw, named by (seed, index)."""
+    return digest[0] % VOCAB if draw is None else Random(f"{digest.hex()} {draw}").randrange(VOCAB)
 
 
-def expected_output(prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), salt: bytes = b"") -> list[int]:
-    """What a request generates, whatever happens around it."""
+@lru_cache(1 << 14)
+def distribution(digest: bytes) -> tuple[list[int], list[float]]:
+    """All tokens and their log-probabilities, the most likely first."""
+    random = Random(digest)
+    logprobs = sorted((-5.0 * random.random() for _ in range(VOCAB)), reverse=True)
+    return random.sample(range(VOCAB), VOCAB), logprobs
+
+
+def prompt_digest(prompt: Sequence[int], salt: bytes = b"") -> bytes:
     digest = b""
     for token in prompt:
         digest = history_digest(digest, token, salt)
-    output: list[int] = []
+    return digest
+
+
+def expected_output(
+    prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), salt: bytes = b"", seed: int | None = None
+) -> list[int]:
+    """What a sequence generates, whatever happens around it; with a seed, sampled."""
+    digest, output = prompt_digest(prompt, salt), list[int]()
     while len(output) < max_tokens:
-        output.append(sampled_token(digest))
+        output.append(sampled_token(digest, None if seed is None else (seed, len(output))))
         if output[-1] in stop:
             break
         digest = history_digest(digest, output[-1], salt)
     return output
 
 
+def logprob_of(prompt: Sequence[int], output: Sequence[int], salt: bytes = b"") -> float:
+    """Cumulative log-probability of an output."""
+    digest, total = prompt_digest(prompt, salt), 0.0
+    for token in output:
+        tokens, logprobs = distribution(digest)
+        total += logprobs[tokens.index(token)]
+        digest = history_digest(digest, token, salt)
+    return total
+
+
+def expected_beams(
+    prompt: Sequence[int],
+    width: int,
+    max_tokens: int,
+    stop: Sequence[int] = (),
+    salt: bytes = b"",
+    penalty: float = 1.0,
+    early_stopping: bool | str = False,
+) -> list[list[int]]:
+    """Plain beam search over whole histories, best first; written against the description of Transformers' search."""
+    beams: list[tuple[float, list[int], bytes]] = [(0.0, [], prompt_digest(prompt, salt))]
+    finished: list[tuple[float, list[int]]] = []
+    for length in range(1, max_tokens + 1):
+        following = [
+            (total + logprob, [*output, token], history_digest(digest, token, salt))
+            for total, output, digest in beams
+            for token, logprob in zip(*distribution(digest), strict=True)
+        ]
+        following.sort(key=lambda beam: -beam[0])
+        del following[max(2, 1 + len(set(stop))) * width :]
+        ended = [length == max_tokens or output[-1] in stop for _, output, _ in following]
+        new = [beam for beam, ends in zip(following[:width], ended, strict=False) if ends]
+        finished += [(total / length**penalty, output) for total, output, _ in new]
+        finished = sorted(finished, key=lambda beam: -beam[0])[:width]
+        beams = [beam for beam, ends in zip(following, ended, strict=True) if not ends][:width]
+        if not beams or (len(finished) == width and early_stopping is True):
+            break
+        hoped_length = max_tokens if early_stopping == "never" and penalty > 0 else length
+        if len(finished) == width and beams[0][0] / hoped_length**penalty <= finished[-1][0]:
+            break
+    return [output for _, output in finished]
+
+
 class ContentExecutor:
     """Runs batches on the model of KV content; raises AssertionError at the first entry that is wrong."""
 
-    def __init__(self, num_device_blocks: int, num_host_blocks: int, block_size: int, num_layers: int = 1) -> None:
+    def __init__(
+        self,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        num_swap_blocks: int = 0,
+        num_layers: int = 1,
+    ) -> None:
         self.block_size = block_size
         self.num_layers = num_layers
-        self.num_device_blocks = num_device_blocks
-        self.num_places = num_device_blocks + num_host_blocks
+        self.first_host = num_device_blocks
+        self.first_swap = num_device_blocks + num_host_blocks
+        self.num_places = self.first_swap + num_swap_blocks
         # (place, offset) -> in each layer the digest of the history up to there, None before the layer is computed
         self.entries: dict[tuple[int, int], list[bytes | None]] = {}
         self.span: tuple[int, PrefillSpan, int] | None = None  # whose it is, and the unit that comes next
@@ -54,7 +125,8 @@ class ContentExecutor:
         self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, told by the test
         self.salts: dict[int, bytes] = {}
         self.num_steps = 0
-        self.num_moves = 0
+        self.num_moves = 0  # across the tiers
+        self.num_copies = 0  # that keep their source
         self.fail_next = False
 
     def execute(self, batch: Batch) -> StepResult:
@@ -63,7 +135,7 @@ class ContentExecutor:
             raise RuntimeError("the device is on fire")
         self.num_steps += 1
         for move in batch.moves:
-            self._move(move.src, move.dst)
+            self._move(move)
         self._check_written_places(batch)
         if batch.span is None:
             self.span = None
@@ -74,14 +146,28 @@ class ContentExecutor:
     def close(self) -> None:
         return
 
-    def _move(self, src: int, dst: int) -> None:
-        assert (src < self.num_device_blocks) != (dst < self.num_device_blocks), "a move crosses the tiers"
-        assert max(src, dst) < self.num_places
-        self.num_moves += 1
-        for offset in range(self.block_size):
-            moved = self.entries.pop((src, offset), None)
-            assert moved is not None and None not in moved, "a moved block is full"
-            self.entries[dst, offset] = moved
+    def _tier(self, place: int) -> int:
+        assert 0 <= place < self.num_places
+        return (place >= self.first_host) + (place >= self.first_swap)
+
+    def _move(self, move: BlockMove) -> None:
+        tiers = self._tier(move.src), self._tier(move.dst)
+        assert move.src != move.dst
+        self.num_moves += not move.keeps_source
+        self.num_copies += move.keeps_source
+        moved = [self.entries.get((move.src, offset)) for offset in range(self.block_size)]
+        assert moved[0] is not None and None not in moved[0], "what is moved has content, in all layers"
+        if not move.keeps_source:
+            assert tiers[0] != tiers[1], "a move crosses the tiers"
+            # Only the swap tier takes blocks that may still be written.
+            full = all(entry is not None and None not in entry for entry in moved)
+            assert 2 in tiers or full, "a moved block is full"
+        for offset, entry in enumerate(moved):
+            self.entries.pop((move.dst, offset), None)
+            if entry is not None:
+                self.entries[move.dst, offset] = list(entry)
+                if not move.keeps_source:
+                    del self.entries[move.src, offset]
 
     def _check_written_places(self, batch: Batch) -> None:
         """No place is written by one sequence and used by another in the same step."""
@@ -98,6 +184,7 @@ class ContentExecutor:
         total = seq.context_len + len(seq.token_ids)
         assert len(seq.block_table) == -(-total // self.block_size)
         assert len(set(seq.block_table)) == len(seq.block_table)
+        assert max(seq.block_table) < self.first_swap, "swapped blocks are not attended"
         tokens, salt = self.histories[seq.seq_id], self.salts[seq.seq_id]
         assert list(seq.token_ids) == list(tokens[seq.context_len : total])
         digest = b""
@@ -109,7 +196,7 @@ class ContentExecutor:
                 assert entry == [digest] * self.num_layers, f"wrong KV at position {position} of {seq.seq_id}"
             else:
                 self.entries[where] = [digest] * self.num_layers
-        return [Sample(sampled_token(digest)) for _ in seq.samples]
+        return [self._sample(digest, row) for row in seq.samples]
 
     def _run_slice(self, seq: ScheduledSequence, part: SpanSlice) -> list[Sample]:
         """A few units of a span: each reads its own layer up to its chunk, and writes it there."""
@@ -120,6 +207,7 @@ class ContentExecutor:
         assert self.span == (seq.seq_id, span, part.first_unit), "the hidden states are those of another unit"
         assert seq.context_len == span.begin and span.begin + len(seq.token_ids) == span.end
         assert len(seq.block_table) == len(set(seq.block_table)) == -(-span.end // self.block_size)
+        assert max(seq.block_table) < self.first_swap, "swapped blocks are not attended"
         tokens, digests = self.histories[seq.seq_id][: span.end], [b""]
         assert list(seq.token_ids) == list(tokens[span.begin :])
         for token in tokens:
@@ -129,7 +217,7 @@ class ContentExecutor:
         self.span = (seq.seq_id, span, part.end_unit)
         is_last = part.end_unit == self.num_layers * span.num_chunks
         assert is_last or not seq.samples, "a token is sampled when all layers are done"
-        return [Sample(sampled_token(digests[-1])) for _ in seq.samples]
+        return [self._sample(digests[-1], row) for row in seq.samples]
 
     def _run_unit(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
         assert layer < self.num_layers and len(chunk) > 0
@@ -141,3 +229,11 @@ class ContentExecutor:
             if position in chunk:
                 entry[layer] = digests[position]
             assert entry[layer] == digests[position], f"wrong KV at position {position} in layer {layer}"
+
+    def _sample(self, digest: bytes, row: SamplingRow) -> Sample:
+        token = sampled_token(digest, None if row.temperature == 0 else (row.seed, row.index))
+        if row.num_logprobs is None:
+            return Sample(token)
+        tokens, logprobs = distribution(digest)
+        rank, count = tokens.index(token), row.num_logprobs
+        return Sample(token, TokenLogprobs(logprobs[rank], rank + 1, tokens[:count], logprobs[:count]))

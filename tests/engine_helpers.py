@@ -8,10 +8,12 @@ from typing import Any
 
 from content_model import VOCAB, ContentExecutor
 
+from nanovllm.config import PreemptionMode
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
-from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -33,8 +35,8 @@ def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
 class WatchedExecutor(ContentExecutor):
     """Keeps the batches, checks the budgets, and charges 10 h2d and 20 d2h bytes for each token."""
 
-    def __init__(self, device: int, host: int, limits: SchedulerLimits) -> None:
-        super().__init__(device, host, BLOCK, limits.num_layers)
+    def __init__(self, device: int, host: int, limits: SchedulerLimits, swap: int = 0) -> None:
+        super().__init__(device, host, BLOCK, swap, limits.num_layers)
         self.limits = limits
         self.batches: list[Batch] = []
         self.error: BaseException | None = None
@@ -65,13 +67,18 @@ class Bench:
         caching: bool = True,
         seed: int = 0,
         tokenizer: Any = None,
+        swap: int = 0,
+        chunk_cap: int = 0,
+        mode: PreemptionMode | None = None,
         num_layers: int = 1,
         spans: SpanMemory = NO_SPANS,
     ) -> None:
-        self.manager = BlockManager(device, host, BLOCK, caching)
+        self.manager = BlockManager(device, host, BLOCK, caching, swap)
         length = max_model_len or self.manager.max_sequence_tokens
-        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos), num_layers, spans)
-        self.executor = WatchedExecutor(device, host, self.limits)
+        self.limits = SchedulerLimits(
+            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, spans
+        )
+        self.executor = WatchedExecutor(device, host, self.limits, swap)
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
         self.names: dict[int, str] = {}
         self.finished: dict[str, RequestOutput] = {}
@@ -88,7 +95,7 @@ class Bench:
         self.engine.add_request(name, None, greedy, prompt, priority=priority)
 
     def step(self) -> list[RequestOutput]:
-        for request in [*self.scheduler.waiting, *self.scheduler.running]:
+        for request in [*self.scheduler.waiting, *self.scheduler.swapped, *self.scheduler.running]:
             for seq in request.sequences:
                 self.names[seq.seq_id] = request.request_id
                 self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""

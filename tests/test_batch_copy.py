@@ -13,6 +13,12 @@ from torch import Tensor
 
 from nanovllm.comm import CopyError, _sgdma, copy_pitched, memcpy_batch_async
 from nanovllm.comm.sgdma import MAX_PITCH
+from nanovllm.device import cpu
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.kvcache.budget import DeviceSplit, TransferCount
+from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine
 
 SENTINEL = 0xA5
 
@@ -127,6 +133,24 @@ def test_a_device_with_a_smaller_pitch_gets_rows_earlier() -> None:
     assert copy_pitched(dst, src, 16, 16, 8, 4, "h2h", rows_above=15) == 4
     assert torch.equal(dst, expected)
     assert copy_pitched(dst, src, 16, 16, 0, 4, "h2h", rows_above=15) == 0
+
+
+@pytest.mark.parametrize(("max_pitch", "copies"), [(MAX_PITCH, 1), (64, 3)])
+def test_block_moves_of_a_pool_too_large_for_the_pitch_go_by_rows_and_are_counted(
+    max_pitch: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "MAX_PITCH", max_pitch)
+    layout = KVLayout(num_layers=3, num_kv_heads=1, head_dim=4, block_size=2, itemsize=4)
+    device = CpuDevice()
+    engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(ring_slots=4, resident_blocks=5), 6)
+    engine.resident.normal_()
+    engine.host.normal_()
+    out, back = engine.resident[:, 3].clone(), engine.host[5].clone()
+    engine.move_blocks([BlockMove(3, 5 + 2), BlockMove(5 + 5, 3)])
+    engine.synchronize()
+    device.close()
+    assert torch.equal(engine.host[2], out) and torch.equal(engine.resident[:, 3], back)
+    assert engine.transfers == TransferCount(copies, layout.block_bytes, copies, layout.block_bytes)
 
 
 def test_extension_refuses_lists_of_different_lengths() -> None:

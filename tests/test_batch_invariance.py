@@ -20,8 +20,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200, "max_num_batched_tokens": 13},
     "preempted": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 14, "enable_prefix_caching": False},
     "offloaded": offloaded(BLOCK, 4, 100),
-    "offloaded, small steps, chunk by chunk": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19),
-    "offloaded, small steps, layer by layer": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19),
+    "offloaded, small steps, chunk by chunk": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19, cpu_attention=False),
+    "offloaded, small steps, layer by layer": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19, cpu_attention=False),
 }
 
 

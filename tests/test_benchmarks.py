@@ -129,6 +129,7 @@ def test_bench_has_no_decode_for_one_token(model: Path) -> None:
 # ---- bench_offload.py
 
 OFFLOAD = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-batched-tokens", "48", "--num-layers", "3"]
+OFFLOAD += ["--decode-steps", "0"]
 
 
 def test_bench_offload_compares_and_counts(model: Path) -> None:
@@ -142,14 +143,32 @@ def test_bench_offload_compares_and_counts(model: Path) -> None:
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
     assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
+    counts = {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks", "d2h_bytes": None, "d2h_copies": None}
     on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
     for traffic in report["traffic"].values():
-        for name, count in traffic["counted"].items():
-            assert count == traffic["prefill"][name] + traffic["decode"][name] > 0
-        assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
-        assert traffic["copy_peak_gb_s"] > 0
+        counted = traffic["counted"]
+        for name, spared in counts.items():
+            assert counted[name] + counted.get(spared, 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
+        assert counted["arm_blocks"] > 0
+        assert counted["d2h_bytes"] == on_host * TOKEN_BYTES
+        assert traffic["copy_peak_gb_s"]["h2d"] > 0 and traffic["copy_peak_gb_s"]["d2h"] > 0
     loads = {name: traffic["prefill"]["h2d_bytes"] for name, traffic in report["traffic"].items()}
     assert loads["offload"] == 0 < loads["offload, chunk-major"], "layer-major prefill loads nothing"
+
+
+def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--decode-steps", "2"]
+    by_share = report_of("bench_offload", model, *options)["by_share"]
+    assert by_share["outputs_equal"] is True
+    on_device, *results = by_share["results"]
+    names = [result["name"] for result in results]
+    assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
+    assert on_device["h2d_bytes"] == on_device["arm_bytes"] == 0 and on_device["taken"] is None
+    arm = [result["arm_bytes"] for result in results[:5]]
+    assert arm == sorted(set(arm)) and arm[0] == 0, "more blocks with every share"
+    assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
+    assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"
+    assert "DIFFERS" not in (shown := capsys.readouterr().out) and "automatic takes 100%" in shown
 
 
 def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,3 +378,51 @@ def test_operations_and_bytes_of_a_tiny_model(model: Path) -> None:
         assert shape.prefill_operations(7) == LAYERS * (7 * per_token + attention) + 2 * VOCAB * HIDDEN
         assert shape.kv_token_bytes == TOKEN_BYTES
         assert shape.decode_bytes(50) == shape.weight_bytes + 50 * TOKEN_BYTES
+
+
+# ---- benchmarks of parts
+
+
+def test_copies_are_compared_with_torch_and_with_a_contiguous_one(tmp_path: Path) -> None:
+    output = tmp_path / "copies.json"
+    options = ["--mib", "1", "--row-bytes", "4096", "--repeats", "2", "--device", "cpu", "--output-json", str(output)]
+    assert main_of("benchmarks.copy_bandwidth")(options) == 0
+    report = json.loads(output.read_text())
+    assert {result["way"] for result in report["results"]} == {
+        "contiguous",
+        "strided",
+        "torch, strided",
+        "batch",
+        "row by row",
+    }
+    assert all(result["gb_s"]["median"] > 0 for result in report["results"])
+    assert report["results"][0]["of_contiguous"]["median"] == 1
+
+
+def test_copies_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = importlib.import_module("benchmarks.copy_bandwidth")
+    monkeypatch.setattr(script, "memcpy_batch_async", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="batch moved the wrong bytes"):
+        script.main(["--mib", "1", "--row-bytes", "4096", "--device", "cpu"])
+
+
+def test_rows_must_fill_the_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("benchmarks.copy_bandwidth")(["--mib", "1", "--row-bytes", "3", "--device", "cpu"]) == 2
+    assert "each must divide 1048576 bytes" in capsys.readouterr().err
+
+
+def test_both_stream_layouts_are_measured(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "streams.json"
+    options = ["--model", str(model), "--blocks", "3", "--block-size", "16", "--repeats", "1", "--num-layers", "3"]
+    assert main_of("benchmarks.transfer_streams")([*options, "--device", "cpu", "--output-json", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    assert len(results) == 6 and all(result["gb_s"]["median"] > 0 for result in results)
+    assert {result["streams"] for result in results} == {"a stream for each slot", "a stream for each direction"}
+
+
+def test_bench_offload_writes_a_timeline(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    quick = [*SMALL, "--repeats", "1", "--warmup", "0", "--output-len", "2"]
+    report_of("bench_offload", model, *OFFLOAD, "--device-share", "2/5", *quick, "--trace", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"h2d copy", "d2h copy", "attend", "step"} <= {event["name"] for event in events}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
 
-from nanovllm.engine import block_manager
+from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
@@ -43,15 +43,15 @@ def test_places_cover_exactly_the_tokens_asked_for() -> None:
 def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:
     manager = BlockManager(2, 0, BLOCK)
     seq = running(manager, range(BLOCK))
-    manager.grow(seq)
+    manager.grow([seq])
     assert len(seq.block_table) == 1, "its block holds all tokens"
     seq.token_ids.append(7)
-    assert manager.can_grow(seq)
-    manager.grow(seq)
-    manager.grow(seq)
+    assert manager.can_grow([seq])
+    manager.grow([seq])
+    manager.grow([seq])
     assert len(seq.block_table) == 2
     seq.token_ids.extend([7] * BLOCK)
-    assert not manager.can_grow(seq), "all blocks are in use"
+    assert not manager.can_grow([seq]), "all blocks are in use"
 
 
 def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None:
@@ -59,8 +59,8 @@ def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None
     cache(manager, new_tokens(fresh, 1))
     seq = running(manager, range(BLOCK))
     seq.token_ids.append(7)
-    assert manager.num_free == 0 and manager.can_grow(seq)
-    manager.grow(seq)
+    assert manager.num_free == 0 and manager.can_grow([seq])
+    manager.grow([seq])
     assert (manager.num_free, manager.num_cached, manager.num_used) == (0, 0, 2)
 
 
@@ -231,7 +231,7 @@ def test_a_salt_separates_equal_prompts(fresh: Iterator[int]) -> None:
 
 
 def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
+    monkeypatch.setattr(prefix_cache, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
     manager = BlockManager(8, 0, BLOCK)
     prompt, other = new_tokens(fresh, 2), new_tokens(fresh, 2)
     cache(manager, prompt)

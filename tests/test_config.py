@@ -22,6 +22,7 @@ DEFAULTS = {
     "kvcache_block_size": None,
     "gpu_memory_utilization": 0.9,
     "enable_cpu_offload": False,
+    "cpu_attention": True,
     "num_gpu_blocks": -1,
     "num_cpu_blocks": -1,
     "enable_prefix_caching": True,
@@ -100,6 +101,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
         [0, 0.0, -0.1, 1.01, 90, math.nan, "0.9", True],
     ),
     "enable_cpu_offload": ("must be True or False", NOT_BOOLS),
+    "cpu_attention": ("must be True or False", NOT_BOOLS),
     "enable_prefix_caching": ("must be True or False", NOT_BOOLS),
     "enforce_eager": ("must be True or False", NOT_BOOLS),
     "num_gpu_blocks": (
@@ -131,6 +133,7 @@ def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value:
     [
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: only 1 is supported"),
         ({"num_cpu_blocks": 8}, r"num_cpu_blocks=8: needs enable_cpu_offload=True"),
+        ({"cpu_attention": False}, r"cpu_attention=False: needs enable_cpu_offload=True"),
         ({"seed": 2**63}, r"seed=9223372036854775808: "),
     ],
     ids=str,
@@ -147,6 +150,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"kvcache_block_size": 17, "gpu_memory_utilization": 1},
     {"enable_cpu_offload": True, "num_cpu_blocks": 0, "gpu_memory_utilization": 0.01},
     {"enable_cpu_offload": True, "num_cpu_blocks": 10**6, "num_gpu_blocks": 10**6},
+    {"enable_cpu_offload": True, "cpu_attention": False},
     {"max_logprobs": -1},
     {"max_logprobs": 0},
     {"num_cpu_blocks": 0, "seed": 2**63 - 1, "enforce_eager": True, "enable_prefix_caching": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.device import PitchedCopy, Stream, create_device
+from nanovllm.device import Busy, BusyMeter, PitchedCopy, Stream, create_device
 from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.errors import ConfigError, EngineError
 
@@ -222,6 +223,106 @@ def test_the_host_waits_for_a_stream_and_a_stream_for_the_host(device: CpuDevice
     timer.join()
 
 
+# ---- calls
+
+
+def test_calls_run_in_order_on_a_thread_of_their_own(device: CpuDevice) -> None:
+    calls, gate_stream, event = device.new_call_stream("calls"), device.new_stream("s"), device.new_event()
+    gate, dst = Gate(gate_stream), filled(0)
+    copy(device, dst, filled(7), gate_stream)
+    gate_stream.record(event)
+    calls.wait(event)
+    seen: list[tuple[str, int]] = []
+    for _ in range(2):
+        calls.launch(lambda: seen.append((threading.current_thread().name, int(dst[0]))))
+    assert not seen
+    gate.open()
+    calls.synchronize()
+    assert seen == [("calls", 7)] * 2
+
+
+def test_what_a_call_raises_reaches_whoever_waits_and_skips_what_follows(device: CpuDevice) -> None:
+    calls, stream, event = device.new_call_stream("calls"), device.new_stream("s"), device.new_event()
+    ran: list[int] = []
+
+    def broken() -> None:
+        raise OSError("no such bank")
+
+    calls.launch(broken)
+    calls.launch(lambda: ran.append(1))
+    calls.record(event)
+    stream.wait(event)
+    dst = filled(0)
+    copy(device, dst, filled(1), stream)
+    for waiting in (stream, calls):
+        with pytest.raises(EngineError, match="work on stream calls failed: no such bank"):
+            waiting.synchronize()
+    assert (ran, int(dst[0])) == ([], 0)
+    calls.launch(lambda: ran.append(2))
+    calls.synchronize()
+    assert ran == [2]
+
+
+# ---- what it costs
+
+
+def test_a_wait_a_copy_and_its_record_wake_the_thread_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
+    gate, dst = Gate(held), filled(0)
+    held.record(event)
+    assert isinstance(stream, WorkerStream)
+    items: list[object] = []
+    monkeypatch.setattr(stream, "_queue", RecordingQueue(items))
+    stream.wait(event)
+    copy(device, dst, filled(5), stream)
+    assert not items
+    stream.record(event)
+    assert len(items) == 1
+    gate.open()
+    device.compute_stream.wait(event)
+    assert int(dst[0]) == 5
+    stream.wait(event)  # has happened: there is nothing to wait for
+    stream.record(event)
+    assert [len(item) for item in items] == [3, 1]  # type: ignore[arg-type]
+
+
+class RecordingQueue(queue.SimpleQueue):  # type: ignore[type-arg]
+    def __init__(self, items: list[object]) -> None:
+        super().__init__()
+        self._items = items
+
+    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+        super().put(item, block, timeout)
+
+
+def test_bytes_to_the_device_and_their_time_are_counted(device: CpuDevice) -> None:
+    stream, other = device.new_stream("s"), device.new_stream("other")
+    big = torch.zeros(1 << 24, dtype=torch.uint8)
+    assert device.link_busy() == Busy(0, 0.0)
+    start = time.perf_counter()
+    for busy in (stream, other):
+        copy(device, torch.empty_like(big), big, busy)
+    device.copy_2d(PitchedCopy(torch.empty_like(big), big, 1 << 24, 1 << 24, 1 << 24, 1, "d2h"), stream)
+    for busy in (stream, other):
+        busy.synchronize()
+    found = device.link_busy()
+    assert found.num_bytes == 2 << 24 and 0 < found.seconds <= time.perf_counter() - start
+
+
+def test_time_in_which_several_run_counts_once() -> None:
+    times = iter([1.0, 4.0, 9.0, 10.0, 12.0, 14.5])
+    meter = BusyMeter(lambda: next(times))
+    with meter.running(100):
+        with meter.running(10):
+            assert meter.read() == Busy(0, 3.0)
+        assert meter.read() == Busy(10, 8.0)
+    assert meter.read() == Busy(110, 9.0)
+    with pytest.raises(OSError), meter.running(1000):
+        raise OSError("half-way")
+    assert meter.read() == Busy(110, 11.5), "it took its time and did nothing"
+
+
 # ---- failures
 
 
@@ -229,7 +330,7 @@ def test_a_failed_copy_shows_at_synchronize_once_and_the_stream_works_on(device:
     stream, dst = device.new_stream("kv-slot-2"), filled(0)
     fail(device, stream)
     copy(device, dst, filled(1), stream)
-    with pytest.raises(EngineError, match=r"copy on stream kv-slot-2 failed.*past the end of src"):
+    with pytest.raises(EngineError, match=r"work on stream kv-slot-2 failed.*past the end of src"):
         stream.synchronize()
     assert int(dst[0]) == 0, "what comes after a failure is not copied"
     stream.synchronize()
@@ -329,6 +430,7 @@ for name in "ab":
     stream = device.new_stream(name)
     for _ in range(2000):
         device.copy_2d(PitchedCopy(dst, src, 1 << 20, 1 << 20, 1 << 20, 1, "h2d"), stream)
+    stream.record(device.new_event())
 print("leaving")
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from content_model import VOCAB, ContentExecutor, expected_output
+from content_model import VOCAB, ContentExecutor, expected_beams, expected_output, logprob_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.scheduler import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.kvcache.hybrid_manager import Tier
 from nanovllm.kvcache.prefill_plan import SpanMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -31,17 +35,89 @@ PROMPTS = st.one_of(
 LENGTH_DEPENDENT_ABOVE = 30
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request, and the number that the engine derives its seed and its sequences' from."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+    @property
+    def salt(self) -> bytes:
+        """Above the threshold K/V depend on the prompt's length, as with dynamic RoPE."""
+        return bytes([len(self.prompt)]) if len(self.prompt) > LENGTH_DEPENDENT_ABOVE else b""
+
+    def every_sequence(self, max_model_len: int) -> list[list[int]]:
+        """What the request generates, whatever happens around it: all its sequences, or the results of its search."""
+        p = self.params
+        length = min(p.max_tokens or 0, max(max_model_len - len(self.prompt), 1))
+        if p.use_beam_search:
+            return expected_beams(
+                self.prompt, p.num_sequences, length, p.stop_token_ids, self.salt, p.length_penalty, p.early_stopping
+            )
+        seeds = [p.seed, *(hash((p.seed, index)) for index in range(1, p.num_sequences))]
+        return [
+            expected_output(self.prompt, length, p.stop_token_ids, self.salt, None if p.is_greedy else seed)
+            for seed in seeds
+        ]
+
+    def results(self, max_model_len: int) -> list[list[int]]:
+        """What it returns, in order."""
+        found = self.every_sequence(max_model_len)
+        if not self.params.use_beam_search and self.params.num_sequences > self.params.n:
+            found.sort(key=lambda output: -logprob_of(self.prompt, output, self.salt))
+        return found[: self.params.n]
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.params.use_beam_search or self.params.num_sequences > self.params.n
+
+
+class CountingManager(BlockManager):
+    """Counts the forks."""
+
+    num_forks = 0
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self.num_forks += 1
+        super().fork(parent, child)
+
+
+KINDS = st.one_of(
+    st.builds(dict, temperature=st.just(0.0)),
+    st.builds(dict, temperature=st.just(1.0), n=st.integers(1, 4)),
+    st.builds(lambda n, more: {"temperature": 1.0, "n": n, "best_of": n + more}, st.integers(1, 2), st.integers(1, 2)),
+    st.builds(
+        lambda **search: {"temperature": 0.0, "use_beam_search": True, **search},
+        n=st.integers(2, 4),
+        length_penalty=st.sampled_from([0.0, 1.0, -1.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    ),
+)
+
+PARAMS = st.builds(
+    lambda kind, **others: {**kind, **others},
+    KINDS,
+    max_tokens=st.integers(1, 25),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+    seed=st.integers(0, 3),
+)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Every rule leaves the books balanced, and every finished request has the tokens of a request run alone."""
 
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_device=st.integers(0, 8),
-        num_host=st.integers(0, 12),
+        num_device=st.integers(0, 10),
+        num_host=st.integers(0, 10),
+        num_swap=st.sampled_from([30, 20, 3, 0]),
         block_size=st.integers(1, 6),
-        max_num_seqs=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 7),
         budget=st.integers(1, 24),
+        cap=st.sampled_from([0, 0, 3]),
+        mode=st.sampled_from([None, "swap", None, "recompute"]),
         caching=st.booleans(),
         num_layers=st.integers(1, 4),
         spans=st.builds(SpanMemory, st.integers(0, 20), st.integers(0, 60)),
@@ -50,75 +126,87 @@ class EngineMachine(RuleBasedStateMachine):
         self,
         num_device: int,
         num_host: int,
+        num_swap: int,
         block_size: int,
         max_num_seqs: int,
         budget: int,
+        cap: int,
+        mode: PreemptionMode | None,
         caching: bool,
         num_layers: int,
         spans: SpanMemory,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
-        self.manager = BlockManager(num_device, num_host, block_size, caching)
-        self.executor = ContentExecutor(num_device, num_host, block_size, num_layers)
-        longest = self.manager.max_sequence_tokens
-        limits = SchedulerLimits(max_num_seqs, budget, longest, num_layers=num_layers, spans=spans)
+        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap)
+        self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers)
+        length = self.manager.max_sequence_tokens
+        limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, spans)
         self.engine = LLMEngine(limits, ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE), self.manager, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
-        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.requests: dict[str, Asked] = {}
 
     # ---- what can happen
 
-    @rule(
-        prompt=PROMPTS,
-        max_tokens=st.integers(1, 25),
-        stop=st.lists(st.integers(0, VOCAB - 1), max_size=3),
-        priority=st.integers(0, 2),
-    )
-    def add(self, prompt: list[int], max_tokens: int, stop: list[int], priority: int) -> None:
+    @rule(added=st.lists(st.tuples(PROMPTS, PARAMS, st.integers(0, 2)), min_size=1, max_size=4))
+    def add(self, added: list[tuple[list[int], dict[str, Any], int]]) -> None:
+        for prompt, params, priority in added:
+            self._add(prompt, SamplingParams(**params), priority)
+
+    def _add(self, prompt: list[int], params: SamplingParams, priority: int) -> None:
         name = next(self.names)
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop)
         try:
             self.engine.add_request(name, None, params, prompt, priority=priority)
         except RequestError as error:
-            assert len(prompt) > self.engine.limits.max_model_len and str(len(prompt)) in str(error)
+            limits = self.engine.limits
+            too_many = params.num_sequences > min(limits.max_num_seqs, limits.max_num_batched_tokens)
+            too_long = len(prompt) > limits.max_model_len and str(len(prompt)) in str(error)
+            assert too_long or too_many or (params.num_sequences > 1 and "can need" in str(error))
             return
-        self.requests[name] = (prompt, params)
+        self.requests[name] = Asked(prompt, params)
 
-    @rule(count=st.integers(1, 12))
+    @rule(count=st.integers(1, 30))
     def steps(self, count: int) -> None:
         for _ in range(count):
+            if not self.engine.has_unfinished_requests():
+                return
             self._tell_histories()
-            steps_before = self.executor.num_steps
             self._take(self.engine.step())
-            EngineMachine.totals["steps"] += self.executor.num_steps - steps_before
+            searching = [r for r in self.engine.scheduler.running if r.beam_search and len(r.sequences) > 1]
+            EngineMachine.totals["beam steps"] += len(searching)
             self.books_balance()
 
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        if not self.requests:
-            return
-        name = data.draw(st.sampled_from(sorted(self.requests)))
+    @rule(what=st.sampled_from(["abort"] * 6 + ["reset the cache", "fail"]), which=st.integers(0, 99))
+    def disturb(self, what: str, which: int) -> None:
+        if what == "fail":
+            self._fail()
+        elif what == "reset the cache":
+            self.manager.reset_prefix_cache()
+            assert self.manager.num_cached == 0
+        elif self.requests:
+            swapped = [request.request_id for request in self.engine.scheduler.swapped]
+            names = swapped if swapped and which % 2 else sorted(self.requests)
+            self._abort(names[which % len(names)])
+
+    def _abort(self, name: str) -> None:
         output = self.engine.abort_request(name)
-        assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
-        done = output.outputs[0].token_ids
-        assert done == self._expected(name)[: len(done)]
-        del self.requests[name]
+        asked = self.requests.pop(name)
+        assert output is not None and output.finished
+        reasons = {completion.finish_reason for completion in output.outputs}
+        assert "abort" in reasons if not asked.is_ranked else reasons <= {"abort", "stop", "length"}
+        if not asked.params.use_beam_search:
+            every = asked.every_sequence(self.engine.limits.max_model_len)
+            for done in (completion.token_ids for completion in output.outputs):
+                assert any(done == sequence[: len(done)] for sequence in every)
         assert self.engine.abort_request(name) is None
 
-    @rule()
-    def reset_cache(self) -> None:
-        self.manager.reset_prefix_cache()
-        assert self.manager.num_cached == 0
-
-    @rule()
-    def step_fails(self) -> None:
-        running = {seq.request_id for seq in self.engine.scheduler.running}
+    def _fail(self) -> None:
+        running = {request.request_id for request in self.engine.scheduler.running}
         self.executor.fail_next = True
         try:
             self.engine.step()
         except EngineError as error:
             assert "on fire" in str(error)
-            still_there = {seq.request_id for seq in self.engine.scheduler.waiting}
+            still_there = {request.request_id for request in self.engine.scheduler.waiting}
             for name in set(self.requests) - still_there:
                 del self.requests[name]
             assert not running & set(self.requests) - still_there
@@ -133,11 +221,20 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.steps(1)
         assert not self.requests, "a request never finished"
-        assert self.manager.num_used == 0
-        EngineMachine.totals["preemptions"] += self.engine.scheduler.num_preemptions
-        EngineMachine.totals["moves"] += self.executor.num_moves
-        EngineMachine.totals["spans"] += self.executor.num_spans
-        EngineMachine.totals["hits"] += self.manager.stats.hit_tokens
+        assert self.manager.num_used == self.manager.num_swapped == 0
+        stats = self.engine.scheduler.preemption.stats
+        EngineMachine.totals.update(
+            {
+                "steps": self.executor.num_steps,
+                "forks": self.manager.num_forks,
+                "copies on write": self.manager.num_copied_blocks,
+                "swapped": stats.swapped,
+                "recomputed": stats.recomputed,
+                "moves": self.executor.num_moves,
+                "spans": self.executor.num_spans,
+                "hits": self.manager.stats.hit_tokens,
+            }
+        )
 
     # ---- what must hold
 
@@ -146,55 +243,62 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check()
+        scheduler = self.engine.scheduler
         held = Counter(block for seq in self._live() for block in seq.block_table)
-        assert self.manager.num_used == len(held)
+        assert self.manager.num_used + self.manager.num_swapped == len(held)
         for block_id, count in held.items():
             assert self.manager._blocks[block_id].ref_count == count
-        for request in self.engine.scheduler.waiting:
+        for request in scheduler.waiting:
             for seq in request.sequences:
-                assert not seq.block_table and seq.num_computed == 0 and seq.span is None
-        assert sum(seq.span is not None for seq in self._live()) <= 1
-        assert len(self.engine.scheduler.running) <= self.engine.limits.max_num_seqs
+                assert not seq.block_table and seq.num_computed == 0
+        assert sum(seq.span is not None for request in scheduler.running for seq in request.live) <= 1
+        assert not any(seq.span for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences)
+        swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.block_table}
+        assert all(self.manager.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
+        assert self.manager.num_swapped == len(swapped)
+        assert sum(request.num_seats for request in scheduler.running) <= self.engine.limits.max_num_seqs
 
     def _live(self) -> list[Sequence]:
-        requests: list[Request] = [*self.engine.scheduler.waiting, *self.engine.scheduler.running]
-        return [seq for request in requests for seq in request.sequences]
+        scheduler = self.engine.scheduler
+        requests: list[Request] = [*scheduler.waiting, *scheduler.swapped, *scheduler.running]
+        return [seq for request in requests for seq in request.live]
 
     def _tell_histories(self) -> None:
         for seq in self._live():
             self.executor.histories[seq.seq_id] = seq.token_ids
-            # Above the threshold K/V depend on the prompt's length, as with dynamic RoPE.
             long = seq.prompt_len > LENGTH_DEPENDENT_ABOVE
             self.executor.salts[seq.seq_id] = bytes([seq.prompt_len]) if long else b""
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            expected, params = self._expected(output.request_id), self.requests[output.request_id][1]
-            completion = output.outputs[0]
-            assert completion.token_ids == expected[: len(completion.token_ids)]
-            if output.finished:
-                assert completion.token_ids == expected
-                stopped = bool(expected) and expected[-1] in params.stop_token_ids
+            asked = self.requests[output.request_id]
+            if asked.is_ranked and not output.finished:
+                assert output.outputs == []
+            if not output.finished:
+                continue
+            expected = asked.results(self.engine.limits.max_model_len)
+            assert [completion.token_ids for completion in output.outputs] == expected
+            for completion in output.outputs:
+                stopped = completion.token_ids[-1] in asked.params.stop_token_ids
                 assert completion.finish_reason == ("stop" if stopped else "length")
-                del self.requests[output.request_id]
-
-    def _expected(self, name: str) -> list[int]:
-        prompt, params = self.requests[name]
-        room = self.engine.limits.max_model_len - len(prompt)
-        salt = bytes([len(prompt)]) if len(prompt) > LENGTH_DEPENDENT_ABOVE else b""
-        return expected_output(prompt, min(params.max_tokens or 0, max(room, 1)), params.stop_token_ids, salt)
+            del self.requests[output.request_id]
 
 
 def test_random_runs_never_corrupt_leak_or_lose_a_block() -> None:
     EngineMachine.totals.clear()
     machine_settings = settings(
         max_examples=300,
-        stateful_step_count=40,
+        stateful_step_count=60,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(EngineMachine, settings=machine_settings)
+    logging.disable(logging.WARNING)  # of every preemption
+    try:
+        run_state_machine_as_test(EngineMachine, settings=machine_settings)
+    finally:
+        logging.disable(logging.NOTSET)
     # The run must have gone where the trouble is.
-    assert EngineMachine.totals["steps"] >= 5_000, EngineMachine.totals
-    for what in ("preemptions", "moves", "hits", "spans"):
-        assert EngineMachine.totals[what] > 0, EngineMachine.totals
+    totals = EngineMachine.totals
+    assert totals["steps"] >= 15_000, totals
+    for what in ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "spans", "hits"):
+        assert totals[what] > 20, totals

@@ -46,7 +46,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "resident, small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, "max_num_batched_tokens": 29},
     "offloaded": offloaded(BLOCK),
     "offloaded, small steps, few blocks": offloaded(
-        BLOCK, num_gpu_blocks=6, num_cpu_blocks=12, max_num_batched_tokens=37
+        BLOCK, num_gpu_blocks=6, num_cpu_blocks=12, max_num_batched_tokens=37, cpu_attention=False
     ),
 }
 WAYS = [*((name, PREFILL_WAYS[0]) for name in ENGINES), ("offloaded, small steps, few blocks", "chunk-major")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -22,6 +22,7 @@ TORCH_FREE = (
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
+    "nanovllm.kvcache.decode_shares",
     "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
@@ -115,29 +116,43 @@ def test_no_import_cycles() -> None:
         raise AssertionError(f"modules import each other: {' -> '.join(error.args[1])}") from error
 
 
-def test_engine_and_sizes_import_without_torch() -> None:
-    engine = {name for name in MODULES if unit(name) == "engine"} - TENSORS_BEGIN
-    assert len(engine) >= 5
-    blocked = """
+BLOCKED = """
 import importlib, sys
+blocked = sys.argv[1]
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ImportError("torch is blocked")
+        if name.partition(".")[0] == blocked:
+            raise ImportError(blocked + " is blocked")
 sys.meta_path.insert(0, Blocker())
 try:
-    import torch
+    importlib.import_module(blocked)
 except ImportError:
     pass
 else:
     raise AssertionError("the blocker does not block")
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
     importlib.import_module(name)
-assert "torch" not in sys.modules
+assert blocked not in sys.modules
 """
-    arguments = [sys.executable, "-c", blocked, *TORCH_FREE, *sorted(engine)]
+
+
+def import_without(blocked: str, names: Iterable[str]) -> None:
+    arguments = [sys.executable, "-c", BLOCKED, blocked, *names]
     result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_engine_and_sizes_import_without_torch() -> None:
+    engine = {name for name in MODULES if unit(name) == "engine"} - TENSORS_BEGIN
+    assert len(engine) >= 5
+    import_without("torch", [*TORCH_FREE, *sorted(engine)])
+
+
+def test_everything_but_its_kernels_imports_without_triton() -> None:
+    kernels = {name for name in MODULES if "import triton\n" in MODULES[name].read_text()}
+    assert len(kernels) >= 8 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
+    users = kernels | {name for name in MODULES if name == "nanovllm.ops.triton_attention"}
+    import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 
 
 def test_public_names_come_from_the_package() -> None:

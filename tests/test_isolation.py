@@ -61,7 +61,7 @@ ENGINES: dict[str, dict[str, object]] = {
     "no prefix cache": {**RESIDENT, "enable_prefix_caching": False},
     "small steps": {**RESIDENT, "max_num_batched_tokens": 23, "max_num_seqs": 7},
     "offloaded": offloaded(BLOCK, 4, 120),
-    "offloaded, few blocks, small steps": offloaded(BLOCK, 6, 20, max_num_batched_tokens=33),
+    "offloaded, few blocks, small steps": offloaded(BLOCK, 6, 20, max_num_batched_tokens=33, cpu_attention=False),
 }
 
 

@@ -93,7 +93,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """Steps of 32 tokens, so two blocks each; some blocks are resident, the others stream."""
     monkeypatch.setattr(model_runner, "create_device", lambda name: CountedDevice(CpuDevice()))
-    arguments = offloaded(BLOCK, num_gpu_blocks=5, num_cpu_blocks=12, max_num_batched_tokens=2 * BLOCK)
+    sizes = {"num_gpu_blocks": 5, "num_cpu_blocks": 12, "max_num_batched_tokens": 2 * BLOCK}
+    arguments = offloaded(BLOCK, **sizes, cpu_attention=False)
     with LLM(model_dir, dtype="float32", **arguments) as llm:
         yield llm
 

@@ -50,8 +50,8 @@ def test_a_span_is_in_the_cache_when_its_last_layer_is_done_and_not_before() -> 
     bench.add("long", prompt_of(100), 3)
     (seq,) = bench.scheduler.waiting[0].sequences
     while bench.step()[0].outputs[0].token_ids == []:
-        assert seq.num_computed == 0 and not bench.manager._by_hash
-    assert seq.num_computed == 100 and seq.span is None and len(bench.manager._by_hash) == 100 // BLOCK
+        assert seq.num_computed == 0 and not bench.manager.prefix_cache._by_hash
+    assert seq.num_computed == 100 and seq.span is None and len(bench.manager.prefix_cache._by_hash) == 100 // BLOCK
     assert bench.run()["long"].metrics.prefill_tokens == 100
     assert [bool(row.samples) for row in bench.rows("long")] == [False] * 4 + [True] * 3
 
@@ -199,7 +199,7 @@ def test_an_aborted_span_leaves_nothing_and_the_next_one_starts() -> None:
         for _ in range(index):
             bench.step()
         bench.engine.abort_request("long")
-        assert not bench.manager._by_hash and bench.manager.num_used == 0
+        assert not bench.manager.prefix_cache._by_hash and bench.manager.num_used == 0
         bench.run()
         assert bench.tokens("next") == expected_output(prompt_of(100, index + 10), 2)
         bench.manager.reset_prefix_cache()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +11,13 @@ from checkpoints import make_checkpoint
 from engines import greedy, random_prompt, token_ids
 
 from nanovllm import LLM
+from nanovllm.config import engine_config
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
-from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.engine.profiling import measure_memory
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
 
 MIB = 1 << 20
 
@@ -42,6 +43,9 @@ class Measures(DeviceWrapper):
     def free_memory(self) -> int:
         return 1024 * MIB - self.used
 
+    def free_host_memory(self) -> int:
+        return 2048 * MIB
+
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
@@ -52,18 +56,11 @@ def model_dir(tmp_path: Path) -> Path:
 def test_a_device_that_measures_is_asked_before_its_free_memory_is(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, seen = Measures(), []
+    device = Measures()
     monkeypatch.setattr(model_runner, "create_device", lambda name: device)
-    sizing = model_runner.KVSizing
-
-    def watched(config: Any, layout: Any, model_max_len: int, facts: MemoryFacts, *rest: Any) -> KVSizing:
-        seen.append(facts)
-        return sizing(config, layout, model_max_len, facts, *rest)
-
-    monkeypatch.setattr(model_runner, "KVSizing", watched)
     with LLM(model_dir, dtype="float32", max_num_batched_tokens=96) as llm:
         assert len(token_ids(llm, [random_prompt(100, 97, 1)], greedy(2))[0]) == 2
-    (facts,) = seen
+        facts = llm.plan().sizing.memory
     assert facts.activation_peak == 100 * MIB
     assert (facts.device_total, facts.device_free) == (1024 * MIB, (1024 - 200 - 50) * MIB)
     assert device.runs == ["a step"]
@@ -99,3 +96,12 @@ def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.M
     with LLM(model_dir, dtype="float32", max_num_batched_tokens=333) as llm:
         spec = llm._runner.spec
     assert shapes == [(333, spec.num_heads, spec.head_dim)] * spec.num_layers
+
+
+def test_weights_that_are_still_to_come_are_not_free(model_dir: Path) -> None:
+    config = engine_config(model_dir, {"num_gpu_blocks": 8})
+    model = Decoder(load_decoder_spec(model_dir), torch.float32, torch.device("cpu"))
+    backend = model_runner.select_backend(torch.device("cpu"), model.spec.head_dim)
+    facts, later = (measure_memory(Measures(), model, backend, config, to_load) for to_load in (0, 300 * MIB))
+    assert later.device_free == facts.device_free - 300 * MIB
+    assert later.host_free == facts.host_free - 300 * MIB, "the tiers of a CPU share their memory"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from arms import force_share, most_arm_tokens, room
 from checkpoints import make_checkpoint
 from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, token_ids, watch_spans
 from hypothesis import HealthCheck, given, settings
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch, StepResult
-from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
+from nanovllm.kvcache.budget import ArmUse, TransferCount, predict_request, predict_transfers
+from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.prefill_plan import NO_SPANS
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -26,12 +27,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, vocab=VOCAB, layers=LAYERS)
     return path
-
-
-def room(llm: LLM) -> OffloadedKVCache:
-    kv_cache = llm._runner.kv_cache
-    assert isinstance(kv_cache, OffloadedKVCache)
-    return kv_cache
 
 
 def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: int) -> int:
@@ -63,14 +58,25 @@ def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
     max_tokens=st.integers(1, 20),
     num_gpu_blocks=st.integers(4, 9),
     chunk=st.integers(5, 100),
+    share=st.one_of(st.none(), st.floats(0, 1), st.just(1.0)),
     way=st.sampled_from(PREFILL_WAYS),
 )
 def test_one_request_moves_what_the_formula_says(
-    model_dir: Path, prompt_len: int, max_tokens: int, num_gpu_blocks: int, chunk: int, way: str
+    model_dir: Path,
+    prompt_len: int,
+    max_tokens: int,
+    num_gpu_blocks: int,
+    chunk: int,
+    share: float | None,
+    way: str,
 ) -> None:
-    arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk)
+    arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk, cpu_attention=share is not None)
     with LLM(model_dir, **arguments) as llm:
         set_prefill(llm, way)
+        arm = None
+        if share is not None:
+            force_share(llm, share)
+            arm = ArmUse(share, most_arm_tokens(llm))
         batches = recorded_batches(llm)
         (output,) = llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(max_tokens), use_tqdm=False)
         stats, layout = llm.kv_stats(), room(llm).layout
@@ -78,11 +84,11 @@ def test_one_request_moves_what_the_formula_says(
     for batch, result, moved in batches:
         (seq,) = batch.sequences
         if seq.span is None:
-            assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids))
+            assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids), arm=arm)
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
     spans = stats.spans if way == "layer-major" else NO_SPANS
-    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, spans)
-    if spans.max_tokens:
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, arm, spans)
+    if spans.max_tokens and arm is None:
         assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
         stats.transfers.h2d_bytes,
@@ -91,9 +97,11 @@ def test_one_request_moves_what_the_formula_says(
     assert stats.device_bytes <= num_gpu_blocks * stats.bytes_per_block
 
 
-def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: float) -> None:
     document = random_prompt(6 * BLOCK, VOCAB, 5)
     with LLM(model_dir, **offloaded(BLOCK, 4, 60)) as llm:
+        force_share(llm, share)
         token_ids(llm, document, greedy(1))  # its blocks are cached: some resident, the others on the host
         batches = recorded_batches(llm)
         outputs = llm.generate([[*document, i] for i in range(5)], greedy(1), use_tqdm=False)
@@ -105,13 +113,17 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path) -> None:
     assert 0 < len(shared) <= 6
     moved_blocks = len(batch.moves)
     promoted = sum(move.src >= resident for move in batch.moves)
+    on_host = blocks_of_share(len(shared), share)
+    loaded = len(shared) - on_host
     assert moved == TransferCount(
-        h2d_copies=LAYERS * len(shared) + promoted,
-        h2d_bytes=len(shared) * layout.block_bytes + promoted * layout.block_bytes,
+        h2d_copies=LAYERS * loaded + promoted,
+        h2d_bytes=loaded * layout.block_bytes + promoted * layout.block_bytes,
         d2h_copies=LAYERS * len(tails) + moved_blocks - promoted,
         d2h_bytes=len(tails) * layout.token_bytes + (moved_blocks - promoted) * layout.block_bytes,
+        arm_blocks=LAYERS * on_host,
+        arm_bytes=on_host * layout.block_bytes,
     )
-    assert sum(result.h2d_bytes) == len(shared) * layout.block_bytes
+    assert sum(result.h2d_bytes) == loaded * layout.block_bytes
     assert sum(result.d2h_bytes) == len(tails) * layout.token_bytes
 
 
@@ -171,11 +183,11 @@ def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
         expected = token_ids(llm, prompt, greedy(5))
         llm.engine.scheduler.block_manager.reset_prefix_cache()
 
-        def broken(*_: object) -> None:
+        def broken(*_: object, **__: object) -> None:
             raise OSError("the link is down")
 
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "memcpy_2d_async", broken)
+            patch.setattr(cpu, "copy_pitched", broken)
             with pytest.raises(EngineError, match="the link is down"):
                 llm.generate(prompt, greedy(5), use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ast
 import inspect
-import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from arms import DeviceOfItsOwn, force_share, put_arm_beside
 from checkpoints import make_checkpoint
-from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill
+from engines import greedy, offloaded, random_prompt, set_prefill
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.device import PitchedCopy
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.errors import EngineError
-from nanovllm.kvcache import offload_engine, transfer_order
+from nanovllm.kvcache import offload_engine, paged_cache, transfer_order
 
 BLOCK, VOCAB = 16, 97
 SHAPE = (4, 2, 1, BLOCK, 16)  # four pieces
@@ -101,6 +101,21 @@ def test_disjoint_tokens_of_one_block_do_not_conflict(device: OrderingCheck) -> 
         device.copy_2d(PitchedCopy(ring[0], host[0], BLOCK * row, BLOCK * row, 5 * row, 2, "h2d"), stream)  # and 4
 
 
+def test_a_call_is_ordered_like_a_kernel() -> None:
+    device = OrderingCheck(DeviceOfItsOwn())
+    pool, done = device.empty_host("pool", SHAPE, torch.float32), device.new_event()
+    calls, ran = device.new_call_stream("calls"), []
+    device.declare_kernel("fill", writes=(pool[0],), stream=calls)
+    calls.launch(lambda: ran.append(1))
+    with pytest.raises(OrderingError, match=r"kernel 'read' on stream compute reads pool\[0\].*'fill' on stream calls"):
+        device.declare_kernel("read", reads=(pool[0],))
+    calls.record(done)
+    device.compute_stream.wait(done)
+    device.declare_kernel("read", reads=(pool[0],))
+    assert ran == [1]
+    device.close()
+
+
 def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> None:
     with pytest.raises(OrderingError, match="stream compute waits for an event that was never recorded"):
         device.compute_stream.wait(device.new_event())
@@ -116,23 +131,32 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def stress(model_dir: Path, ways: Sequence[str] = PREFILL_WAYS) -> tuple[int, int, int]:
-    """Prefill, decode, several sequences, prefix hits, preemption, aborts, block moves, in two engines for each way.
+def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
+    return SamplingParams(n=count, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
 
-    Returns how often sequences were preempted, how many blocks were moved, and how many accesses were checked.
+
+def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
+    """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in three engines.
+
+    share: of the host blocks for the CPU arm; None without an arm. Returns how often requests were preempted, how many
+    blocks were moved, and how many accesses were checked.
     """
     preemptions = moves = checked = 0
-    for way, (num_gpu_blocks, num_cpu_blocks) in itertools.product(ways, ((4, 14), (9, 9))):
-        arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45)
+    for num_gpu_blocks, num_cpu_blocks, way in ((4, 14, "layer-major"), (9, 9, "layer-major"), (4, 14, "chunk-major")):
+        has_arm = share is not None
+        arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45, cpu_attention=has_arm)
         random = Random(7)
         with LLM(model_dir, dtype="float32", max_model_len=120, **arguments) as llm:
             set_prefill(llm, way)
+            if share is not None:
+                force_share(llm, share)
             recorded_moves: list[object] = []
             move_blocks = llm._runner.kv_cache.engine.move_blocks  # type: ignore[attr-defined]
             llm._runner.kv_cache.engine.move_blocks = lambda m, r=recorded_moves, f=move_blocks: (r.extend(m), f(m))  # type: ignore[attr-defined]
             for index in range(60):
                 prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, seed=index % 4)
-                llm.engine.add_request(str(index), None, greedy(random.choice([1, 20])), prompt)
+                params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))
+                llm.engine.add_request(str(index), None, params, prompt)
                 for _ in range(random.randrange(4)):
                     llm.engine.step()
                 if random.random() < 0.3:
@@ -177,23 +201,77 @@ def without_call(line: int, column: int) -> types.ModuleType:
     return module
 
 
-def test_the_engine_orders_everything(model_dir: Path) -> None:
-    preemptions, moves, checked = stress(model_dir)
+ARM_SHARES = {"without an arm": None, "an arm in order": 0.5, "an arm beside": 0.5, "all for an arm beside": 1.0}
+
+
+@pytest.mark.parametrize("name", ARM_SHARES)
+def test_the_engine_orders_everything(model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "beside" in name:
+        put_arm_beside(monkeypatch)
+    preemptions, moves, checked = stress(model_dir, ARM_SHARES[name])
     assert min(preemptions, moves) > 0 and checked > 1000
 
 
 def test_there_are_as_many_mutants_as_the_design_has_orderings() -> None:
     sources = [source for _, _, source in order_calls()]
-    for event in ("kv_written", "host_ready", "ring_slot_ready", "ring_slot_compute_done", "moves_begin", "moves_end"):
+    of_the_ring = ("kv_written", "host_ready", "ring_slot_ready", "ring_slot_compute_done", "moves_begin", "moves_end")
+    of_the_arm = ("queries_written", "queries_arrived", "partial_written", "partial_arrived")
+    for event in of_the_ring + of_the_arm:
         assert any(f"_{event}" in source and "record" in source for source in sources), event
         assert any(f"_{event}" in source and "wait" in source for source in sources), event
+
+
+def is_of_the_arm(source: str) -> bool:
+    return any(word in source for word in ("_arm", "_queries", "_partial"))
 
 
 @pytest.mark.parametrize(("line", "column", "source"), order_calls(), ids=lambda value: str(value))
 def test_every_wait_and_record_taken_out_is_noticed(
     model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if is_of_the_arm(source):
+        put_arm_beside(monkeypatch)
     monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
     with pytest.raises(EngineError) as failed:
-        stress(model_dir)
+        stress(model_dir, 1.0 if is_of_the_arm(source) else None)
+    assert isinstance(failed.value.__cause__, OrderingError), source
+
+
+def test_an_arm_in_order_that_waits_for_no_store_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wait,) = [call for call in order_calls() if call[2].startswith("self._host_ready.wait(self._arm,")]
+    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(*wait[:2]).TransferOrder)
+    with pytest.raises(EngineError) as failed:
+        stress(model_dir, 1.0)
+    assert isinstance(failed.value.__cause__, OrderingError)
+
+
+# ---- the room without offload, whose only copies are of whole blocks
+
+
+def stress_resident(model_dir: Path) -> int:
+    """Groups that copy on write and are swapped out and in. Returns how many accesses were checked."""
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=12, max_model_len=80) as llm:
+        prompts = [random_prompt(length, VOCAB, seed=1) for length in (20, 33, 25)]
+        llm.generate(prompts, [several(2, 30, index) for index in range(3)], use_tqdm=False)
+        assert llm.engine.scheduler.preemption.stats.swapped > 0
+        assert llm.engine.scheduler.block_manager.num_copied_blocks > 0
+        assert isinstance(llm._runner.device, OrderingCheck)
+        return llm._runner.device.num_checked
+
+
+def test_the_resident_room_orders_everything(model_dir: Path) -> None:
+    assert stress_resident(model_dir) > 200
+
+
+MOVE_CALLS = [call for call in order_calls() if "_moves_" in call[2]]
+
+
+@pytest.mark.parametrize(("line", "column", "source"), MOVE_CALLS, ids=lambda value: str(value))
+def test_the_resident_room_notices_every_missing_order_of_moves(
+    model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(MOVE_CALLS) == 4
+    monkeypatch.setattr(paged_cache, "TransferOrder", without_call(line, column).TransferOrder)
+    with pytest.raises(EngineError) as failed:
+        stress_resident(model_dir)
     assert isinstance(failed.value.__cause__, OrderingError), source

@@ -65,7 +65,7 @@ def shape_of(value: Any) -> Any:
     return {key: shape_of(inner) for key, inner in value.items()} if isinstance(value, dict) else value is None
 
 
-TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes"}
+TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes", "arm_blocks", "arm_bytes"}
 PHASE_KEYS = {"seconds", "tokens_per_second", "limit", "seconds_by_resource", "rates_not_known", "transfers"}
 
 
@@ -110,7 +110,7 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 4096, 2)
-    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, spans)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, spans=spans)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes
     assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}
@@ -316,7 +316,7 @@ def test_rates_are_measured_on_any_network(model_dir: Path, ring_slots: int, loa
     spec: DecoderSpec = load_decoder_spec(model_dir)
     device = create_device("cpu")
     sizes = replace(SMALL, weight_bytes=1 << 30) if loaded else SMALL  # all layers, or some
-    model = random_model(spec, torch.float32, device.torch_device, sizes)
+    model = random_model(spec, torch.float32, device, sizes)
     rates = measure_rates(Probe(device, model, select_cpu_backend(spec.head_dim), 16, ring_slots, 64, sizes))
     device.close()
     for name in ("compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"):

@@ -84,7 +84,7 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     path = tmp_path_factory.getbasetemp() / f"windows-{windows}"
     if not path.exists():
         make_checkpoint(path, vocab=VOCAB, layers=LAYERS, **WINDOWS[windows])
-    with LLM(path, **offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk)) as llm:
+    with LLM(path, **offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk, cpu_attention=False)) as llm:
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)
         visits = count_visits(llm)

@@ -132,7 +132,7 @@ def test_slices_cover_every_unit_once_within_the_budget(
 def test_a_prompt_within_the_memory_for_spans_loads_nothing(
     resident: int, prompt: int, output: int, chunk: int
 ) -> None:
-    moved = predict_request(LAYOUT, resident, prompt, output, chunk, ALL)
+    moved = predict_request(LAYOUT, resident, prompt, output, chunk, spans=ALL)
     decodes = [predict_transfers(LAYOUT, resident, length, 1) for length in range(prompt, prompt + output - 1)]
     loaded = sum(decode.h2d_bytes for decode in decodes)
     assert moved.h2d_bytes == loaded
@@ -140,7 +140,7 @@ def test_a_prompt_within_the_memory_for_spans_loads_nothing(
 
 
 def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its_tail() -> None:
-    moved = predict_request(LAYOUT, 2, 400, 1, 64, SpanMemory(buffer_blocks=40, max_tokens=140))
+    moved = predict_request(LAYOUT, 2, 400, 1, 64, spans=SpanMemory(buffer_blocks=40, max_tokens=140))
     steps = [(0, 128), (128, 128), (256, 64), (320, 64), (384, 16)]  # chunks from where 40 blocks leave room for one
     assert moved == sum((predict_transfers(LAYOUT, 2, *step) for step in steps), TransferCount())
     assert moved.h2d_bytes < predict_request(LAYOUT, 2, 400, 1, 64).h2d_bytes
@@ -148,7 +148,7 @@ def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its
 
 def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
     layout = replace(LAYOUT, block_size=100)
-    moved = predict_request(layout, 1, 700, 1, 64, SpanMemory(10, 1000))
+    moved = predict_request(layout, 1, 700, 1, 64, spans=SpanMemory(10, 1000))
     assert (moved.h2d_copies, moved.d2h_copies) == (0, 6 * layout.num_layers)
 
 
@@ -169,7 +169,7 @@ def test_memory_is_divided_so_that_the_longest_prompt_loads_least(
     assert spans.num_bytes(LAYOUT, row_bytes) <= max(memory, 0)
 
     def loaded(given: SpanMemory) -> int:
-        return predict_request(LAYOUT, 0, longest, 1, chunk, given).h2d_bytes
+        return predict_request(LAYOUT, 0, longest, 1, chunk, spans=given).h2d_bytes
 
     least = loaded(spans)
     for blocks in range(-(-longest // BLOCK) + 1):

@@ -22,7 +22,9 @@ def positions_to_ask(length: int, block: int, chunk: int, seed: int) -> list[int
     return sorted({1, *edges, *random})
 
 
-def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, way: str) -> None:
+def ask_everything(
+    path: Path, length: int, block: int, chunk: int, dtype: str, way: str, **arguments: object
+) -> None:
     vocab = length + 2
     max_len = length + 1 + ANSWER_TOKENS
     write_recall_checkpoint(path, vocab, max_len, seed=1, dtype=dtype)
@@ -30,7 +32,7 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
     positions = positions_to_ask(length, block, chunk, seed=3)
     num_blocks = -(-max_len // block)
     engine = offloaded(block, num_gpu_blocks=max(4, num_blocks // 8), num_cpu_blocks=num_blocks + len(positions))
-    with LLM(path, max_model_len=max_len, max_num_batched_tokens=chunk, **engine) as llm:
+    with LLM(path, max_model_len=max_len, max_num_batched_tokens=chunk, **{**engine, **arguments}) as llm:
         set_prefill(llm, way)
         spans = watch_spans(llm)
         assert llm.kv_stats().device_bytes * 4 <= num_blocks * llm.kv_stats().bytes_per_block
@@ -45,9 +47,9 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("block", "chunk"), [(256, 1024), (128, 700)])
-def test_4k(tmp_path: Path, block: int, chunk: int, dtype: str, way: str) -> None:
-    ask_everything(tmp_path, 4096, block, chunk, dtype, way)
+@pytest.mark.parametrize(("block", "chunk", "cpu_attention"), [(256, 1024, True), (128, 700, False)])
+def test_4k(tmp_path: Path, block: int, chunk: int, cpu_attention: bool, dtype: str, way: str) -> None:
+    ask_everything(tmp_path, 4096, block, chunk, dtype, way, cpu_attention=cpu_attention)
 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)

@@ -14,9 +14,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 EXTENSIONS = {  # module -> (sources, tests that exercise it)
-    "nanovllm/comm/_sgdma": ("sgdma*.cpp", "test_sgdma.py"),
-    "nanovllm/ops/_cpu_attention": ("cpu_attention*.cpp", "test_cpu_attention.py"),
-    "nanovllm/ops/_cpu_linear": ("cpu_linear*.cpp", "test_cpu_linear.py"),
+    "nanovllm/comm/_sgdma": ("sgdma*.cpp", ("test_sgdma.py", "test_batch_copy.py", "test_pinned.py")),
+    "nanovllm/ops/_cpu_attention": ("cpu_attention*.cpp", ("test_cpu_attention.py",)),
+    "nanovllm/ops/_cpu_linear": ("cpu_linear*.cpp", ("test_cpu_linear.py",)),
+    "nanovllm/ops/_cpu_rows": ("cpu_rows*.cpp", ("test_cpu_rows.py",)),
 }
 FLAGS = [
     "-std=c++17",
@@ -61,7 +62,8 @@ def test_no_bad_access_and_no_undefined_behaviour(module: str, tmp_path: Path) -
     }
     # Left out: what starts another process, which has not got the sanitizers' libraries, or does not bear them (nvcc).
     skipped = ["-k", "not test_extension_needs_neither_torch_nor_cuda_libraries and not test_nvcc"]
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", *skipped, str(REPOSITORY / "tests" / tests)]
+    files = [str(REPOSITORY / "tests" / name) for name in tests]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", *skipped, *files]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         env=environment,

@@ -247,6 +247,28 @@ def test_build_without_cuda_refuses_device_copies(kind: str) -> None:
         _sgdma.memcpy_2d_async(dst.data_ptr(), src.data_ptr(), 4, 4, 4, 2, kind, 0)
 
 
+@pytest.mark.skipif(_sgdma.has_cuda, reason="the extension was built with CUDA")
+def test_build_without_cuda_refuses_calls() -> None:
+    with pytest.raises(RuntimeError, match="has no CUDA, so no call can be put on a stream"):
+        _sgdma.launch_call(lambda: None, 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not _sgdma.has_cuda, reason="the extension was built without CUDA")
+def test_calls_run_in_the_order_of_the_stream() -> None:
+    stream = torch.cuda.Stream()
+    seen: list[int] = []
+    device, host = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda"), torch.zeros(1 << 20, dtype=torch.uint8)
+    host = host.pin_memory()
+    torch.cuda.synchronize()
+    memcpy_2d_async(host, device, 1 << 20, 1 << 20, 1 << 20, 1, "d2h", stream)
+    _sgdma.launch_call(lambda: seen.append(int(host[-1])), stream.cuda_stream)
+    memcpy_2d_async(device, host, 1 << 20, 1 << 20, 1 << 20, 1, "h2d", stream)
+    _sgdma.launch_call(lambda: seen.append(len(seen)), stream.cuda_stream)
+    stream.synchronize()
+    assert seen == [7, 1]
+
+
 def test_extension_refuses_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="got h2x"):
         _sgdma.memcpy_2d_async(0, 0, 1, 1, 1, 1, "h2x", 0)

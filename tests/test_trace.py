@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         assert token_ids(llm, prompts, greedy(3)) == traced
     rows = rows_of(path)
     compute = rows.pop("compute")
-    assert {s["name"] for s in compute} == {"step", "write K/V", "attend"}
+    assert {s["name"] for s in compute} == {"step", "write K/V", "attend", "attend on the host"}
     assert all(s["args"]["bytes"] > 0 and s["args"]["declared"] > 0 for s in compute if s["name"] != "step")
     assert set(rows) == {f"kv-slot-{slot}" for slot in range(4)} | {"kv-moves"}
     copies = [s for slices in rows.values() for s in slices]
@@ -78,6 +79,18 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         assert len(of_kind) == count > 0
         assert sum(args["bytes"] for args in of_kind) == total
     assert all(in_turn(slices) for slices in rows.values())
+
+
+def test_calls_are_slices_of_their_stream(tmp_path: Path) -> None:
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    calls, tensor = device.new_call_stream("arm"), torch.zeros(8)
+    device.declare_kernel("attend on the host", reads=(t for t in (tensor, tensor)), stream=calls)
+    calls.launch(lambda: time.sleep(0.01))
+    calls.launch(lambda: None)
+    device.close()
+    slices = rows_of(tmp_path / "trace.json")["arm"]
+    assert [(s["name"], s["args"]["bytes"]) for s in slices] == [("attend on the host", 64), ("call", 0)]
+    assert slices[0]["dur"] >= 1e4 and in_turn(slices)
 
 
 def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_path: Path) -> None:
@@ -99,7 +112,7 @@ def test_kernels_lie_within_steps_and_one_after_the_other(model_dir: Path, tmp_p
 
 def test_copies_that_ran_at_the_same_time_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=20)
-    monkeypatch.setattr(cpu, "copy_pitched", lambda *arguments: both.wait())
+    monkeypatch.setattr(cpu, "copy_pitched", lambda *arguments, **named: both.wait())
     device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
     for stream in (device.new_stream("left"), device.new_stream("right")):
         copy(device, stream)

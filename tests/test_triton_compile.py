@@ -13,7 +13,7 @@ import pytest
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have (CUDA C++ Guide, 16.2)
 REGISTERS = 65536  # of a multiprocessor
 KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel", "_norm_kernel",
-           "_heads_kernel", "_silu_kernel"}  # fmt: skip
+           "_heads_kernel", "_silu_kernel", "_draw_kernel"}  # fmt: skip
 
 
 def compiled(arch: int, dtype: str, head_dims: tuple[int, ...], cache: Path) -> list[dict[str, object]]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from attention_cases import BOUNDS, Case, Shape
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
+from nanovllm.layers import sampler
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
 from nanovllm.layers.norm import add_rms_norm_, rms_norm
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode
 from nanovllm.ops.attention import FEW_ROWS, AttentionState, SegmentTable
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.triton_activation import silu_and_mul_triton
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
+from nanovllm.ops.triton_gumbel import draw_triton
 from nanovllm.ops.triton_heads import place_heads_triton
 from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
 from nanovllm.ops.triton_store import store_kv_triton
@@ -167,3 +172,32 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
     expected = silu_and_mul(gate_up.cpu())
     torch.testing.assert_close(silu_and_mul_triton(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+
+
+# ---- drawing
+
+
+@dataclass(frozen=True)
+class Row:
+    seed: int
+    index: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    adjustments: None = None
+
+
+@pytest.mark.parametrize("width", [1, 97, 5000])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_tokens_drawn(width: int, ordered: bool) -> None:
+    """The very tokens of the plain version, which has the noise of every token in memory."""
+    rows = [Row(0, 0), Row(2**63 + 5, 7), Row(1, 2**40), Row(3, 3)]
+    scores = random(len(rows), width) * 3
+    scores[:, width // 2 + 1 :] = -torch.inf
+    tokens = torch.arange(width)
+    if ordered:  # a row's own order, as after sorting
+        tokens = torch.stack([torch.randperm(width, generator=torch.Generator().manual_seed(i)) for i in range(4)])
+    expected = torch.argmax(scores.cpu() + gumbel_noise(rows, tokens), dim=-1)
+    drawn = draw_triton(scores, tokens.to(DEVICE), sampler._noise_starts(rows).to(DEVICE))
+    assert torch.equal(drawn.cpu(), expected)

@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.config import DTYPES, engine_config
+from nanovllm.config import DTYPES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import span_row_bytes, step_bytes
+from nanovllm.engine.profiling import measure_memory, span_row_bytes, step_bytes
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
+from nanovllm.models.dummy import fill_with_random_weights
 from nanovllm.models.hf_config import read_decoder_spec
-from nanovllm.ops import select_cpu_backend
+from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.planner.network import Network
@@ -148,31 +149,41 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
     config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
         raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
-    decoder = Decoder(network.spec, getattr(torch, network.dtype), META)
-    if device is not None and device.torch_device.type == "cpu":
-        decoder.chunk_rows = CPU_CHUNK_ROWS
-    activations = step_bytes(decoder, config)
     if device is None:
-        memory = _given_memory(args.gpu_mem, args.host_mem or 0, network.weight_bytes, activations)
+        memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
-        memory = _this_memory(device, network.weight_bytes, activations)
-    row_bytes = span_row_bytes(decoder, select_cpu_backend(network.spec.head_dim), config)
-    memory = replace(memory, span_row_bytes=row_bytes)
+        memory = _this_memory(network, config, device)
     return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
 
 
-def _given_memory(gpu_mem: int, host_mem: int, weight_bytes: int, activations: int) -> MemoryFacts:
-    if weight_bytes >= gpu_mem:
-        raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weight_bytes / 1e9:.1f} GB")
-    return MemoryFacts(gpu_mem, gpu_mem - weight_bytes, host_mem, tiers_share_memory=False, activation_peak=activations)
+def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:
+    weights = network.weight_bytes
+    if weights >= gpu_mem:
+        raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
+    model = Decoder(network.spec, getattr(torch, network.dtype), META)
+    return MemoryFacts(
+        device_total=gpu_mem,
+        device_free=gpu_mem - weights,
+        host_free=host_mem,
+        tiers_share_memory=False,
+        activation_peak=step_bytes(model, config),
+        span_row_bytes=span_row_bytes(model, select_cpu_backend(network.spec.head_dim), config),
+    )
 
 
-def _this_memory(device: Device, weight_bytes: int, activations: int) -> MemoryFacts:
-    """As it will be once the weights are loaded."""
-    shared = device.torch_device.type == "cpu"
-    host_free = device.free_host_memory() - (weight_bytes if shared else 0)
-    free = device.free_memory() - weight_bytes
-    return MemoryFacts(device.total_memory(), free, host_free, shared, activations)
+def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
+    """As it will be once the weights are loaded. One layer on the device stands for all, on the CPU none is needed."""
+    dtype: torch.dtype = getattr(torch, network.dtype)
+    backend = select_backend(device.torch_device, network.spec.head_dim)
+    if device.torch_device.type == "cpu":
+        model = Decoder(network.spec, dtype, META)
+        model.chunk_rows = CPU_CHUNK_ROWS
+        return measure_memory(device, model, backend, config, to_load=network.weight_bytes)
+    spec = replace(network.spec, num_layers=1, sliding_windows=network.spec.sliding_windows[:1])
+    with device.compute():
+        model = Decoder(spec, dtype, device.torch_device)
+        fill_with_random_weights(model, seed=0)
+    return measure_memory(device, model, backend, config, to_load=network.weight_bytes - model.weight_bytes)
 
 
 # ---- rates
@@ -198,8 +209,8 @@ def _rates(args: argparse.Namespace, network: Network, sizing: KVSizing, device:
 def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
     sizes, config = ProbeSizes(), sizing.config
     dtype: torch.dtype = getattr(torch, network.dtype)
-    model = random_model(network.spec, dtype, device.torch_device, sizes)
-    backend = select_cpu_backend(network.spec.head_dim)
+    model = random_model(network.spec, dtype, device, sizes)
+    backend = select_backend(device.torch_device, network.spec.head_dim)
     ring_slots = sizing.plan().split.ring_slots
     return measure_rates(
         Probe(device, model, backend, config.block_size, ring_slots, config.max_num_batched_tokens, sizes)

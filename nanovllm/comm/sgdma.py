@@ -39,7 +39,7 @@ def memcpy_2d_async(
 
     Row i is read at `src.data_ptr() + i * spitch` and written at `dst.data_ptr() + i * dpitch`. All sizes are
     in bytes; shapes, strides and dtypes of the tensors play no part, only where their storages begin and end.
-    A width or height of 0 copies nothing.
+    A width or height of 0 copies nothing. Rows of dst may lie between those of src if both pitches are the same.
 
     kind: `"h2h"` copies on the calling thread and is done on return; it takes no stream. `"h2d"`, `"d2h"` and
     `"d2d"` are queued on `stream` (a `torch.cuda.Stream` or a raw handle, 0 for the default stream) through
@@ -68,15 +68,19 @@ def copy_pitched(
     for name, value in (("dpitch", dpitch), ("spitch", spitch), ("width", width), ("height", height)):
         if type(value) is not int or value < 0:
             raise CopyError(f"{name} must be an int of at least 0, got {value!r}.")
-    _check_sides(dst, src, kind)
+    _check_sides(dst, src, kind, "", set())
     handle = _stream_handle(stream, kind, dst, src)
     by_rows = rows_above is not None and max(dpitch, spitch) > rows_above
     dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
-    dst_end = dst_ptr + _checked_span("dst", dst, dpitch, width, height, by_rows)
-    src_end = src_ptr + _checked_span("src", src, spitch, width, height, by_rows)
+    for name, pitch in (("dst", dpitch), ("src", spitch)):
+        if pitch > MAX_PITCH and not by_rows:
+            raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
+    dst_end = dst_ptr + _checked_span("dst", dst, dpitch, width, height)
+    src_end = src_ptr + _checked_span("src", src, spitch, width, height)
     if not width or not height:
         return 0
-    if dst_ptr < src_end and src_ptr < dst_end:
+    interleaved = height > 1 and dpitch == spitch and width <= (dst_ptr - src_ptr) % dpitch <= dpitch - width
+    if dst_ptr < src_end and src_ptr < dst_end and not interleaved:
         raise CopyError(
             f"dst and src must not overlap, but dst spans bytes [{dst_ptr:#x}, {dst_end:#x}) and src "
             f"[{src_ptr:#x}, {src_end:#x})."
@@ -101,41 +105,49 @@ def memcpy_batch_async(
     """
     if not len(dsts) == len(srcs) == len(sizes):
         raise CopyError(f"dsts, srcs and sizes must be of one length, got {len(dsts)}, {len(srcs)} and {len(sizes)}.")
-    handle = 0
+    asked: set[int] = set()
     for index, (dst, src, size) in enumerate(zip(dsts, srcs, sizes, strict=True)):
+        number = f"s[{index}]"
         if type(size) is not int or size < 0:
-            raise CopyError(f"sizes[{index}] must be an int of at least 0, got {size!r}.")
-        _check_sides(dst, src, kind, f"s[{index}]")
-        handle = _stream_handle(stream, kind, dst, src)
-        _checked_span(f"dsts[{index}]", dst, size, size, 1, True)
-        _checked_span(f"srcs[{index}]", src, size, size, 1, True)
+            raise CopyError(f"size{number} must be an int of at least 0, got {size!r}.")
+        _check_sides(dst, src, kind, number, asked)
+        _checked_span("dst" + number, dst, size, size, 1)
+        _checked_span("src" + number, src, size, size, 1)
+    if not sizes:
+        return 0
+    handle = _stream_handle(stream, kind, *dsts, *srcs)
     dst_ptrs, src_ptrs = [dst.data_ptr() for dst in dsts], [src.data_ptr() for src in srcs]
     _check_disjoint(dst_ptrs, src_ptrs, sizes)
-    return _sgdma.memcpy_batch_async(dst_ptrs, src_ptrs, list(sizes), kind, handle) if sizes else 0
+    return _sgdma.memcpy_batch_async(dst_ptrs, src_ptrs, sizes, kind, handle)
 
 
-def _check_sides(dst: Tensor, src: Tensor, kind: str, suffix: str = "") -> None:
-    """Refuse what is no plain tensor, an unknown kind, and memory that is not where the kind says."""
+def _check_sides(dst: Tensor, src: Tensor, kind: str, number: str, asked: set[int]) -> None:
+    """Refuse what is no plain tensor, an unknown kind, and memory that is not where the kind says.
+
+    asked: addresses of storages that CUDA has been asked about for this call.
+    """
     sides = _SIDES.get(kind) if isinstance(kind, str) else None
     if sides is None:
         raise CopyError(f"kind must be one of {', '.join(_SIDES)}, got {kind!r}.")
-    for name, tensor, side in ((f"dst{suffix}", dst, sides[0]), (f"src{suffix}", src, sides[1])):
+    for name, tensor, side in (("dst", dst, sides[0]), ("src", src, sides[1])):
         if not isinstance(tensor, Tensor):
-            raise CopyError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}.")
+            raise CopyError(f"{name}{number} must be a torch.Tensor, got {type(tensor).__name__}.")
         if tensor.layout is not torch.strided:
-            raise CopyError(f"{name} must be a strided tensor, got layout {tensor.layout}.")
+            raise CopyError(f"{name}{number} must be a strided tensor, got layout {tensor.layout}.")
         if tensor.device.type != side:
-            raise CopyError(f"A {kind} copy needs {name} on {side}, but it is on {tensor.device}.")
+            raise CopyError(f"A {kind} copy needs {name}{number} on {side}, but it is on {tensor.device}.")
         if kind != "h2h":
-            _check_memory(name, tensor, kind)
+            _check_memory(name + number, tensor, kind, asked)
 
 
-def _check_memory(name: str, tensor: Tensor, kind: str) -> None:
+def _check_memory(name: str, tensor: Tensor, kind: str, asked: set[int]) -> None:
     """Ask CUDA where the two ends of the storage lie: pinned memory, or memory of the tensor's device."""
     storage = tensor.untyped_storage()
-    if not storage.nbytes():
+    start, size = storage.data_ptr(), storage.nbytes()
+    if not size or start in asked:
         return
-    for address in (storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1):
+    asked.add(start)
+    for address in (start, start + size - 1):
         memory, device = _sgdma.memory_of(address)
         # Through pageable memory CUDA copies synchronously, at a fraction of the link's rate.
         if tensor.device.type == "cpu" and memory != "pinned":
@@ -147,23 +159,22 @@ def _check_memory(name: str, tensor: Tensor, kind: str) -> None:
             )
 
 
-def _stream_handle(stream: object, kind: str, dst: Tensor, src: Tensor) -> int:
+def _stream_handle(stream: object, kind: str, *tensors: Tensor) -> int:
     """The raw handle of `stream`, which must be one of the device that the copy runs on."""
     handle = stream if type(stream) is int else getattr(stream, "cuda_stream", None)
     if type(handle) is not int or handle < 0 or (handle and kind == "h2h"):
         raise CopyError(_stream_rule(stream, kind))
-    places = {tensor.device for tensor in (dst, src) if tensor.device.type == "cuda"}
-    places |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
-    if len(places) > 1:
-        found = " and ".join(sorted(str(place) for place in places))
-        raise CopyError(f"A {kind} copy and its stream belong to one device, but these are on {found}.")
+    if kind != "h2h":
+        places = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        places |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
+        if len(places) > 1:
+            found = " and ".join(sorted(str(place) for place in places))
+            raise CopyError(f"A {kind} copy and its stream belong to one device, but these are on {found}.")
     return handle
 
 
-def _checked_span(name: str, tensor: Tensor, pitch: int, width: int, height: int, any_pitch: bool) -> int:
+def _checked_span(name: str, tensor: Tensor, pitch: int, width: int, height: int) -> int:
     """The bytes from the first to the last that the copy touches in `tensor`, known to lie in its storage."""
-    if pitch > MAX_PITCH and not any_pitch:
-        raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
     if height > 1 and pitch < width:
         raise CopyError(f"The pitch of {name} must be at least the width of {width} bytes, got {pitch}.")
     if not width or not height:

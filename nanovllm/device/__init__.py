@@ -6,14 +6,26 @@ import logging
 
 import torch
 
-from nanovllm.device.base import CopyKind, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, CopyKind, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, check_cuda
 from nanovllm.device.lanes import SharedLanes
 from nanovllm.errors import ConfigError
 from nanovllm.ops import select_backend
 
-__all__ = ["CopyKind", "Device", "Event", "Mark", "PitchedCopy", "Stream", "create_device"]
+__all__ = [
+    "Busy",
+    "BusyMeter",
+    "CallStream",
+    "CopyKind",
+    "Device",
+    "Event",
+    "Mark",
+    "PitchedCopy",
+    "Stream",
+    "create_device",
+]
 
 USUAL_HEAD_DIM = 128  # that an attention backend must take for CUDA to be the default
 

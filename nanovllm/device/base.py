@@ -8,13 +8,15 @@ the event's latest record at the time of the call; an event that was never recor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from nanovllm.device.busy import Busy
 
 CopyKind = Literal["h2d", "d2h", "d2d", "h2h"]
 
@@ -64,12 +66,28 @@ class Stream(ABC):
         """Mark the work put on this stream so far, to be asked later when it was done."""
 
 
+class CallStream(Stream):
+    """A stream whose work is calls that run on cores of the host, alongside the thread that puts them there."""
+
+    @abstractmethod
+    def launch(self, call: Callable[[], None]) -> None:
+        """Put `call` on this stream. What it raises is a failure of the stream.
+
+        It touches host memory only and puts nothing on any stream; where it computes, it lets go of the GIL.
+        """
+
+
 class Device(ABC):
-    """Memory, streams and copies of one device. `compute_stream` is where the model runs."""
+    """Memory, streams and copies of one device. `compute_stream` is where the model runs.
+
+    `shares_host`: the compute stream runs on the host's own cores, and its kernels reach host memory as they do device
+    memory. A call stream would then only take cores away from it.
+    """
 
     name: str
     torch_device: torch.device
     compute_stream: Stream
+    shares_host: bool
 
     def compute(self) -> AbstractContextManager[None]:
         """What torch is called for inside goes on the compute stream."""
@@ -77,6 +95,9 @@ class Device(ABC):
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream: ...
+
+    @abstractmethod
+    def new_call_stream(self, name: str) -> CallStream: ...
 
     @abstractmethod
     def new_event(self) -> Event: ...
@@ -94,10 +115,17 @@ class Device(ABC):
         """Put a copy on `stream`, which is not the compute stream. Returns how many copies that takes: 1, or one for
         each row where a pitch is above what the device copies with."""
 
-    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Say what memory a kernel that goes on the compute stream now reads and writes.
+    @abstractmethod
+    def link_busy(self) -> Busy:
+        """Bytes copied to the device so far, and the time in which such copies ran. Waits for nothing."""
 
-        Devices take no notice: the ordering check (`device/ordering.py`) and the trace (`device/trace.py`) do.
+    def declare_kernel(
+        self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
+    ) -> None:
+        """Say what memory a kernel reads and writes that goes on `stream` now, None being the compute stream.
+
+        Devices take no notice: the ordering check (`device/ordering.py`) and the trace (`device/trace.py`) do. A
+        generator costs nothing elsewhere.
         """
         return
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from nanovllm.comm import copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.errors import EngineError
 
 
@@ -31,6 +32,10 @@ class Flag:
 
     def is_set(self) -> bool:
         return self._happened.is_set()
+
+    def is_behind(self) -> bool:
+        """Set, and nothing failed: whoever waits for it may as well not."""
+        return self._happened.is_set() and self._failure is None
 
     def wait(self) -> None:
         """Return once set. Raises if what should have happened before it failed."""
@@ -59,38 +64,51 @@ class CpuMark(Mark):
         return self._seconds
 
 
-class WorkerStream(Stream):
+class WorkerStream(CallStream):
     """A thread that carries out what is put on its queue, in order.
 
-    The thread starts with the first piece of work. After a failure it skips copies and passes the failure on through
-    the flags it sets, so that nobody waits for ever and nobody reads what was not copied; `synchronize` raises the
-    failure once and clears it.
+    The thread starts with the first piece of work. Copies and waits are handed over with the record that follows them,
+    since waking a thread costs more than a small copy: a wait, its copy and the record are one item of the queue.
+
+    After a failure the stream skips its work and passes the failure on through the flags it sets, so that nobody waits
+    for ever and nobody reads what was not copied; `synchronize` raises the failure once and clears it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, meter: BusyMeter | None = None) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._meter = meter or BusyMeter()  # of copies to the device
+        self._queue: queue.SimpleQueue[list[Callable[[], None]] | None] = queue.SimpleQueue()
+        self._held: list[Callable[[], None]] = []  # not handed over yet
         self._thread: threading.Thread | None = None
         self._failure: EngineError | None = None
         self._closed = False
 
     def put(self, work: Callable[[], None]) -> None:
-        if self._closed:
-            raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
+        """Hand `work` over, after what is held back."""
+        self._hold(work)
         if self._thread is None:
             # A daemon, because the interpreter waits for other threads before it runs exit handlers.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._queue.put(work)
+        works, self._held = self._held, []
+        self._queue.put(works)
+
+    def launch(self, call: Callable[[], None]) -> None:
+        self.put(lambda: self._unless_failed(call))
 
     def copy(self, copy: PitchedCopy) -> None:
-        """Put a copy between two spans of ordinary memory on the queue."""
+        """Put a copy between two spans of ordinary memory on the stream."""
 
-        def work() -> None:
-            if self._failure is None and not self._closed:
-                copy_pitched(copy.dst, copy.src, copy.dpitch, copy.spitch, copy.width, copy.height, "h2h")
+        def carry_out() -> None:
+            sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
+            copy_pitched(copy.dst, copy.src, *sizes, "h2h", rows_above=MAX_PITCH)
 
-        self.put(work)
+        def measured() -> None:
+            with self._meter.running(copy.width * copy.height):
+                carry_out()
+
+        work = measured if copy.kind == "h2d" else carry_out
+        self._hold(lambda: self._unless_failed(work))
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
@@ -101,11 +119,11 @@ class WorkerStream(Stream):
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         flag = event.flag
-        if flag is not None:
-            self.put(flag.wait)
+        if flag is not None and not flag.is_behind():
+            self._hold(flag.wait)
 
     def synchronize(self) -> None:
-        if self._thread is not None and not self._closed:
+        if (self._thread is not None or self._held) and not self._closed:
             done = threading.Event()
             self.put(done.set)
             done.wait()
@@ -126,23 +144,39 @@ class WorkerStream(Stream):
             if self._thread is not threading.current_thread():  # garbage collection may run in this very thread
                 self._thread.join()
 
+    def _hold(self, work: Callable[[], None]) -> None:
+        if self._closed:
+            raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
+        self._held.append(work)
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        if self._failure is None and not self._closed:
+            work()
+
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except EngineError as failure:  # of another stream, met while waiting for it
-                self._failure = self._failure or failure
-            except Exception as failure:
-                self._failure = self._failure or EngineError(f"a copy on stream {self._name} failed: {failure}")
+        while (works := self._queue.get()) is not None:
+            for work in works:
+                self._carry_out(work)
+
+    def _carry_out(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except EngineError as failure:  # of another stream, met while waiting for it
+            self._failure = self._failure or failure
+        except Exception as failure:
+            self._failure = self._failure or EngineError(f"work on stream {self._name} failed: {failure}")
 
 
 class HostStream(Stream):
     """The thread that drives the engine, as a stream: torch's CPU kernels have run when the call returns."""
 
+    def __init__(self) -> None:
+        self._behind = Flag()
+        self._behind.set()
+
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        event.flag = Flag()
-        event.flag.set()
+        event.flag = self._behind
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
@@ -163,16 +197,21 @@ class CpuDevice(Device):
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    shares_host = True
 
     def __init__(self) -> None:
         self.compute_stream = HostStream()
+        self._link = BusyMeter()
         self._streams: list[WorkerStream] = []
         # An engine that is dropped, or still open when the interpreter exits, must not leave a thread inside a copy:
         # taking the GIL back during shutdown ends the process.
         self._close_streams = weakref.finalize(self, _close_all, self._streams)
 
     def new_stream(self, name: str) -> Stream:
-        stream = WorkerStream(name)
+        return self.new_call_stream(name)
+
+    def new_call_stream(self, name: str) -> CallStream:
+        stream = WorkerStream(name, self._link)
         self._streams.append(stream)
         return stream
 
@@ -189,6 +228,9 @@ class CpuDevice(Device):
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
         stream.copy(copy)
         return 1 if max(copy.dpitch, copy.spitch) <= MAX_PITCH else copy.height
+
+    def link_busy(self) -> Busy:
+        return self._link.read()
 
     def free_memory(self) -> int:
         return memory.available_bytes()

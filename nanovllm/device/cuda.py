@@ -18,7 +18,9 @@ from torch import Tensor
 from nanovllm.comm import _sgdma, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import Busy
+from nanovllm.device.link_meter import LinkMeter
 from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
 from nanovllm.errors import ConfigError, EngineError
 
@@ -110,10 +112,39 @@ class CudaStream(Stream):
         return self._clock.mark(self.inner)
 
 
+class CudaCallStream(CudaStream, CallStream):
+    """Calls run on a thread of CUDA's, in the order of the stream, so that events order them as they order copies.
+
+    After a failure calls are skipped; `synchronize` raises it once. Other streams do not learn of it: whoever relies on
+    a call's result synchronizes before it is used.
+    """
+
+    def __init__(self, name: str, inner: torch.cuda.Stream, clock: CudaClock) -> None:
+        super().__init__(name, inner, clock)
+        self._failure: EngineError | None = None
+
+    def launch(self, call: Callable[[], None]) -> None:
+        def carry_out() -> None:
+            if self._failure is None:
+                try:
+                    call()
+                except Exception as error:
+                    self._failure = EngineError(f"work on stream {self.name} failed: {error}")
+
+        _sgdma.launch_call(carry_out, self.inner.cuda_stream)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
 class CudaDevice(Device):
     """The CUDA device that is torch's current one when this is made."""
 
     name = "cuda"
+    shares_host = False
 
     def __init__(self) -> None:
         """Raises ConfigError where there is no CUDA device, or the extension was built without CUDA."""
@@ -124,6 +155,7 @@ class CudaDevice(Device):
         self._compute = CudaStream("compute", torch.cuda.Stream(self.torch_device, _HIGH_PRIORITY), self._clock)
         self.compute_stream = self._compute
         self._streams: list[CudaStream] = []
+        self._link = LinkMeter()
         self._max_pitch = min(MAX_PITCH, _sgdma.max_pitch(self.torch_device.index))
         self._closed = False
 
@@ -132,6 +164,11 @@ class CudaDevice(Device):
 
     def new_stream(self, name: str) -> Stream:
         stream = CudaStream(name, torch.cuda.Stream(self.torch_device), self._clock)
+        self._streams.append(stream)
+        return stream
+
+    def new_call_stream(self, name: str) -> CallStream:
+        stream = CudaCallStream(name, torch.cuda.Stream(self.torch_device), self._clock)
         self._streams.append(stream)
         return stream
 
@@ -155,7 +192,14 @@ class CudaDevice(Device):
         if self._closed:
             raise EngineError(f"stream {stream.name} is closed: the engine it belongs to was shut down")
         sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
-        return copy_pitched(copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch)
+        begin = self._link.before(stream) if copy.kind == "h2d" else None
+        count = copy_pitched(copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch)
+        self._link.after(stream, begin, copy.width * copy.height)
+        return count
+
+    def link_busy(self) -> Busy:
+        """Of the copies that are measured, which are a part of all."""
+        return self._link.read()
 
     def peak_memory(self, work: Callable[[], object]) -> int:
         """What the allocator took from the device for it, rounding and fragments included, and gave back."""

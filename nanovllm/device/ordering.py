@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import Device, Event, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, PitchedCopy, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
@@ -55,6 +55,7 @@ class Memory:
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
+        self._tensor = tensor  # kept, so that nobody else is given its addresses
         self.start = tensor.data_ptr()
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
         self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // GRANULE
@@ -106,6 +107,14 @@ class CheckedStream(StreamWrapper):
         self.inner.synchronize()
 
 
+class CheckedCallStream(CheckedStream, CallStream):
+    """A stream of calls. What they touch is declared when they are launched."""
+
+    def launch(self, call: Callable[[], None]) -> None:
+        assert isinstance(self.inner, CallStream)
+        self.inner.launch(call)
+
+
 class OrderingCheck(DeviceWrapper):
     """A device that raises OrderingError when something unordered is put on its streams."""
 
@@ -120,6 +129,9 @@ class OrderingCheck(DeviceWrapper):
 
     def new_stream(self, name: str) -> Stream:
         return CheckedStream(self.inner.new_stream(name), name, self._host_clock)
+
+    def new_call_stream(self, name: str) -> CallStream:
+        return CheckedCallStream(self.inner.new_call_stream(name), name, self._host_clock)
 
     def new_event(self) -> Event:
         return CheckedEvent(self.inner.new_event())
@@ -137,9 +149,14 @@ class OrderingCheck(DeviceWrapper):
         self._check(f"{copy.kind} copy", stream, reads, writes)
         return self.inner.copy_2d(copy, stream.inner)
 
-    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._check(f"kernel {name!r}", self._compute, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
-        self.inner.declare_kernel(name, reads, writes)
+    def declare_kernel(
+        self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
+    ) -> None:
+        on = self._compute if stream is None else stream
+        assert isinstance(on, CheckedStream)
+        reads, writes = tuple(reads), tuple(writes)
+        self._check(f"kernel {name!r}", on, [rows_of(t) for t in reads], [rows_of(t) for t in writes])
+        self.inner.declare_kernel(name, reads, writes, None if stream is None else on.inner)
 
     # ---- the check
 
@@ -195,6 +212,11 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous."""
+    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous.
+
+    Anything of one dimension is contiguous and one row.
+    """
+    if tensor.dim() == 1:
+        return Rows(tensor.data_ptr(), tensor.nbytes, tensor.nbytes, 1)
     heads, width = tensor.shape[0] * tensor.shape[1], tensor[0, 0].numel() * tensor.element_size()
     return Rows(tensor.data_ptr(), tensor.stride(1) * tensor.element_size(), width, heads)

@@ -8,7 +8,7 @@ compute stream. Marks are read once they are passed, so nothing waits for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
 
@@ -96,6 +96,22 @@ class TracedStream(StreamWrapper):
         self.name = name
 
 
+class TracedCallStream(TracedStream, CallStream):
+    """A call is a slice, named after the kernel that was declared for it."""
+
+    def __init__(self, inner: CallStream, name: str, device: TracedDevice) -> None:
+        super().__init__(inner, name)
+        self.declared = ("call", 0)  # name, bytes
+        self._calls = inner
+        self._device = device
+
+    def launch(self, call: Callable[[], None]) -> None:
+        begin = self._calls.mark()
+        self._calls.launch(call)
+        (name, num_bytes), self.declared = self.declared, ("call", 0)
+        self._device.add(name, self.name, begin, self._calls.mark(), bytes=num_bytes)
+
+
 class TracedCompute(StreamWrapper):
     """The compute stream: what it waits for is no part of the kernel before."""
 
@@ -128,11 +144,16 @@ class TracedDevice(DeviceWrapper):
                 yield
             finally:
                 self.end_kernel()
-                self._add("step", COMPUTE, begin, self.inner.compute_stream.mark())
+                self.add("step", COMPUTE, begin, self.inner.compute_stream.mark())
                 self.timeline.settle()
 
     def new_stream(self, name: str) -> Stream:
         stream = TracedStream(self.inner.new_stream(name), name)
+        self._streams.append(stream)
+        return stream
+
+    def new_call_stream(self, name: str) -> CallStream:
+        stream = TracedCallStream(self.inner.new_call_stream(name), name, self)
         self._streams.append(stream)
         return stream
 
@@ -141,22 +162,31 @@ class TracedDevice(DeviceWrapper):
         begin = stream.inner.mark()
         count = self.inner.copy_2d(copy, stream.inner)
         facts = {"bytes": copy.width * copy.height, "rows": copy.height, "copies": count}
-        self._add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), **facts)
+        self.add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), **facts)
         return count
 
-    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    def declare_kernel(
+        self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
+    ) -> None:
+        reads, writes = tuple(reads), tuple(writes)
+        num_bytes = sum(tensor.nbytes for tensor in (*reads, *writes))
+        if stream is not None:
+            assert isinstance(stream, TracedCallStream)
+            stream.declared = (name, num_bytes)
+            self.inner.declare_kernel(name, reads, writes, stream.inner)
+            return
         if self._kernel is None or self._kernel.name != name:
             self.end_kernel()
             self._kernel = OpenKernel(name, self.inner.compute_stream.mark())
         self._kernel.count += 1
-        self._kernel.num_bytes += sum(tensor.nbytes for tensor in (*reads, *writes))
+        self._kernel.num_bytes += num_bytes
         self.inner.declare_kernel(name, reads, writes)
 
     def end_kernel(self) -> None:
         kernel, self._kernel = self._kernel, None
         if kernel is not None:
             facts = {"declared": kernel.count, "bytes": kernel.num_bytes}
-            self._add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), **facts)
+            self.add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), **facts)
         self.inner.end_kernel()
 
     def close(self) -> None:
@@ -175,5 +205,6 @@ class TracedDevice(DeviceWrapper):
         except OSError as error:
             raise EngineError(f"trace={str(self._path)!r}: the file cannot be written: {error}") from error
 
-    def _add(self, name: str, stream: str, begin: Mark, end: Mark, **facts: int) -> None:
+    def add(self, name: str, stream: str, begin: Mark, end: Mark, **facts: int) -> None:
+        """Something that a stream does between two marks."""
         self.timeline.slices.append(Slice(name, stream, begin, end, facts))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import Busy
 
 
 class StreamWrapper(Stream):
@@ -38,12 +39,16 @@ class DeviceWrapper(Device):
         self.name = inner.name
         self.torch_device = inner.torch_device
         self.compute_stream = inner.compute_stream
+        self.shares_host = inner.shares_host
 
     def compute(self) -> AbstractContextManager[None]:
         return self.inner.compute()
 
     def new_stream(self, name: str) -> Stream:
         return self.inner.new_stream(name)
+
+    def new_call_stream(self, name: str) -> CallStream:
+        return self.inner.new_call_stream(name)
 
     def new_event(self) -> Event:
         return self.inner.new_event()
@@ -57,8 +62,13 @@ class DeviceWrapper(Device):
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         return self.inner.copy_2d(copy, stream)
 
-    def declare_kernel(self, name: str, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self.inner.declare_kernel(name, reads, writes)
+    def link_busy(self) -> Busy:
+        return self.inner.link_busy()
+
+    def declare_kernel(
+        self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
+    ) -> None:
+        self.inner.declare_kernel(name, reads, writes, stream)
 
     def end_kernel(self) -> None:
         self.inner.end_kernel()

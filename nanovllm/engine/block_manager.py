@@ -1,19 +1,19 @@
 """Blocks of the KV cache: who holds them, what they contain, and which tier they should live on.
 
 Each block is in one of three states: *used* (referenced by sequences), *cached* (referenced by none, full, and found
-again by its content) or *free*. free + cached + used is always the total.
+again by its content) or *free*. free + cached + used is always the total. Blocks on the swap tier count apart: they are
+referenced by preempted sequences, are never attended, and return to the other tiers first.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
 from enum import Enum
 
-import xxhash
-
 from nanovllm.engine.idle_blocks import IdleBlocks
+from nanovllm.engine.prefix_cache import Block, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
 
@@ -27,48 +27,32 @@ class AllocStatus(Enum):
     NEVER = "never"
 
 
-@dataclass(slots=True)
-class Block:
-    """A block that holds content: `tokens` and `content_hash` are set once it is full and computed."""
-
-    block_id: int
-    ref_count: int = 1
-    content_hash: bytes | None = None
-    tokens: bytes = b""
-
-
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Tokens looked up at admission, and how many of them were found."""
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
-
-
 class BlockManager:
     """Allocates blocks to sequences, shares full ones by content, and keeps active ones on the device."""
 
     def __init__(
-        self, num_device_blocks: int, num_host_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_swap_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.tiers = HybridManager(num_device_blocks, num_host_blocks)
+        self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
         self.num_blocks = num_device_blocks + num_host_blocks
         self.watermark = int(WATERMARK * self.num_blocks)
-        self.stats = PrefixCacheStats()
+        self.prefix_cache = PrefixCache(block_size, enable_prefix_caching)
+        self.num_copied_blocks = 0  # by copy-on-write
         self.reset()
 
     def reset(self) -> None:
         """Forget all blocks, used and cached. Whoever held blocks must not use them any more."""
-        self.tiers = HybridManager(self.tiers.num_device_blocks, self.tiers.num_host_blocks)
-        self._ids = PlacePool(0, self.num_blocks)
-        self._blocks: dict[int, Block] = {}  # used and cached
-        self._by_hash: dict[bytes, int] = {}
+        tiers = self.tiers
+        self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
+        self._ids = PlacePool(0, self.num_blocks + tiers.num_swap_blocks)
+        self._blocks: dict[int, Block] = {}  # used, cached and swapped
+        self.prefix_cache.clear()
         self._idle = {tier: IdleBlocks() for tier in Tier}  # cached blocks, by where they are
         self._clock = 0  # counts the times that a block became idle
         self._moves: list[BlockMove] = []
@@ -76,8 +60,12 @@ class BlockManager:
     # ---- counts
 
     @property
+    def stats(self) -> PrefixCacheStats:
+        return self.prefix_cache.stats
+
+    @property
     def num_free(self) -> int:
-        return self._ids.num_free
+        return self.tiers.num_free(Tier.DEVICE) + self.tiers.num_free(Tier.HOST)
 
     @property
     def num_cached(self) -> int:
@@ -85,7 +73,11 @@ class BlockManager:
 
     @property
     def num_used(self) -> int:
-        return len(self._blocks) - self.num_cached
+        return len(self._blocks) - self.num_cached - self.num_swapped
+
+    @property
+    def num_swapped(self) -> int:
+        return self.tiers.num_swap_blocks - self.tiers.num_free(Tier.SWAP)
 
     @property
     def num_allocatable(self) -> int:
@@ -99,9 +91,9 @@ class BlockManager:
 
     # ---- allocation
 
-    def can_allocate(self, seq: Sequence) -> AllocStatus:
-        """Whether the blocks of all tokens of a waiting sequence can be had, leaving the watermark free."""
-        needed = seq.num_blocks(self.block_size)
+    def can_allocate(self, seq: Sequence, beside: int = 0) -> AllocStatus:
+        """Whether a waiting sequence's blocks and `beside` more can be had, leaving the watermark free."""
+        needed = seq.num_blocks(self.block_size) + beside
         if self.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
         hits = self.find_prefix(seq)
@@ -110,25 +102,40 @@ class BlockManager:
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
-        """Give a waiting sequence the blocks of all its tokens; a cached prefix counts as computed."""
+        """Give a waiting sequence the blocks of its tokens; a cached prefix counts as computed."""
         hits = self.find_prefix(seq)
         for block_id in hits:
             self._acquire(block_id)
         seq.block_table = hits
         seq.num_computed = len(hits) * self.block_size
-        self.stats.queried_tokens += len(seq)
+        self.stats.queried_tokens += seq.end
         self.stats.hit_tokens += seq.num_computed
         for _ in range(seq.num_blocks(self.block_size) - len(hits)):
             seq.block_table.append(self._new_block())
 
-    def can_grow(self, seq: Sequence) -> bool:
-        """Whether the block of the sequence's last token is there, or can be had."""
-        return len(seq.block_table) >= seq.num_blocks(self.block_size) or self.num_allocatable > 0
+    def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that `grow` takes: for new tokens, and for copies of blocks that are shared and written next."""
+        missing, writers = 0, Counter[int]()
+        for seq in sequences:
+            missing += max(0, seq.num_blocks(self.block_size) - len(seq.block_table))
+            written = seq.num_computed // self.block_size
+            writers.update(seq.block_table[written : written + 1])
+        # The last holder of a block writes in place.
+        copies = (min(count, self._blocks[block_id].ref_count - 1) for block_id, count in writers.items())
+        return missing + sum(copies)
 
-    def grow(self, seq: Sequence) -> None:
-        """Give a running sequence the block of its last token, if it has not got it."""
-        if len(seq.block_table) < seq.num_blocks(self.block_size):
-            seq.block_table.append(self._new_block())
+    def can_grow(self, sequences: Seq[Sequence]) -> bool:
+        """Whether the running sequences of a request can all go on."""
+        return self.num_to_grow(sequences) <= self.num_allocatable
+
+    def grow(self, sequences: Iterable[Sequence]) -> None:
+        """Give running sequences the blocks of all their tokens, and each a block of its own to write its next in."""
+        for seq in sequences:
+            index = seq.num_computed // self.block_size
+            if index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1:
+                seq.block_table[index] = self._copy(seq.block_table[index])
+            while len(seq.block_table) < seq.num_blocks(self.block_size):
+                seq.block_table.append(self._new_block())
 
     def free(self, seq: Sequence) -> None:
         """Take back a sequence's blocks. Those with known content stay cached; a half-written one never does."""
@@ -139,52 +146,81 @@ class BlockManager:
         seq.num_computed = 0
         seq.span, seq.span_units = None, 0
 
+    # ---- sequences of one request
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares all that the parent has computed, a half-written last block too."""
+        child.block_table = list(parent.block_table)
+        child.num_computed = parent.num_computed
+        child.block_hashes = parent.block_hashes[: parent.num_computed // self.block_size]
+        for block_id in child.block_table:
+            self._blocks[block_id].ref_count += 1
+
+    def swap_out(self, sequences: Seq[Sequence]) -> dict[int, int] | None:
+        """Move all that the sequences of one request have computed to the swap tier, a shared block once.
+
+        A block that other requests hold too stays with them, and its content is copied. Blocks without content are
+        freed. Returns places, from where to where; None, with nothing done, if the swap tier has no room.
+        """
+        computed = [seq.block_table[: -(-seq.num_computed // self.block_size)] for seq in sequences]
+        holders = Counter(block_id for table in computed for block_id in table)
+        if len(holders) > self.tiers.num_free(Tier.SWAP):
+            return None
+        moves: list[BlockMove] = []
+        swapped = {block_id: self._swap_out(block_id, count, moves) for block_id, count in holders.items()}
+        for seq, table in zip(sequences, computed, strict=True):
+            for block_id in seq.block_table[len(table) :]:
+                self._drop_reference(block_id)
+            seq.block_table = [swapped[block_id] for block_id in table]
+            seq.span, seq.span_units = None, 0
+        self._moves += moves
+        return {move.src: move.dst for move in moves}
+
+    def num_swapped_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that `swap_in` has to find room for."""
+        return len({block_id for seq in sequences for block_id in seq.block_table})
+
+    def swap_in(self, sequences: Seq[Sequence]) -> dict[int, int]:
+        """Bring back what `swap_out` moved; the caller has checked that there is room. Returns places likewise."""
+        moved: dict[int, int] = {}
+        for block_id in dict.fromkeys(block_id for seq in sequences for block_id in seq.block_table):
+            move = self.tiers.move(block_id, self._tier_for_new_block())
+            self._moves.append(move)
+            moved[move.src] = move.dst
+        for seq in sequences:
+            self.register_computed(seq, 0)
+        return moved
+
+    def _swap_out(self, block_id: int, holders: int, moves: list[BlockMove]) -> int:
+        """The block that has this one's content and `holders` references on the swap tier."""
+        block = self._blocks[block_id]
+        if block.ref_count == holders:
+            self.prefix_cache.forget(block)  # what is found must be there to be attended
+            moves.append(self.tiers.move(block_id, Tier.SWAP))
+            return block_id
+        copy = self._add_block(Tier.SWAP)
+        self._blocks[copy].ref_count = holders
+        block.ref_count -= holders
+        moves.append(BlockMove(self.tiers.place_of(block_id), self.tiers.place_of(copy), keeps_source=True))
+        return copy
+
     # ---- prefix cache
 
     def find_prefix(self, seq: Sequence) -> list[int]:
         """Blocks whose content is the start of `seq`, as far as it need not be computed."""
-        if not self.enable_prefix_caching:
-            return []
-        found: list[int] = []
-        for index in range(seq.num_cacheable // self.block_size):
-            block_id = self._by_hash.get(self._content_hash(seq, index))
-            if block_id is None or self._blocks[block_id].tokens != self._content(seq, index):
-                break
-            found.append(block_id)
-        return found
+        return self.prefix_cache.find(seq)
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Make the blocks that the last step filled findable."""
-        if not self.enable_prefix_caching:
-            return
         for index in range(previously_computed // self.block_size, seq.num_computed // self.block_size):
-            content_hash = self._content_hash(seq, index)
-            if content_hash in self._by_hash:  # another sequence computed the same content first
-                continue
-            block = self._blocks[seq.block_table[index]]
-            block.content_hash, block.tokens = content_hash, self._content(seq, index)
-            self._by_hash[content_hash] = block.block_id
+            self.prefix_cache.register(seq, index, self._blocks[seq.block_table[index]])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Blocks in use stay with their sequences and are no longer findable."""
         for idle in self._idle.values():
             while idle:
                 self._evict(idle.oldest()[1])
-        for block in self._blocks.values():
-            block.content_hash, block.tokens = None, b""
-        self._by_hash.clear()
-
-    def _content(self, seq: Sequence, index: int) -> bytes:
-        start = index * self.block_size
-        return array("q", seq.token_ids[start : start + self.block_size]).tobytes()
-
-    def _content_hash(self, seq: Sequence, index: int) -> bytes:
-        """xxh3-128 over (parent's hash, tokens); the first block's parent is the hash of the sequence's salt."""
-        while len(seq.block_hashes) <= index:
-            known = len(seq.block_hashes)
-            parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
-            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + self._content(seq, known)))
-        return seq.block_hashes[index]
+        self.prefix_cache.clear()
 
     # ---- places
 
@@ -235,17 +271,30 @@ class BlockManager:
 
     def _new_block(self) -> int:
         """A block for new content, on the device if a place can be had there."""
+        return self._add_block(self._tier_for_new_block())
+
+    def _tier_for_new_block(self) -> Tier:
+        """The tier where a block goes next. There is a free place on it now."""
         if self._device_can_be_had():
-            tier = Tier.DEVICE
             self._vacate_device_place()
-        else:
-            tier = Tier.HOST
-            if not self.tiers.num_free(tier):
-                self._evict(self._idle[tier].oldest()[1])
+            return Tier.DEVICE
+        if not self.tiers.num_free(Tier.HOST):
+            self._evict(self._idle[Tier.HOST].oldest()[1])
+        return Tier.HOST
+
+    def _add_block(self, tier: Tier) -> int:
         block_id = self._ids.take()
         self._blocks[block_id] = Block(block_id)
         self.tiers.place(block_id, tier)
         return block_id
+
+    def _copy(self, block_id: int) -> int:
+        """A block of its own for one of a shared block's holders, with the same content."""
+        copy = self._new_block()
+        self._moves.append(BlockMove(self.tiers.place_of(block_id), self.tiers.place_of(copy), keeps_source=True))
+        self._drop_reference(block_id)
+        self.num_copied_blocks += 1
+        return copy
 
     def _acquire(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -265,9 +314,7 @@ class BlockManager:
             self._idle[self.tiers.tier_of(block_id)].add(block_id, self._clock)
 
     def _evict(self, block_id: int) -> None:
-        content_hash = self._blocks[block_id].content_hash
-        assert content_hash is not None, "only findable blocks are idle"
-        del self._by_hash[content_hash]
+        self.prefix_cache.forget(self._blocks[block_id])
         self._idle[self.tiers.tier_of(block_id)].remove(block_id)
         self._discard(block_id)
 
@@ -287,5 +334,6 @@ class BlockManager:
                 block = self._blocks[block_id]
                 assert block.ref_count == 0 and block.content_hash is not None
                 assert self.tiers.tier_of(block_id) is tier
-        for content_hash, block_id in self._by_hash.items():
-            assert self._blocks[block_id].content_hash == content_hash
+        for block_id, block in self._blocks.items():
+            assert self.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.content_hash)
+        self.prefix_cache.check()

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 from nanovllm.engine.batch import Executor
+from nanovllm.engine.beams import make_beam_search
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.logprob_outputs import TokenTexts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.request_outputs import request_output
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
-from nanovllm.engine.scheduler import Scheduler, SchedulerLimits
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.text import SequenceText
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import RequestOutput
@@ -111,10 +114,9 @@ class LLMEngine:
             prompt=prompt,
             cache_salt=self._cache_salt(len(token_ids)),
             sampling=resolve_sampling(params, token_ids, self._sampling_facts),
+            beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
+            new_text=None if self.tokenizer is None else partial(SequenceText, self.tokenizer, params),
         )
-        if self.tokenizer is not None:
-            for seq in request.sequences:
-                seq.text = SequenceText(self.tokenizer, params)
         self.scheduler.add(request)
         self._requests[request_id] = request
 
@@ -220,6 +222,8 @@ class LLMEngine:
         return b"" if threshold is None or prompt_len <= threshold else prompt_len.to_bytes(8, "little")
 
     def _output(self, request: Request) -> RequestOutput:
+        if request.finished and request.beam_search is not None:  # its results have their texts since just now
+            self._write_texts(request)
         for seq in request.sequences:
             if seq.finished and seq.text is not None:
                 try:

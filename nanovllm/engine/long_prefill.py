@@ -9,30 +9,51 @@ So neither a decode nor a short prompt waits for a long one to end, and the long
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
+from dataclasses import replace
 
+from nanovllm.engine.batch import ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.request import Sequence
+from nanovllm.engine.limits import SchedulerLimits
+from nanovllm.engine.request import Request, Sequence
 from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.prefill_plan import SpanMemory, SpanSlice, plan_prefill
+from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice, plan_prefill
 
 
-def plan_span(seq: Sequence, manager: BlockManager, chunk: int, memory: SpanMemory) -> None:
+def plan_span(seq: Sequence, manager: BlockManager, limits: SchedulerLimits) -> None:
     """Decide how the prefill of a sequence goes on: with a `span`, or with None a chunk through all layers."""
     tiers = manager.tiers
     on_host = [index for index, block in enumerate(seq.block_table) if tiers.tier_of(block) is Tier.HOST]
-    seq.span = plan_prefill(on_host, manager.block_size, seq.num_computed, len(seq), chunk, memory)
+    seq.span = plan_prefill(on_host, manager.block_size, seq.num_computed, seq.end, limits.chunk, limits.spans)
 
 
-def long_prefill(running: Seq[Sequence], tokens: int) -> Sequence | None:
-    """The long prefill under way: the sequence with a span, else the first that `tokens` do not complete."""
-    with_span = (seq for seq in running if seq.span is not None)
-    return next(with_span, next((seq for seq in running if seq.num_remaining > max(tokens, 1)), None))
+def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
+    """The long prefill under way: who has a span, else the first that `tokens` in this step do not complete.
+
+    Several sequences that are recomputed beside each other are not one prompt, and never count as long.
+    """
+    alone = [request for request in running if len(request.computing) == 1]
+    with_span = (request for request in alone if request.computing[0].span is not None)
+    long = (request for request in alone if request.computing[0].num_remaining > max(tokens, 1))
+    return next(with_span, next(long, None))
 
 
-def passes(seq: Sequence, manager: BlockManager, chunk: int) -> bool:
-    """Whether a waiting sequence is admitted beside a long one: one step can compute what is not cached of it."""
-    return len(seq) <= chunk or len(seq) - len(manager.find_prefix(seq)) * manager.block_size <= chunk
+def passes(request: Request, manager: BlockManager, chunk: int) -> bool:
+    """Whether a waiting request is admitted beside a long one: one step can compute what is not cached of it."""
+    seq = request.computing[0]
+    return seq.end <= chunk or seq.end - len(manager.find_prefix(seq)) * manager.block_size <= chunk
+
+
+def scheduled_slice(
+    whole: ScheduledSequence, seq: Sequence, span: PrefillSpan, tokens: int, num_layers: int
+) -> ScheduledSequence:
+    """A step's share of the sequence's span, as many units as `tokens` are worth through all layers.
+
+    whole: the span as one chunk. Tokens are drawn, and scored, when they have come through all layers.
+    """
+    end_unit = span.slice_end(seq.span_units, tokens * num_layers, num_layers)
+    part = replace(whole, span=SpanSlice(span, seq.span_units, end_unit))
+    return part if end_unit == num_layers * span.num_chunks else replace(part, samples=(), prompt_targets=None)
 
 
 def take_slice(seq: Sequence, done: SpanSlice, num_layers: int) -> int:

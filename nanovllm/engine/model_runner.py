@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,18 +20,21 @@ from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.host_arm import BalancedShare, HostArm
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan
+from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import select_backend
+from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Rates
@@ -61,15 +65,17 @@ class ModelRunner:
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, backend, config)
-        self._sizing = KVSizing(config, layout, self.spec.max_model_len, memory, WATERMARK)
+        beside_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
+        self._sizing = KVSizing(config, layout, self.spec.max_model_len, beside_swap, WATERMARK)
         self.plan = self._sizing.plan()
+        self.num_swap_blocks = plan_swap_space(config, layout, memory, self.plan)
         # Measuring the rates takes seconds, which are spent for those who read the log.
         if logger.isEnabledFor(logging.INFO):
             self._log_plan(config, backend)
         if config.trace is not None:
             self.device = TracedDevice(self.device, config.trace)
         self.kv_cache = _make_room(
-            self.device, self.spec, layout, self.dtype, self.plan, backend, config.enable_cpu_offload
+            self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks
         )
         self._spans: SpanRunner | None = None
         if isinstance(self.kv_cache, OffloadedKVCache):
@@ -91,6 +97,7 @@ class ModelRunner:
                     hidden = self._spans.run(batch.span)
                     more = self._score(hidden, [batch.span], [hidden.shape[0] - len(batch.span.token_ids)])
                     samples, of_prompts = samples + more[0], of_prompts + more[1]
+                self.kv_cache.end_step()
         except BaseException:
             self.kv_cache.abandon_step()
             if self._spans is not None:
@@ -114,8 +121,10 @@ class ModelRunner:
         if not self._closed:
             self._closed = True
             self._last_stats = self.kv_cache.stats()
-            self.device.close()
-            del self.model, self.kv_cache, self._spans
+            try:
+                self.device.close()
+            finally:
+                del self.model, self.kv_cache, self._spans
 
     def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
         ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
@@ -184,15 +193,28 @@ def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: D
 
 def _make_room(
     device: Device,
-    spec: DecoderSpec,
+    model: Decoder,
     layout: KVLayout,
-    dtype: torch.dtype,
     plan: KVPlan,
     backend: AttentionBackend,
-    offload: bool,
+    config: EngineConfig,
+    num_swap_blocks: int,
 ) -> KVRoom:
-    geometry = AttentionGeometry(scale=spec.head_dim**-0.5, windows=tuple(spec.sliding_windows))
-    if not offload:
-        return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks)
-    engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, plan.spans)
-    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks)
+    spec = model.spec
+    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
+    if not config.enable_cpu_offload:
+        return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
+    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.spans)
+    arm = _make_arm(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
+    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
+
+
+def _make_arm(engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend) -> HostArm:
+    # An arm beside the device leaves a core to the thread that drives it.
+    threads = None if engine.device.shares_host else max(1, torch.get_num_threads() - 1)
+    host_backend = select_cpu_backend(model.spec.head_dim, threads)
+    with engine.device.compute():
+        measured = measure_bandwidths(engine, geometry, backend, host_backend)
+    gb_s = (rate / 1e9 for rate in (measured.link, measured.host, measured.device))
+    logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
+    return HostArm(engine, geometry, host_backend, BalancedShare(measured, model.layer_weight_bytes))

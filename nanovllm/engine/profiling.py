@@ -67,15 +67,21 @@ class _LiveBytes(TorchDispatchMode):
             self.live -= size
 
 
-def measure_memory(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory."""
+def measure_memory(
+    device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
+) -> MemoryFacts:
+    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory.
+
+    to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
+    """
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
     peak = _peak(device, model, backend, config) if sized_from_memory(config) else step_bytes(model, config)
+    shared = device.torch_device.type == "cpu"
     return MemoryFacts(
         device_total=device.total_memory(),
-        device_free=device.free_memory(),
-        host_free=device.free_host_memory(),
-        tiers_share_memory=device.torch_device.type == "cpu",
+        device_free=device.free_memory() - to_load,
+        host_free=device.free_host_memory() - (to_load if shared else 0),
+        tiers_share_memory=shared,
         activation_peak=peak,
         span_row_bytes=span_row_bytes(model, backend, config),
     )
@@ -87,7 +93,7 @@ def sized_from_memory(config: EngineConfig) -> bool:
 
 
 def step_bytes(model: Decoder, config: EngineConfig) -> int:
-    """The activation peak of the largest batch if a tier, or the layer buffer, is sized from memory, else 0."""
+    """The activation peak of the largest batch if a tier, or memory for spans, is sized from memory, else 0."""
     return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
 
 
@@ -125,7 +131,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
 
 @torch.inference_mode()
 def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
-    """One prefill of max_num_batched_tokens tokens, with logits and sampling for max_num_seqs of them."""
+    """One prefill of max_num_batched_tokens tokens, scored, with sampling for max_num_seqs of them."""
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions

@@ -23,7 +23,7 @@ def sampling_row(seq: Sequence) -> SamplingRow:
         min_p=p.min_p,
         seed=seq.seed,
         index=seq.num_output_tokens,
-        num_logprobs=seq.request.sampling.num_logprobs,
+        num_logprobs=seq.request.num_logprobs,
         adjustments=_adjustments(seq),
     )
 

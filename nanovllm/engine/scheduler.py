@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import bisect
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
-from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
+from nanovllm.engine.admission import blocks_beside, check_servable
+from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
+from nanovllm.engine.beams import advance_beams
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, take_slice
+from nanovllm.engine.limits import SchedulerLimits
+from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, scheduled_slice, take_slice
+from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
-from nanovllm.errors import ConfigError, RequestError
-from nanovllm.kvcache.prefill_plan import NO_SPANS, PrefillSpan, SpanMemory, SpanSlice
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Budgets of one step, and what ends a sequence."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    eos_token_ids: frozenset[int] = frozenset()
-    num_layers: int = 1
-    spans: SpanMemory = NO_SPANS  # what prompts may go layer by layer
+from nanovllm.engine.step_chunks import StepChunks, is_prefill
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.prefill_plan import PrefillSpan
 
 
 class Scheduler:
     """Continuous batching with chunked prefill; prefill and decode share a step.
 
-    A step is filled in this order: sequences that decode (one token each, so that a long prefill never stalls them),
-    running prefills, then waiting sequences as far as blocks and budgets allow; a prompt that takes several steps
-    shares them with the others (`long_prefill.py`). A sequence gets the blocks of its whole prompt when it is admitted,
-    and grows block by block after that. When a running sequence cannot grow, the last one in order (itself last) is
-    preempted: its blocks are freed, it waits in front, and it is recomputed from whatever the prefix cache still holds.
+    A step is filled in this order: requests that decode (one token of each sequence, so that a long prefill never
+    stalls them), running prefills, swapped requests unless one was swapped out in this step, then waiting ones, as far
+    as blocks and budgets allow; a prompt that takes several steps shares them with the others (`long_prefill.py`). A
+    request gets the blocks of its whole prompt when it is admitted, and grows block by block after that. The sequences
+    of a request run together or not at all. When a running request cannot grow, the last one in order (itself last) is
+    preempted: it is swapped out and waits for room, or its blocks are freed, it waits in front, and it is recomputed
+    from whatever the prefix cache still holds.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -48,51 +38,49 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
-        self.waiting: list[Request] = []  # both lists in scheduling order: priority, then arrival
+        self.preemption = Preemption(block_manager, limits.preemption_mode)
+        self.waiting: list[Request] = []  # all lists in scheduling order: priority, then arrival
+        self.swapped: list[Request] = []
         self.running: list[Request] = []
-        self.num_preemptions = 0
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.preemption.stats.total
 
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.swapped or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that can never be admitted is refused at once."""
-        seq = request.sequences[0]
-        if self.block_manager.can_allocate(seq) is AllocStatus.NEVER:
-            manager = self.block_manager
-            raise RequestError(
-                f"request {request.request_id!r} has {len(seq)} tokens and needs "
-                f"{seq.num_blocks(manager.block_size)} KV blocks of {manager.block_size} tokens; the cache has "
-                f"{manager.num_blocks} and keeps {manager.watermark} free: shorten the prompt to "
-                f"{manager.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
-            )
+        """Queue a request; one that could never run to its end is refused at once."""
+        check_servable(request, self.limits, self.block_manager)
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
         """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
-        self._grow_running()
-        budget = self.limits.max_num_batched_tokens
-        # A decode is a sequence that lacks one token.
-        chunks = _cut((seq for seq in self._live() if seq.num_remaining == 1), budget)
-        left = budget - len(chunks)
-        others, long = self._prefills(left, now)
-        chunks += others
-        left -= sum(chunk for _, chunk in others)
-        if long is not None and long.span is None:
-            chunks += _cut([long], left)
-        self.block_manager.promote(seq for seq, _ in chunks)
+        swapped_out = self._grow_running()
+        step = StepChunks(self.limits.max_num_batched_tokens, self.limits.long_prefill_token_threshold)
+        for request in [request for request in self.running if not is_prefill(request)]:
+            step.give(request)
+        long = self._give_beside_long_prefill(step, swapped_out, now)
+        step.release()
+        span = long.computing[0].span if long is not None else None
+        if long is not None and span is None:
+            step.give(long)
+        self.block_manager.promote(seq for seq, _ in step.chunks)
         moves = self.block_manager.take_moves()
-        sequences = [self._scheduled(seq, chunk) for seq, chunk in chunks]
-        if long is not None and long.span is not None:
-            sequences.append(self._scheduled_slice(long, long.span, left))
+        sequences = [self._scheduled(seq, chunk) for seq, chunk in step.chunks]
+        if long is not None and span is not None:
+            sequences.append(self._scheduled_slice(long.computing[0], span, step.left))
+        assert sequences or not moves, "whoever runs alone is in every step"
         return Batch(sequences, moves)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
         """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the requests."""
         by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
+        drawn: dict[Request, list[Sample]] = {}
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             computed, metrics = len(scheduled.token_ids), seq.request.metrics
@@ -103,11 +91,32 @@ class Scheduler:
             metrics.h2d_bytes += h2d_bytes
             metrics.d2h_bytes += d2h_bytes
             self.block_manager.register_computed(seq, scheduled.context_len)
-            for sample in samples:
-                self._append(seq, sample, now)
+            drawn.setdefault(seq.request, []).extend(samples)
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             seq.request.prompt_logprobs.extend(prompt_logprobs)
-        return list(dict.fromkeys(seq.request for seq in stepped))
+        for request, of_request in drawn.items():
+            self._continue(request, of_request, now)
+        return list(drawn)
+
+    def _continue(self, request: Request, samples: list[Sample], now: float) -> None:
+        """A step has computed something of a request and drawn these: nothing, or one for each live sequence."""
+        if not request.forked and request.computing[0].num_remaining == 0:
+            first, *others = request.live
+            for seq in others:
+                self.block_manager.fork(first, seq)
+            request.forked = True
+        if not samples:
+            return
+        metrics = request.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        else:
+            metrics.decode_tokens += len(samples)
+        if request.beam_search is None:
+            for seq, sample in zip(request.live, samples, strict=True):
+                self._append(seq, sample, now)
+        elif advance_beams(request, samples, self.block_manager):
+            self._end(request, now)
 
     # ---- ending a sequence
 
@@ -125,14 +134,24 @@ class Scheduler:
             self._finish(seq, reason, now)
 
     def fail(self, now: float) -> list[Request]:
-        """A step failed or was interrupted anywhere: ends all requests that hold blocks, and forgets all content."""
+        """A step failed or was interrupted anywhere: ends all running requests, and forgets all content.
+
+        Swapped requests wait and are recomputed.
+        """
         failed = [*self.running, *(r for r in self.waiting if r not in self.running and self._holds_blocks(r))]
-        self.waiting = [request for request in self.waiting if request not in failed]
-        self.running = []
+        swapped = [request for request in self.swapped if request not in failed]
+        self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
+        self.running, self.swapped = [], []
         self.block_manager.reset()
+        for request in [*failed, *swapped]:
+            for seq in request.live:
+                seq.block_table, seq.num_computed = [], 0
+        for request in swapped:
+            request.rewind()
+            request.status = RequestStatus.WAITING
+            bisect.insort(self.waiting, request, key=lambda r: r.order)
         for request in failed:
             for seq in request.live:
-                seq.block_table = []
                 seq.finish_reason = "error"
             self._end(request, now)
         return failed
@@ -141,11 +160,7 @@ class Scheduler:
         return any(seq.block_table for seq in request.sequences)
 
     def _append(self, seq: Sequence, sample: Sample, now: float) -> None:
-        metrics, token = seq.request.metrics, sample.token_id
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        else:
-            metrics.decode_tokens += 1
+        token = sample.token_id
         seq.append(sample)
         if token in seq.params.stop_token_ids:
             seq.stop_reason = token
@@ -157,109 +172,112 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
         """End one sequence and free its blocks; with its last one the request ends."""
-        request = seq.request
         seq.finish_reason = reason
         self.block_manager.free(seq)
-        if not request.live:
-            (self.waiting if request.status is RequestStatus.WAITING else self.running).remove(request)
-            self._end(request, now)
+        if not seq.request.live:
+            self._end(seq.request, now)
 
     def _end(self, request: Request, now: float) -> None:
-        request.status = RequestStatus.FINISHED
+        for queue in (self.waiting, self.swapped, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.finish()
         request.metrics.finished_time = now
 
     # ---- admission and preemption
 
-    def _live(self) -> list[Sequence]:
-        return [seq for request in self.running for seq in request.live]
+    def _num_seats(self) -> int:
+        """Sequences that may still be added."""
+        return self.limits.max_num_seqs - sum(request.num_seats for request in self.running)
 
-    def _prefills(self, left: int, now: float) -> tuple[list[tuple[Sequence, int]], Sequence | None]:
-        """Chunks of prefills, running and admitted now, out of the tokens `left` by decodes; and the long prefill."""
-        running = self._live()
-        long = long_prefill(running, left)
-        if long is not None and long.span is None:
-            self._plan_span(long)
-        room = left if long is None else -(-left // 2)
-        chunks = _cut((seq for seq in running if seq.num_remaining > 1 and seq is not long), room)
-        while (request := self._admissible(long)) is not None:
-            taken = sum(chunk for _, chunk in chunks)
-            room = left if long is None else -(-left // 2)
-            if taken >= room:
-                break
-            seq = self._admit(request, now)
-            if seq.span is not None:
-                long = seq
+    def _can_swap_in(self, step: StepChunks) -> bool:
+        """Whether the first swapped request has a seat, room for its blocks, and a share of the step."""
+        if not self.swapped or self.swapped[0].num_seats > self._num_seats():
+            return False
+        request, manager = self.swapped[0], self.block_manager
+        needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
+        return manager.num_allocatable - needed >= manager.watermark and bool(step.share_of(request))
+
+    def _swap_in(self) -> Request:
+        request = self.swapped[0]
+        self.preemption.resume(request)
+        bisect.insort(self.running, request, key=lambda r: r.order)
+        del self.swapped[0]
+        self.block_manager.grow(request.computing)
+        return request
+
+    def _give_beside_long_prefill(self, step: StepChunks, swapped_out: bool, now: float) -> Request | None:
+        """Give prefills their shares, running and admitted now, but for the long one, of which half is held back."""
+        long = long_prefill(self.running, step.left)
+        if long is not None:
+            if long.computing[0].span is None:
+                plan_span(long.computing[0], self.block_manager, self.limits)
+            step.hold_half()
+        for request in [r for r in self.running if is_prefill(r) and r is not long]:
+            step.give(request)
+        while not swapped_out and self._can_swap_in(step):
+            step.give(self._swap_in())
+        while step.left > 0 and (admissible := self._admissible(beside_long=long is not None)) is not None:
+            self._admit(admissible, now)
+            if admissible.computing[0].span is None:
+                step.give(admissible)
             else:
-                chunks.append((seq, min(seq.num_remaining, room - taken)))
-        return chunks, long
+                long = admissible
+                step.hold_half()
+        return long
 
-    def _plan_span(self, seq: Sequence) -> None:
-        plan_span(seq, self.block_manager, self.limits.max_num_batched_tokens, self.limits.spans)
+    def _admissible(self, beside_long: bool) -> Request | None:
+        """The request to admit next, if it can begin: the first that waits, or the first that passes a long prefill.
 
-    def _admissible(self, long: Sequence | None) -> Request | None:
-        """The request to admit next: the first that waits, or beside a long prefill the first that may pass it."""
-        if len(self.running) >= self.limits.max_num_seqs:
+        Nobody passes a request of his order that is swapped out.
+        """
+        manager, chunk = self.block_manager, self.limits.chunk
+        request = next((r for r in self.waiting if not beside_long or passes(r, manager, chunk)), None)
+        if request is None or (self.swapped and self.swapped[0].order < request.order):
             return None
-        manager, chunk = self.block_manager, self.limits.max_num_batched_tokens
-        passing = (r for r in self.waiting if long is None or passes(r.sequences[0], manager, chunk))
-        first = next(passing, None)
-        if first is None or manager.can_allocate(first.sequences[0]) is not AllocStatus.OK:
+        if request.num_seats > self._num_seats():
             return None
-        return first
+        beside = blocks_beside(request, manager.block_size)
+        return request if manager.can_allocate(request.computing[0], beside) is AllocStatus.OK else None
 
-    def _admit(self, request: Request, now: float) -> Sequence:
-        seq = request.sequences[0]
+    def _admit(self, request: Request, now: float) -> None:
+        seq = request.computing[0]
         self.block_manager.allocate(seq)
-        self._plan_span(seq)
+        plan_span(seq, self.block_manager, self.limits)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=lambda r: r.order)
         self.waiting.remove(request)  # last, so that a request is in one of the lists whenever an interrupt comes
-        return seq
 
-    def _grow_running(self) -> None:
-        """Give each running sequence the block of its next token, first in order first."""
+    def _grow_running(self) -> bool:
+        """Give each running request the blocks of its next tokens, first in order first.
+
+        Returns whether a request was swapped out for that.
+        """
+        swapped_before = self.preemption.stats.swapped
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:  # preempted for one before it
                 continue
-            seq = request.sequences[0]
-            while not self.block_manager.can_grow(seq):
+            while not self.block_manager.can_grow(request.computing):
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
-                self.block_manager.grow(seq)
+                self.block_manager.grow(request.computing)
+        return self.preemption.stats.swapped > swapped_before
 
     def _preempt(self, request: Request) -> None:
-        self.num_preemptions += 1
-        request.metrics.preemptions += 1
-        logger.warning(
-            "preempted request %r to free %d KV blocks: %d computed tokens are recomputed as far as they leave the "
-            "prefix cache (preemption %d)",
-            request.request_id,
-            sum(len(seq.block_table) for seq in request.sequences),
-            sum(seq.num_computed for seq in request.sequences),
-            self.num_preemptions,
-        )
+        self.preemption.preempt(request)
+        queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
+        bisect.insort(queue, request, key=lambda r: r.order)
         self.running.remove(request)
-        for seq in request.sequences:
-            self.block_manager.free(seq)
-        request.status = RequestStatus.WAITING
-        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def _scheduled_slice(self, seq: Sequence, span: PrefillSpan, tokens: int) -> ScheduledSequence:
-        """The next units of the sequence's span, as many as `tokens` are worth through all layers."""
-        num_layers = self.limits.num_layers
-        end_unit = span.slice_end(seq.span_units, tokens * num_layers, num_layers)
-        scheduled = replace(
-            self._scheduled(seq, span.end - seq.num_computed), span=SpanSlice(span, seq.span_units, end_unit)
-        )
-        if end_unit < num_layers * span.num_chunks:  # no row has come through all layers
-            return replace(scheduled, samples=(), prompt_targets=None)
-        return scheduled
+        whole = self._scheduled(seq, span.end - span.begin)
+        return scheduled_slice(whole, seq, span, min(tokens, self.limits.chunk), self.limits.num_layers)
 
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
         end = seq.num_computed + chunk
@@ -269,16 +287,14 @@ class Scheduler:
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             block_table=self.block_manager.places(seq, end),
-            samples=[sampling_row(seq)] if end == len(seq) else (),
+            samples=self._sampling_rows(seq) if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),
         )
 
-
-def _cut(sequences: Iterable[Sequence], tokens: int) -> list[tuple[Sequence, int]]:
-    """What each of them computes while `tokens` last, first in order first."""
-    chunks: list[tuple[Sequence, int]] = []
-    for seq in sequences:
-        if tokens > 0:
-            chunks.append((seq, min(seq.num_remaining, tokens)))
-            tokens -= chunks[-1][1]
-    return chunks
+    def _sampling_rows(self, seq: Sequence) -> list[SamplingRow]:
+        """What is drawn once the sequence has computed all it can."""
+        if seq.request.forked:
+            return [sampling_row(seq)]
+        if seq.num_output_tokens:  # preempted after its first tokens were drawn
+            return []
+        return [sampling_row(sibling) for sibling in seq.request.live]

@@ -1,9 +1,10 @@
-"""Arithmetic of KV memory: how a device budget is split, and what a step has to move."""
+"""Arithmetic of KV memory: how a device budget is split, and what a step has to move or attend on the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, prefill_steps
 
@@ -28,12 +29,23 @@ def split_device(num_gpu_blocks: int, num_layers: int) -> DeviceSplit:
 
 @dataclass(frozen=True, slots=True)
 class TransferCount:
-    """Copies over the link, and their bytes, each way."""
+    """KV copies over the link and their bytes, each way, and what the CPU arm attended to without a copy.
+
+    `arm_blocks` counts one layer of one block, as a copy does.
+    """
 
     h2d_copies: int = 0
     h2d_bytes: int = 0
     d2h_copies: int = 0
     d2h_bytes: int = 0
+    arm_blocks: int = 0
+    arm_bytes: int = 0
+
+    @property
+    def without_arm(self) -> TransferCount:
+        """What would have been copied had the arm attended to nothing: each of its blocks spares one load."""
+        h2d = self.h2d_copies + self.arm_blocks, self.h2d_bytes + self.arm_bytes
+        return TransferCount(*h2d, self.d2h_copies, self.d2h_bytes)
 
     def __bool__(self) -> bool:
         return self.h2d_copies + self.d2h_copies > 0
@@ -44,6 +56,8 @@ class TransferCount:
             self.h2d_bytes + other.h2d_bytes,
             self.d2h_copies + other.d2h_copies,
             self.d2h_bytes + other.d2h_bytes,
+            self.arm_blocks + other.arm_blocks,
+            self.arm_bytes + other.arm_bytes,
         )
 
     def __sub__(self, other: TransferCount) -> TransferCount:
@@ -52,17 +66,32 @@ class TransferCount:
             self.h2d_bytes - other.h2d_bytes,
             self.d2h_copies - other.d2h_copies,
             self.d2h_bytes - other.d2h_bytes,
+            self.arm_blocks - other.arm_blocks,
+            self.arm_bytes - other.arm_bytes,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ArmUse:
+    """The CPU arm takes `share` of the host blocks that a step may give it, if the step has few enough new tokens."""
+
+    share: float
+    most_tokens: int  # see `decode_shares.arm_query_len`
+
+
 def predict_transfers(
-    layout: KVLayout, resident_blocks: int, context_len: int, query_len: int, window: int | None = None
+    layout: KVLayout,
+    resident_blocks: int,
+    context_len: int,
+    query_len: int,
+    window: int | None = None,
+    arm: ArmUse | None = None,
 ) -> TransferCount:
     """What one step moves for one sequence alone whose first `resident_blocks` blocks are on the device.
 
     Every stored token of the rest is loaded once per layer, block by block; every new token of the rest is stored once
     per layer, one copy for each block that it falls into. With a sliding window, blocks that no new token sees stay
-    where they are.
+    where they are. The arm spares loads: it takes whole blocks that get no new token.
     """
     block_size, layers = layout.block_size, layout.num_layers
     first = resident_blocks * block_size  # first position on the host
@@ -70,11 +99,16 @@ def predict_transfers(
     total = context_len + query_len
     loaded, stored = max(0, context_len - max(first, seen)), max(0, total - max(first, context_len))
     store_begin = max(first, context_len) // block_size
+    spared = 0
+    if arm is not None and query_len <= arm.most_tokens:
+        spared = blocks_of_share(loaded // block_size, arm.share)
     return TransferCount(
-        h2d_copies=layers * -(-loaded // block_size),
-        h2d_bytes=loaded * layout.token_bytes,
+        h2d_copies=layers * (-(-loaded // block_size) - spared),
+        h2d_bytes=loaded * layout.token_bytes - spared * layout.block_bytes,
         d2h_copies=layers * (-(-total // block_size) - store_begin) if stored else 0,
         d2h_bytes=stored * layout.token_bytes,
+        arm_blocks=layers * spared,
+        arm_bytes=spared * layout.block_bytes,
     )
 
 
@@ -84,6 +118,7 @@ def predict_request(
     prompt_len: int,
     output_len: int,
     max_num_batched_tokens: int,
+    arm: ArmUse | None = None,
     spans: SpanMemory = NO_SPANS,
 ) -> TransferCount:
     """`predict_transfers` summed over a whole request: its prefill, then one step for each further token.
@@ -93,7 +128,8 @@ def predict_request(
     total = TransferCount()
     host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))
     for step in prefill_steps(host_blocks, layout.block_size, prompt_len, max_num_batched_tokens, spans):
-        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin)
+        taking = arm if step.num_chunks == 1 else None
+        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, arm=taking)
     for context_len in range(prompt_len, prompt_len + output_len - 1):
-        total += predict_transfers(layout, resident_blocks, context_len, 1)
+        total += predict_transfers(layout, resident_blocks, context_len, 1, arm=arm)
     return total

@@ -1,8 +1,8 @@
-"""Which block lives on which tier. Pure bookkeeping: what it decides is carried out by the offload engine.
+"""Which block lives on which tier. Pure bookkeeping: what it decides is carried out by the room.
 
 A block has an identity (its id, which sequences and the prefix cache hold) and a place (where its bytes are). Places
-`[0, num_device_blocks)` are resident device blocks, `[num_device_blocks, num_device_blocks + num_host_blocks)` are
-host blocks. Moving a block changes its place and nothing else, so no block table has to be rewritten.
+are numbered through: resident device blocks first, then host blocks, then swap blocks, which are host memory too but
+are never attended. Moving a block changes its place and nothing else, so no block table has to be rewritten.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from enum import Enum
 
 
 class Tier(Enum):
-    """The two kinds of KV memory."""
+    """The kinds of KV memory. SWAP holds the blocks of preempted requests until they run again."""
 
     DEVICE = "device"
     HOST = "host"
+    SWAP = "swap"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """All layers of one block, from place to place. Moves of one step are carried out in order."""
+    """All layers of one block, from place to place. Moves of one step are carried out in order.
+
+    `keeps_source`: the block at `src` stays in use, as in copy-on-write. The bytes go the same way.
+    """
 
     src: int
     dst: int
+    keeps_source: bool = False
 
 
 class PlacePool:
@@ -53,14 +58,16 @@ class PlacePool:
 
 
 class HybridManager:
-    """Maps block ids to places on the two tiers."""
+    """Maps block ids to places on the tiers."""
 
-    def __init__(self, num_device_blocks: int, num_host_blocks: int) -> None:
+    def __init__(self, num_device_blocks: int, num_host_blocks: int, num_swap_blocks: int = 0) -> None:
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
+        self.num_swap_blocks = num_swap_blocks
         self._pools = {
             Tier.DEVICE: PlacePool(0, num_device_blocks),
             Tier.HOST: PlacePool(num_device_blocks, num_host_blocks),
+            Tier.SWAP: PlacePool(num_device_blocks + num_host_blocks, num_swap_blocks),
         }
         self._place_of: dict[int, int] = {}
 
@@ -73,7 +80,10 @@ class HybridManager:
         return self._pools[tier].num_free
 
     def tier_of(self, block_id: int) -> Tier:
-        return Tier.DEVICE if self._place_of[block_id] < self.num_device_blocks else Tier.HOST
+        place = self._place_of[block_id]
+        if place < self.num_device_blocks:
+            return Tier.DEVICE
+        return Tier.HOST if place < self.num_device_blocks + self.num_host_blocks else Tier.SWAP
 
     def place_of(self, block_id: int) -> int:
         return self._place_of[block_id]
@@ -90,7 +100,7 @@ class HybridManager:
         self._pools[tier].give_back(self._place_of.pop(block_id))
 
     def move(self, block_id: int, tier: Tier) -> BlockMove:
-        """Put the block on the other tier. The returned move must be carried out before the next forward pass."""
+        """Put the block on another tier. The returned move must be carried out before the next forward pass."""
         source_tier, source = self.tier_of(block_id), self._place_of[block_id]
         if source_tier is tier:
             raise ValueError(f"block {block_id} is already on the {tier.value}")

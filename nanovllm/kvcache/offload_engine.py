@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
+from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
+from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
@@ -34,7 +36,10 @@ class RingUse:
 
 
 class OffloadEngine:
-    """Owns the resident pool, the ring and the host pool. Slots are addressed by the order of the ring's uses."""
+    """Owns the resident pool, the ring, the host pool and the swap pool.
+
+    Slots are addressed by the order of the ring's uses.
+    """
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class OffloadEngine:
         dtype: torch.dtype,
         split: DeviceSplit,
         num_host_blocks: int,
+        num_swap_blocks: int = 0,
         spans: SpanMemory = NO_SPANS,
     ) -> None:
         self.device = device
@@ -54,15 +60,26 @@ class OffloadEngine:
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
         self.layer_buffer = device.empty("layer buffer", layout.ring_shape(spans.buffer_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
-        self._order = TransferOrder(device, num_streams=split.ring_slots)
+        self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self._order = TransferOrder(device, split.ring_slots)
+        self._copies = CountedCopies(device)
+        self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
         self._uses: Sequence[RingUse] = ()
         self._next_use = 0
-        self._counts = {"h2d": [0, 0], "d2h": [0, 0]}  # copies, bytes
+
+    @property
+    def order(self) -> TransferOrder:
+        """For the CPU arm, which reads the host pool."""
+        return self._order
 
     @property
     def transfers(self) -> TransferCount:
         """Copies and bytes since the engine was made, counted where they are issued."""
-        return TransferCount(*self._counts["h2d"], *self._counts["d2h"])
+        return self._copies.transfers
+
+    def count_arm(self, blocks: int, num_bytes: int) -> None:
+        """One layer of so many host blocks was attended where it lies."""
+        self._copies.count("arm", blocks, num_bytes)
 
     # ---- the ring
 
@@ -142,46 +159,14 @@ class OffloadEngine:
         """Tokens are contiguous within a head, so each head of K and V is one row of a strided copy."""
         layout = self.layout
         pitch, width, height = layout.head_pitch, count * layout.row_bytes, layout.rows_per_token
-        self._copy(PitchedCopy(dst[0, 0, first:], src[0, 0, first:], pitch, pitch, width, height, kind), stream)
+        copy = PitchedCopy(dst[0, 0, first:], src[0, 0, first:], pitch, pitch, width, height, kind)
+        self._copies.put(copy, stream)
 
     # ---- copies of whole blocks
 
-    def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Carry out moves (source place, destination place) in order; see `hybrid_manager` for places.
-
-        Called between forward passes; the next one starts when they are done.
-        """
-        if not moves:
-            return
-        resident_blocks = self.split.resident_blocks
-        stream = self._order.before_moves()
-        for src, dst in moves:
-            if src < resident_blocks:
-                self.offload_slot_to_cpu(src, dst - resident_blocks, stream)
-            else:
-                self.load_to_slot_all_layers(dst, src - resident_blocks, stream)
-        self._order.after_moves()
-
-    def load_to_slot_all_layers(self, resident_block: int, host_block: int, stream: Stream) -> None:
-        """Copy all layers of a host block into a resident block."""
-        self._order.before_load(stream, host_block)
-        self._copy_layers(self.resident[:, resident_block], self.host[host_block], "h2d", stream)
-
-    def offload_slot_to_cpu(self, resident_block: int, host_block: int, stream: Stream) -> None:
-        """Copy all layers of a resident block to a host block."""
-        self._order.before_move_to_host(host_block)
-        self._copy_layers(self.host[host_block], self.resident[:, resident_block], "d2h", stream)
-        self._order.after_move_to_host(host_block)
-
-    def _copy_layers(self, dst: Tensor, src: Tensor, kind: CopyKind, stream: Stream) -> None:
-        """dst, src: [layers, 2, kv_heads, block_size, head_dim], each layer contiguous. One strided copy for all."""
-        width = self.layout.block_layer_bytes
-        dpitch, spitch = (t.stride(0) * t.element_size() for t in (dst, src))
-        self._copy(PitchedCopy(dst, src, dpitch, spitch, width, self.layout.num_layers, kind), stream)
-
-    def _copy(self, copy: PitchedCopy, stream: Stream) -> None:
-        self._counts[copy.kind][0] += self.device.copy_2d(copy, stream)
-        self._counts[copy.kind][1] += copy.width * copy.height
+    def move_blocks(self, moves: Sequence[BlockMove]) -> None:
+        """Carry out a step's moves in order. Called between forward passes; the next one starts when they are done."""
+        self._mover.move_blocks(moves)
 
     def synchronize(self) -> None:
         """Block the host until no copy is under way."""

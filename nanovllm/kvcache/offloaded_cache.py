@@ -1,4 +1,5 @@
-"""The room whose blocks live on two tiers: resident ones are attended in place, the others stream through the ring."""
+"""The room whose blocks live on two tiers: resident ones are attended in place, the others stream through the ring, or
+are left to the CPU arm."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.kvcache.host_arm import HostArm
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
 from nanovllm.kvcache.span_cache import SpanKVCache
-from nanovllm.kvcache.step_plan import BlockVisit, HostVisit, ResidentRun, group_visits, plan_visits
+from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, HostVisit, LayerPlan, ResidentRun, group_visits, plan_visits
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
 
@@ -19,22 +21,33 @@ class OffloadedKVCache(KVRoom):
     """Attention block by block in sequence order, each block wherever it lives."""
 
     def __init__(
-        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, num_gpu_blocks: int
+        self,
+        engine: OffloadEngine,
+        geometry: AttentionGeometry,
+        backend: AttentionBackend,
+        num_gpu_blocks: int,
+        arm: HostArm | None = None,
     ) -> None:
         self.layout = engine.layout
         self.engine = engine
+        self.arm = arm
         self._geometry = geometry
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
         self.spans = SpanKVCache(engine, geometry, backend)
-        self._plans: dict[int | None, list[ResidentRun | HostVisit]] = {}  # of this step, by sliding window
+        self._plans: dict[int | None, LayerPlan] = {}  # of this step, by sliding window
 
     # ---- steps
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
+        if self.arm is not None:
+            self.arm.observe()
         self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
-        self.engine.move_blocks([(move.src, move.dst) for move in moves])
-        visits = [(layer, visit) for layer, window in enumerate(self._geometry.windows) for visit in self._host(window)]
+        self.engine.move_blocks(moves)
+        if self.arm is not None:
+            self.arm.begin_step(list(self._plans.values()))
+        layers = enumerate(self._geometry.windows)
+        visits = [(layer, visit) for layer, window in layers for visit in self._plans[window].ring]
         self.engine.begin([RingUse(layer, self._host_block(visit), visit.stored_tokens) for layer, visit in visits])
         # A shared block is loaded once; it counts for its first reader.
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
@@ -45,9 +58,14 @@ class OffloadedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         window = self._geometry.windows[layer]
-        state = AttentionState.empty(q)
-        for item in self._plans[window]:
-            if isinstance(item, ResidentRun):
+        state, plan = AttentionState.empty(q), self._plans[window]
+        if self.arm is not None:
+            self.arm.start(layer, plan, q)
+        for item in plan.items:
+            if isinstance(item, ArmRun):
+                assert self.arm is not None, "only an arm is given runs"
+                self.arm.attend_in_order(layer, item, q, state)
+            elif isinstance(item, ResidentRun):
                 pool = self.engine.resident[layer]
                 for visit in item.visits:
                     self._write_and_declare(visit, pool[visit.place], k, v, ctx)
@@ -55,7 +73,13 @@ class OffloadedKVCache(KVRoom):
                 self.engine.device.end_kernel()
             else:
                 self._attend_host(layer, item, q, k, v, ctx, state)
+        if self.arm is not None:
+            self.arm.merge(plan, state)
         return state.output(q)
+
+    def end_step(self) -> None:
+        if self.arm is not None:
+            self.arm.end_step()
 
     def abandon_step(self) -> None:
         self.engine.abandon()
@@ -69,8 +93,9 @@ class OffloadedKVCache(KVRoom):
             resident_blocks=engine.split.resident_blocks,
             ring_slots=engine.split.ring_slots,
             num_cpu_blocks=engine.num_host_blocks,
+            num_swap_blocks=len(engine.swap),
             device_bytes=engine.resident.nbytes + engine.ring.nbytes,
-            host_bytes=engine.host.nbytes,
+            host_bytes=engine.host.nbytes + engine.swap.nbytes,
             transfers=engine.transfers,
             spans=engine.spans,
             layer_buffer_bytes=engine.layer_buffer.nbytes,
@@ -78,13 +103,13 @@ class OffloadedKVCache(KVRoom):
 
     # ---- helpers
 
-    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None) -> list[ResidentRun | HostVisit]:
-        block_size = self.layout.block_size
+    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None) -> LayerPlan:
+        block_size, resident_blocks = self.layout.block_size, self.engine.split.resident_blocks
         visits = plan_visits(sequences, block_size, window)
-        return group_visits(visits, sequences, block_size, self.engine.split.resident_blocks)
-
-    def _host(self, window: int | None) -> list[BlockVisit]:
-        return [item.visit for item in self._plans[window] if isinstance(item, HostVisit)]
+        if self.arm is None:
+            return group_visits(visits, sequences, block_size, resident_blocks)
+        taken = self.arm.choose(visits, sequences)
+        return group_visits(visits, sequences, block_size, resident_blocks, taken, self.arm.beside)
 
     def _host_block(self, visit: BlockVisit) -> int:
         return visit.place - self.engine.split.resident_blocks

@@ -1,4 +1,4 @@
-"""The room where every KV block lives on the device."""
+"""The room where every KV block that is attended lives on the device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 
 from nanovllm.device import Device
 from nanovllm.forward_context import ForwardContext, SequenceSlice, positions_of
-from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
+from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.upload import upload
 
 
 class PagedKVCache(KVRoom):
-    """One pool of blocks, written by slot mapping and attended in place through block tables."""
+    """One pool of blocks, written by slot mapping and attended in place through block tables; swap blocks beside it."""
 
     def __init__(
         self,
@@ -29,18 +30,25 @@ class PagedKVCache(KVRoom):
         geometry: AttentionGeometry,
         backend: AttentionBackend,
         num_blocks: int,
+        num_swap_blocks: int = 0,
     ) -> None:
         self.layout = layout
         self._device = device
         self._geometry = geometry
         self._backend = backend
         self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
+        self._swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self._order = TransferOrder(device, num_slots=0)
+        self._copies = CountedCopies(device)
+        self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
+        self._sequences: Sequence[SequenceSlice] = ()  # of the step under way
         # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window.
         self._slots = torch.empty(0, dtype=torch.int64)
         self._tables: dict[int | None, SegmentTable] = {}
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
-        assert not moves, "there is no other tier to move blocks to"
+        self._mover.move_blocks(moves)
+        self._sequences = sequences
         block_size = self.layout.block_size
         slots = []
         for sequence in sequences:
@@ -56,11 +64,11 @@ class PagedKVCache(KVRoom):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
-        self._device.declare_kernel("write K/V")  # the pool is in the compute stream's hands alone
+        self._device.declare_kernel("write K/V", writes=(pool[place] for place in self._places(written=True)))
         store_kv(pool, k, v, self._slots)
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
-        self._device.declare_kernel("attend")
+        self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
         return state.output(q)
@@ -76,8 +84,17 @@ class PagedKVCache(KVRoom):
             blocks=seq.block_table[first:],
         )
 
+    def _places(self, *, written: bool = False) -> set[int]:
+        """The blocks that the step attends to, or those of them that it writes first."""
+        block_size = self.layout.block_size
+        return {
+            place
+            for seq in self._sequences
+            for place in seq.block_table[seq.context_len // block_size if written else 0 :]
+        }
+
     def abandon_step(self) -> None:
-        return  # nothing is under way between calls
+        self._order.reset()
 
     def stats(self) -> KVStats:
         num_blocks = self._pool.shape[1]
@@ -88,7 +105,8 @@ class PagedKVCache(KVRoom):
             resident_blocks=num_blocks,
             ring_slots=0,
             num_cpu_blocks=0,
+            num_swap_blocks=len(self._swap),
             device_bytes=self._pool.nbytes,
-            host_bytes=0,
-            transfers=TransferCount(),
+            host_bytes=self._swap.nbytes,
+            transfers=self._copies.transfers,
         )

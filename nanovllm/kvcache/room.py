@@ -20,6 +20,7 @@ class AttentionGeometry:
     """What attention needs to know of the model beyond the KV layout."""
 
     scale: float
+    num_heads: int  # query heads
     windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
 
 
@@ -41,6 +42,7 @@ class KVStats:
     resident_blocks: int
     ring_slots: int  # each holds one layer of one block
     num_cpu_blocks: int
+    num_swap_blocks: int
     device_bytes: int  # really allocated
     host_bytes: int
     transfers: TransferCount
@@ -60,6 +62,10 @@ class KVRoom(ABC):
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`."""
+
+    def end_step(self) -> None:
+        """The step's results are there. Raises EngineError if they rest on something that failed."""
+        return
 
     @abstractmethod
     def abandon_step(self) -> None:

@@ -100,6 +100,8 @@ def _span_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, lo
         return NO_SPANS
     left = _budget(config, memory)
     shared = memory.tiers_share_memory
+    if shared:  # what is set aside for swapping is the host's
+        left -= max(0, memory.device_free - memory.host_free)
     named = [config.num_gpu_blocks, *([config.num_cpu_blocks] if shared else [])]
     left -= sum(max(blocks, 0) for blocks in named) * layout.block_bytes
     if -1 in named:

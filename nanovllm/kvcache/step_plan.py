@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.forward_context import SequenceSlice
@@ -30,11 +30,45 @@ class HostVisit:
 
 
 @dataclass(slots=True)
-class ResidentRun:
-    """Visits to resident blocks with no host block between them: attended in one call."""
+class BlockRun:
+    """Visits to blocks of one pool that are attended where they lie, in one call. `table` addresses that pool."""
 
     visits: list[BlockVisit] = field(default_factory=list)
     table: SegmentTable = field(default_factory=lambda: SegmentTable(()))
+
+
+class ResidentRun(BlockRun):
+    """On the device."""
+
+
+class ArmRun(BlockRun):
+    """On the host, for the CPU arm."""
+
+    @property
+    def stored_tokens(self) -> int:
+        return sum(visit.stored_tokens for visit in self.visits)
+
+    @property
+    def read_tokens(self) -> int:
+        """Like `stored_tokens`, but a block counts for each of its readers."""
+        return sum(visit.stored_tokens * len(visit.readers) for visit in self.visits)
+
+
+@dataclass(slots=True)
+class LayerPlan:
+    """What one layer does: `items` in this order on the compute stream, `beside` on a stream of the arm's own."""
+
+    items: list[ResidentRun | ArmRun | HostVisit] = field(default_factory=list)
+    beside: list[ArmRun] = field(default_factory=list)
+    beside_rows: int = 0  # the rows [0, beside_rows) of the batch are the queries of `beside`
+
+    @property
+    def ring(self) -> list[BlockVisit]:
+        return [item.visit for item in self.items if isinstance(item, HostVisit)]
+
+    @property
+    def arm_runs(self) -> list[ArmRun]:
+        return [item for item in self.items if isinstance(item, ArmRun)] + self.beside
 
 
 def plan_visits(sequences: Sequence[SequenceSlice], block_size: int, window: int | None) -> list[BlockVisit]:
@@ -61,33 +95,103 @@ def plan_visits(sequences: Sequence[SequenceSlice], block_size: int, window: int
     return visits
 
 
+def leading_short(sequences: Sequence[SequenceSlice], most_tokens: int, most_rows: int) -> int:
+    """How many sequences at the start of the batch have at most `most_tokens` new tokens, and `most_rows` together.
+
+    Decodes stand at the start of a batch, and the rows of these sequences are its first ones.
+    """
+    for index, seq in enumerate(sequences):
+        if seq.query_len > most_tokens or seq.query_start + seq.query_len > most_rows:
+            return index
+    return len(sequences)
+
+
+def arm_candidates(visits: Sequence[BlockVisit], resident_blocks: int, num_short: int) -> list[int]:
+    """Indices of the visits that the CPU arm may take, in the order in which it takes them.
+
+    They are whole blocks on the host that only the first `num_short` sequences attend to: a block that gets new tokens
+    passes through the ring, which writes and stores them. A block with many readers crosses the link once and is read
+    by the arm once for each, so those with few come first, and of these the last of the sequences.
+    """
+    found = [
+        index
+        for index, visit in enumerate(visits)
+        if visit.place >= resident_blocks and not visit.new_tokens and visit.readers[-1] < num_short
+    ]
+    return sorted(found, key=lambda index: (len(visits[index].readers), -index))
+
+
 def group_visits(
-    visits: Sequence[BlockVisit], sequences: Sequence[SequenceSlice], block_size: int, resident_blocks: int
-) -> list[ResidentRun | HostVisit]:
-    """The visits with their attention tables; neighbouring resident ones as one run."""
-    plan: list[ResidentRun | HostVisit] = []
-    for visit in visits:
-        if visit.place >= resident_blocks:
+    visits: Sequence[BlockVisit],
+    sequences: Sequence[SequenceSlice],
+    block_size: int,
+    resident_blocks: int,
+    arm: Collection[int] = (),
+    arm_beside: bool = False,
+) -> LayerPlan:
+    """The visits with their attention tables. `arm`: indices of the CPU arm's, in order with the others or beside them.
+
+    Every sequence meets its blocks in the order of the visits, in as few calls as that allows.
+    """
+    in_order, beside = _Grouping(block_size), _Grouping(block_size)
+    for index, visit in enumerate(visits):
+        if index in arm:
+            (beside if arm_beside else in_order).join(ArmRun, visit)
+        elif visit.place < resident_blocks:
+            in_order.join(ResidentRun, visit)
+        else:
             segments = [_segment(sequences[reader], [(visit, 0)], block_size) for reader in visit.readers]
-            plan.append(HostVisit(visit, SegmentTable(segments)))
-            continue
-        if not plan or isinstance(plan[-1], HostVisit):
-            plan.append(ResidentRun())
-        run = plan[-1]
-        assert isinstance(run, ResidentRun)
+            in_order.append(HostVisit(visit, SegmentTable(segments)), visit)
+    for item in [*in_order.items, *beside.items]:
+        if isinstance(item, BlockRun):
+            first_place = resident_blocks if isinstance(item, ArmRun) else 0
+            item.table = _run_table(item.visits, first_place, sequences, block_size)
+    runs = [run for run in beside.items if isinstance(run, ArmRun)]
+    readers = {reader for run in runs for visit in run.visits for reader in visit.readers}
+    rows = max((sequences[reader].query_start + sequences[reader].query_len for reader in readers), default=0)
+    return LayerPlan(in_order.items, runs, rows)
+
+
+class _Grouping:
+    """Puts visits into runs. A visit joins the last run of its kind, if none of its readers was met elsewhere since and
+    none would have a gap in it."""
+
+    def __init__(self, block_size: int) -> None:
+        self.items: list[ResidentRun | ArmRun | HostVisit] = []
+        self._block_size = block_size
+        self._last: dict[type[BlockRun], int] = {}  # the last run of each kind, as an index
+        self._met: dict[int, tuple[int, int]] = {}  # of each reader: its last item's index, and the position after it
+
+    def append(self, item: ResidentRun | ArmRun | HostVisit, visit: BlockVisit) -> None:
+        self.items.append(item)
+        self._meet(visit, len(self.items) - 1)
+
+    def join(self, kind: type[ResidentRun] | type[ArmRun], visit: BlockVisit) -> None:
+        at = self._last.get(kind, -1)
+        if at < 0 or not self._fits(visit, at):
+            at = self._last[kind] = len(self.items)
+            self.items.append(kind())
+        run = self.items[at]
+        assert isinstance(run, BlockRun)
         run.visits.append(visit)
-    for item in plan:
-        if isinstance(item, ResidentRun):
-            item.table = _run_table(item.visits, sequences, block_size)
-    return plan
+        self._meet(visit, at)
+
+    def _fits(self, visit: BlockVisit, at: int) -> bool:
+        met = [self._met[reader] for reader in visit.readers if reader in self._met]
+        return all(item < at or (item == at and end == visit.first_position) for item, end in met)
+
+    def _meet(self, visit: BlockVisit, at: int) -> None:
+        self._met.update(dict.fromkeys(visit.readers, (at, visit.first_position + self._block_size)))
 
 
-def _run_table(visits: Sequence[BlockVisit], sequences: Sequence[SequenceSlice], block_size: int) -> SegmentTable:
+def _run_table(
+    visits: Sequence[BlockVisit], first_place: int, sequences: Sequence[SequenceSlice], block_size: int
+) -> SegmentTable:
     """One segment for each sequence: its blocks within a run follow each other without a gap."""
     by_reader: dict[int, list[tuple[BlockVisit, int]]] = {}
     for visit in visits:
         for reader in visit.readers:
-            by_reader.setdefault(reader, []).append((visit, visit.place))
+            by_reader.setdefault(reader, []).append((visit, visit.place - first_place))
     return SegmentTable([_segment(sequences[reader], blocks, block_size) for reader, blocks in by_reader.items()])
 
 

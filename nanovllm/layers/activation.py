@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.triton_support import use_triton
 
 
@@ -14,5 +15,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         from nanovllm.ops.triton_activation import silu_and_mul_triton
 
         return silu_and_mul_triton(gate_up)
+    if cpu_rows.takes(gate_up, 2):
+        return cpu_rows.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

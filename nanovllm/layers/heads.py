@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nanovllm.layers.norm import rms_norm
 from nanovllm.layers.rotary import rotate
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.triton_support import use_triton
 
 
@@ -22,6 +23,9 @@ def place_heads(
         from nanovllm.ops.triton_heads import place_heads_triton
 
         place_heads_triton(heads, weight, eps, cos, sin, q, k, v)
+        return
+    if cpu_rows.takes(heads, 3):
+        cpu_rows.place_heads(heads, weight, eps, cos, sin, q, k, v)
         return
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     to_rotate, values = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.ops.upload import upload
+
 
 class LogitAdjustments(Protocol):
     """What is read of a row; see `engine.batch.LogitAdjustments`."""
@@ -44,7 +46,7 @@ def adjust_(logits: Tensor, adjustments: Sequence[LogitAdjustments | None]) -> T
     if any(row.biased for _, row in rows):
         biases = torch.frombuffer(bytearray(b"".join(row.biases for _, row in rows)), dtype=torch.float64)
         places = _places(logits, [(index, row.biased) for index, row in rows])
-        logits.view(-1)[places] += biases.to(logits.device, logits.dtype)
+        logits.view(-1)[places] += upload(biases.to(logits.dtype), logits.device)
     if any(row.repetition_penalty != 1.0 for _, row in rows):
         _penalize_repetition_(logits, rows)
     if any(row.frequency_penalty or row.presence_penalty for _, row in rows):
@@ -76,11 +78,11 @@ def _places(logits: Tensor, tokens: Sequence[tuple[int, array[int]]]) -> Tensor:
     token_ids = torch.frombuffer(joined, dtype=torch.int64) if joined else torch.empty(0, dtype=torch.int64)
     lengths = torch.tensor([len(part) for _, part in tokens])
     starts = torch.tensor([index * logits.shape[1] for index, _ in tokens])
-    return (torch.repeat_interleave(starts, lengths) + token_ids).to(logits.device)
+    return upload(torch.repeat_interleave(starts, lengths) + token_ids, logits.device)
 
 
 def _by_row(logits: Tensor, values: Sequence[tuple[int, float]], places: Tensor) -> Tensor:
     """The value of the row in which each place lies."""
-    column = logits.new_zeros(logits.shape[0])
-    column[[index for index, _ in values]] = logits.new_tensor([value for _, value in values])
-    return column[places // logits.shape[1]]
+    column = torch.zeros(logits.shape[0], dtype=logits.dtype)
+    column[[index for index, _ in values]] = torch.tensor([value for _, value in values], dtype=logits.dtype)
+    return upload(column, logits.device)[places // logits.shape[1]]

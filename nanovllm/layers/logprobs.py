@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.ops.upload import upload
+
 MAX_ROWS = 256  # at a time, beside their logits
 
 
@@ -39,7 +41,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
 
 
 def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
-    logprobs, chosen, ranks = chosen_logprobs(logits, torch.tensor(token_ids, device=logits.device))
+    logprobs, chosen, ranks = chosen_logprobs(logits, upload(torch.tensor(token_ids), logits.device))
     top: list[tuple[list[int], list[float]]] = [([], [])] * len(counts)
     # One call for each count: were the largest taken for all, other rows would decide which of equally likely tokens
     # are named.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.triton_support import use_triton
 
 
@@ -19,6 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from nanovllm.ops.triton_norm import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps)
+    if weight.dim() == 1 and cpu_rows.takes(x, 2):
+        return cpu_rows.rms_norm(x, weight, eps)
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
@@ -30,6 +33,8 @@ def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Te
         from nanovllm.ops.triton_norm import add_rms_norm_triton_
 
         return add_rms_norm_triton_(residual, x, weight, eps)
+    if cpu_rows.takes(x, 2):
+        return cpu_rows.add_rms_norm_(residual, x, weight, eps)
     residual += x
     return rms_norm(residual, weight, eps)
 

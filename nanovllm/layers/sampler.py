@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, adjust_
+from nanovllm.ops.triton_support import use_triton
 from nanovllm.ops.upload import upload
 
 # Logits at a time: drawing takes about twelve times their memory. On the CPU that should stay in the cache.
@@ -82,7 +83,7 @@ def draw_from_all(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw rows without top_k and top_p: int64 [rows]. Changes logits fp32 [rows, vocab]."""
     scores = scale_(logits, rows)
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    return torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1)
+    return _draw(scores, tokens, rows)
 
 
 def draw_from_likeliest(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -103,9 +104,19 @@ def draw_from_likeliest(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _draw_in_order(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    width = max(1, int((scores > float("-inf")).sum(dim=-1).max()))  # what is cut off lies behind what is kept
-    drawn = torch.argmax(scores[:, :width] + gumbel_noise(rows, tokens[:, :width]), dim=-1, keepdim=True)
-    return tokens.gather(1, drawn).squeeze(1)
+    if scores.device.type == "cpu":  # elsewhere to ask for the number costs more than noise for all
+        width = max(1, int((scores > float("-inf")).sum(dim=-1).max()))  # what is cut off lies behind what is kept
+        scores, tokens = scores[:, :width], tokens[:, :width]
+    return tokens.gather(1, _draw(scores, tokens, rows).unsqueeze(1)).squeeze(1)
+
+
+def _draw(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Where the largest of score plus noise stands in each row: int64 [rows]; tokens as for `gumbel_noise`."""
+    if use_triton(scores):
+        from nanovllm.ops.triton_gumbel import draw_triton
+
+        return draw_triton(scores, tokens, upload(_noise_starts(rows), scores.device))
+    return torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1)
 
 
 def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,11 +167,16 @@ def gumbel_noise(rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
     largest would round to 1), and -log(-log(u)) is a Gumbel variable. fp64, because an fp32 uniform is its smallest
     value once in 2^24 draws, which would make tokens certain that the distribution all but excludes.
     """
-    start = _finalise(torch.tensor([_signed(row.seed * 0xD1B54A32D192ED03) for row in rows]))
-    start = _finalise(start + torch.tensor([_signed(row.index * _GOLDEN_GAMMA) for row in rows]))
-    numbers = _finalise(upload(start, tokens.device).unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
+    starts = upload(_noise_starts(rows), tokens.device)
+    numbers = _finalise(starts.unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
     uniform = (_shift(numbers, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
+
+
+def _noise_starts(rows: Sequence[SamplingRow]) -> Tensor:
+    """Each row's hash of seed and index: int64 [rows], on the host."""
+    starts = _finalise(torch.tensor([_signed(row.seed * 0xD1B54A32D192ED03) for row in rows]))
+    return _finalise(starts + torch.tensor([_signed(row.index * _GOLDEN_GAMMA) for row in rows]))
 
 
 def _finalise(z: Tensor) -> Tensor:

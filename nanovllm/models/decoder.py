@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,13 @@ def row_chunks(rows: int, size: int) -> Iterator[slice]:
     """Consecutive slices of at most `size` that cover [0, rows)."""
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
+
+
+def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """The tensors cut into parts of at most `size` rows, side by side; as they are where one part holds them."""
+    if tensors[0].shape[0] <= size:
+        return iter((tensors,))
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 class DecoderLayer:
@@ -51,9 +58,8 @@ class DecoderLayer:
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work goes by `chunk` rows."""
         attended = self._attend(x, cos, sin, ctx, chunk)
-        for rows in row_chunks(x.shape[0], chunk):
-            part = x[rows]
-            part += self._mlp(part, self.o(attended[rows]))
+        for part, attended_part in row_parts(chunk, x, attended):
+            part += self._mlp(part, self.o(attended_part))
 
     def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """The gated MLP's share of the residual stream, after adding attention's to it in place."""
@@ -64,8 +70,8 @@ class DecoderLayer:
         tokens, spec = x.shape[0], self.spec
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
-        for rows in row_chunks(tokens, chunk):
-            self._project(x[rows], cos[rows], sin[rows], q[rows], k[rows], v[rows])
+        for part in row_parts(chunk, x, cos, sin, q, k, v):
+            self._project(*part)
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -145,4 +151,9 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters on the device."""
-        return sum(slot.view.numel() * slot.view.element_size() for _, slot in self.slots())
+        return sum(slot.view.nbytes for _, slot in self.slots())
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Bytes of the parameters of one layer; all have the same shapes."""
+        return sum(slot.view.nbytes for _, slot in self.layers[0].slots())

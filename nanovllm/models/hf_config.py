@@ -78,11 +78,7 @@ def _family(raw: dict[str, Any]) -> Family:
     named = raw.get("architectures") or []
     family = next((FAMILIES[name] for name in named if name in FAMILIES), None)
     if family is None:
-        found = (
-            f"Architecture {', '.join(map(str, named))} is not supported"
-            if named
-            else "It names no architecture"
-        )
+        found = f"Architecture {', '.join(map(str, named))} is not supported" if named else "It names no architecture"
         raise ModelError(f"{found}; supported: {', '.join(FAMILIES)}.")
     if raw.get("model_type", family.model_type) != family.model_type:
         raise ModelError(

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nanovllm.ops.upload import upload
+
 FEW_ROWS = 64  # a segment with more query rows is prefill to a GPU kernel, one with up to as many decode
 
 
@@ -83,9 +85,7 @@ class DeviceTable:
         is_few = table.spans[:, 1] <= FEW_ROWS
         groups = [_with_rows_before(table.spans[is_few]), _with_rows_before(table.spans[~is_few])]
         packed = torch.cat([*(spans.flatten() for spans in groups), table.blocks]).int()
-        if device.type == "cuda":
-            packed = packed.pin_memory()
-        parts = packed.to(device, non_blocking=True).split([*(spans.numel() for spans in groups), len(table.blocks)])
+        parts = upload(packed, device).split([*(spans.numel() for spans in groups), len(table.blocks)])
         few, many = (_span_group(spans, part) for spans, part in zip(groups, parts[:2], strict=True))
         return cls(parts[2], few, many)
 

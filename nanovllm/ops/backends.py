@@ -28,9 +28,12 @@ def select_backend(torch_device: torch.device, head_dim: int) -> AttentionBacken
     return first_right(cuda_backends(torch_device, head_dim), torch_device, head_dim)
 
 
-def select_cpu_backend(head_dim: int) -> AttentionBackend:
-    """The C++ kernel where it can be used, torch's operator for the head sizes that it does not take."""
-    return NativeAttention() if supports_head_dim(head_dim) else TorchAttention()
+def select_cpu_backend(head_dim: int, num_threads: int | None = None) -> AttentionBackend:
+    """The C++ kernel where it can be used, torch's operator for the head sizes that it does not take.
+
+    `num_threads` is the kernel's number of threads; without it, and for the operator, it is torch's.
+    """
+    return NativeAttention(num_threads) if supports_head_dim(head_dim) else TorchAttention()
 
 
 def is_chunk_invariant(backend: AttentionBackend) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class KVSpan:
     query_position: int
 
 
+@cache
 def instruction_sets() -> tuple[str, ...]:
     """Instruction sets that this machine runs, best first; the first is the default of `attend`."""
     return tuple(_cpu_attention.instruction_sets())

@@ -11,7 +11,8 @@ from nanovllm.ops.attention import AttentionState, SegmentTable
 class NativeAttention:
     """Adapts `cpu_attention` to the seam: block indices become addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self.name = f"native CPU attention ({cpu_attention.instruction_sets()[0]})"
 
     def attend(
@@ -28,4 +29,5 @@ class NativeAttention:
             lse=state.lse,
             window=window or 0,
             carry=True,
+            num_threads=self._num_threads,
         )

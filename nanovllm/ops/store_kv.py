@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.triton_support import use_triton
 
 
@@ -17,6 +18,9 @@ def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         from nanovllm.ops.triton_store import store_kv_triton
 
         store_kv_triton(pool, k, v, slots)
+        return
+    if pool.is_cpu:
+        cpu_rows.store_kv(pool, k, v, slots)
         return
     if (slots < 0).any():
         kept = slots >= 0

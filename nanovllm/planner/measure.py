@@ -102,21 +102,26 @@ def probe_layers(network: Network, sizes: ProbeSizes) -> int:
     return min(network.spec.num_layers, math.ceil(sizes.weight_bytes / network.layer_weight_bytes))
 
 
-def random_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, sizes: ProbeSizes) -> Decoder:
+def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: ProbeSizes) -> Decoder:
     """As much of the network as is measured, with random weights, where there is no checkpoint loaded."""
     network = Network(spec, str(dtype).removeprefix("torch."))
     rows = max(1, sizes.weight_bytes // (spec.hidden_size * network.itemsize))
     layers = probe_layers(network, sizes)
     part = replace(spec, num_layers=layers, sliding_windows=(None,) * layers, vocab_size=min(spec.vocab_size, rows))
-    decoder = Decoder(replace(part, tie_word_embeddings=True), dtype, device)
-    fill_with_random_weights(decoder, seed=0)
+    with device.compute():
+        decoder = Decoder(replace(part, tie_word_embeddings=True), dtype, device.torch_device)
+        fill_with_random_weights(decoder, seed=0)
     return decoder
 
 
 @torch.inference_mode()
 def measure_rates(probe: Probe) -> Rates:
     """All rates. `probe.model` may be the whole model: as many of its layers as it takes are used."""
-    probe = probe.cut(min(len(probe.model.layers), probe_layers(probe.network, probe.sizes)))
+    with probe.device.compute():
+        return _measure(probe.cut(min(len(probe.model.layers), probe_layers(probe.network, probe.sizes))))
+
+
+def _measure(probe: Probe) -> Rates:
     attention, device_bandwidth = _prefill_attention(probe), _decode_attention(probe)
     weights, head = _weights_seconds(probe)
     bare, step = probe.seconds(lambda: _step(probe.cut(0), None, 1)), _resident_step(probe, 1)
@@ -313,4 +318,5 @@ def _written(memory: Tensor) -> Tensor:
 
 
 def _geometry(probe: Probe) -> AttentionGeometry:
-    return AttentionGeometry(probe.model.spec.head_dim**-0.5, probe.model.spec.sliding_windows)
+    spec = probe.model.spec
+    return AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, spec.sliding_windows)

@@ -1,0 +1,188 @@
+"""Decode under offload by the share of host blocks that the CPU attends to, beside decode with all on the device.
+
+Each engine prefills the prompt once. Then shares take turns of a few tokens each, in one order in odd rounds and in the
+other in even ones, all of them in the same engine and on the same sequence, whose length hardly changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from benchmarks.engine import Work
+from benchmarks.report import mib, print_row
+from benchmarks.timing import Spread
+from nanovllm import LLM, SamplingParams
+from nanovllm.kvcache.budget import ArmUse, TransferCount, predict_transfers
+from nanovllm.kvcache.decode_shares import arm_query_len
+from nanovllm.kvcache.host_arm import ForcedShare, HostArm
+from nanovllm.kvcache.layout import KVLayout
+
+AUTOMATIC = "automatic"
+BAR = 40  # characters of the longest
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Some tokens of one engine, one after the other."""
+
+    seconds: float
+    tokens: int
+    moved: TransferCount
+    predicted: TransferCount  # by the formula; for an automatic share as if nothing had been left to the arm
+    for_arm: int  # blocks that the arm might have taken, each layer by itself
+
+
+@dataclass(frozen=True, slots=True)
+class ShareResult:
+    """What a share costs. Bytes of a token; rates in 1e9 bytes per second of the whole time."""
+
+    name: str
+    token_ms: Spread
+    h2d_bytes: int
+    arm_bytes: int
+    device_bytes: int  # attended where they are on the device
+    taken: float | None  # share of the host blocks, as counted
+    as_predicted: bool
+
+    @property
+    def kv_gb_s(self) -> float:
+        """All KV that a token attends to."""
+        return (self.h2d_bytes + self.arm_bytes + self.device_bytes) / self.token_ms.median / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class ByShare:
+    """The results, "on device" first."""
+
+    results: list[ShareResult]
+    outputs_equal: bool
+
+    @property
+    def as_predicted(self) -> bool:
+        return all(result.as_predicted for result in self.results)
+
+
+class Decoding:
+    """One sequence in one engine, which is decoded turn by turn."""
+
+    def __init__(self, llm: LLM, work: Work, prompt: list[int], steps: int) -> None:
+        self._llm = llm
+        self._steps = steps
+        stats, spec = llm.kv_stats(), work.shape.spec
+        self._resident_blocks = stats.resident_blocks
+        self.layout = KVLayout(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize
+        )
+        self._most_tokens = arm_query_len(spec.num_heads, spec.num_kv_heads)
+        params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
+        llm.engine.add_request("decode", None, params, prompt)
+        self.tokens: list[int] = []
+        while not self.tokens:
+            self._step()
+        self.context_len = len(prompt)
+
+    @property
+    def resident_tokens(self) -> int:
+        return min(self.context_len, self._resident_blocks * self.layout.block_size)
+
+    def turn(self, share: float | None) -> Turn:
+        """share: what the arm is forced to take; None for none, or whatever it takes."""
+        contexts = range(self.context_len, self.context_len + self._steps)
+        before, start = self._llm.kv_stats().transfers, time.perf_counter()
+        for _ in contexts:
+            self._step()
+        seconds = time.perf_counter() - start
+        self.context_len = contexts.stop
+        moved = self._llm.kv_stats().transfers - before
+        whole_blocks = (context // self.layout.block_size - self._resident_blocks for context in contexts)
+        for_arm = self.layout.num_layers * sum(max(0, blocks) for blocks in whole_blocks)
+        return Turn(seconds, self._steps, moved, self._predicted(contexts, share), for_arm)
+
+    def _predicted(self, contexts: range, share: float | None) -> TransferCount:
+        arm = ArmUse(share, self._most_tokens) if share is not None else None
+        steps = (predict_transfers(self.layout, self._resident_blocks, context, 1, arm=arm) for context in contexts)
+        return sum(steps, TransferCount())
+
+    def _step(self) -> None:
+        for output in self._llm.engine.step():
+            self.tokens = output.outputs[0].token_ids
+
+
+def measure_by_share(work: Work, device_share: Fraction, shares: Sequence[float], steps: int, rounds: int) -> ByShare:
+    """`steps` tokens for each share and round, after a turn of each that does not count."""
+    turns = len(shares) + 1
+    work = replace(work, num_prompts=1, output_len=1 + steps * turns * (rounds + 1))
+    (prompt,) = work.shape.prompts(1, work.prompt_len, work.seed)
+    with work.open(**work.on_device()) as llm:
+        resident = Decoding(llm, work, prompt, steps)
+        on_device = [resident.turn(None) for _ in range(turns * (rounds + 1))]
+        results = [_result("on device", on_device[turns:], resident, _agrees)]
+    with work.open(**work.offloaded(device_share)) as llm:
+        offloaded = Decoding(llm, work, prompt, steps)
+        by_name = _take_turns(offloaded, _arm_of(llm), shares, rounds)
+    for name, found in by_name.items():
+        exact = name != AUTOMATIC
+        results.append(_result(name, found, offloaded, _agrees if exact else _agrees_without_arm))
+    return ByShare(results, resident.tokens == offloaded.tokens)
+
+
+def show_by_share(found: ByShare) -> None:
+    """Print a line for each share, with a bar as long as a token takes."""
+    longest = max(result.token_ms.median for result in found.results)
+    print("decode by the share of host blocks that the CPU attends to, per token")
+    for result in found.results:
+        bar = "#" * max(1, round(BAR * result.token_ms.median / longest))
+        moved = f"link {mib(result.h2d_bytes)}, CPU {mib(result.arm_bytes)}, KV at {result.kv_gb_s:.1f} GB/s"
+        taken = f" takes {result.taken:.0%}" if result.name == AUTOMATIC and result.taken is not None else ""
+        differs = "" if result.as_predicted else "  DIFFERS from the formula"
+        print_row(result.name + taken, f"{result.token_ms.median:,.1f} ms", f"{moved}{differs}")
+        print_row("", "", bar)
+    print_row("tokens", "equal" if found.outputs_equal else "DIFFERENT", "on the device and under offload")
+    print()
+
+
+def _arm_of(llm: LLM) -> HostArm:
+    arm = llm._runner.kv_cache.arm  # type: ignore[attr-defined]  # no option forces a share
+    assert isinstance(arm, HostArm)
+    return arm
+
+
+def _take_turns(offloaded: Decoding, arm: HostArm, shares: Sequence[float], rounds: int) -> dict[str, list[Turn]]:
+    automatic = arm.policy
+    found: dict[str, list[Turn]] = {f"share {share:g}": [] for share in shares} | {AUTOMATIC: []}
+    ways: list[tuple[str, float | None]] = list(zip(found, [*shares, None], strict=True))
+    for index in range(rounds + 1):
+        for name, share in ways if index % 2 == 0 else reversed(ways):
+            arm.policy = automatic if share is None else ForcedShare(share)
+            turn = offloaded.turn(share)
+            if index > 0:
+                found[name].append(turn)
+    return found
+
+
+def _agrees(turn: Turn) -> bool:
+    return turn.moved == turn.predicted
+
+
+def _agrees_without_arm(turn: Turn) -> bool:
+    return turn.moved.without_arm == turn.predicted
+
+
+def _result(name: str, turns: Sequence[Turn], decoding: Decoding, agrees: Callable[[Turn], bool]) -> ShareResult:
+    token_ms = Spread.of(turn.seconds / turn.tokens * 1e3 for turn in turns)
+    assert token_ms is not None, "at least one turn counts"
+    tokens = sum(turn.tokens for turn in turns)
+    moved = sum((turn.moved for turn in turns), TransferCount())
+    for_arm = sum(turn.for_arm for turn in turns)
+    return ShareResult(
+        name=name,
+        token_ms=token_ms,
+        h2d_bytes=moved.h2d_bytes // tokens,
+        arm_bytes=moved.arm_bytes // tokens,
+        device_bytes=decoding.resident_tokens * decoding.layout.token_bytes,
+        taken=moved.arm_blocks / for_arm if for_arm else None,
+        as_predicted=all(map(agrees, turns)),
+    )

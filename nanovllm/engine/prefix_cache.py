@@ -1,0 +1,101 @@
+"""The prefix cache: full blocks, found again by what they contain."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import xxhash
+
+from nanovllm.engine.request import Sequence
+
+
+@dataclass(slots=True)
+class Block:
+    """A block that holds content: `tokens` and `content_hash` are set once it is full, computed and findable."""
+
+    block_id: int
+    ref_count: int = 1
+    content_hash: bytes | None = None
+    tokens: bytes = b""
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Tokens looked up at admission, and how many of them were found."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+
+class PrefixCache:
+    """Blocks by their content's hash: xxh3-128 over (parent's hash, tokens), chained from the request's salt.
+
+    A hit also compares the tokens, so that a collision of hashes is no hit.
+    """
+
+    def __init__(self, block_size: int, enabled: bool) -> None:
+        self.block_size = block_size
+        self.enabled = enabled
+        self.stats = PrefixCacheStats()
+        self._by_hash: dict[bytes, Block] = {}
+        self._num_removals = 0  # while it stays the same, what was found stays found
+
+    def find(self, seq: Sequence) -> list[int]:
+        """Blocks whose content is the start of `seq`, as far as it need not be computed.
+
+        The sequence remembers them, so that one that waits is not compared afresh in every step.
+        """
+        if not self.enabled:
+            return []
+        limit = seq.num_cacheable // self.block_size
+        found = seq.found_prefix if seq.prefix_age == self._num_removals else []
+        while len(found) < limit:
+            block = self._by_hash.get(self._hash_of(seq, len(found)))
+            if block is None or block.tokens != self._content(seq, len(found)):
+                break
+            found.append(block.block_id)
+        seq.found_prefix, seq.prefix_age = found, self._num_removals
+        return found[:limit]
+
+    def register(self, seq: Sequence, index: int, block: Block) -> None:
+        """Make a block that was just filled findable, unless the same content already is."""
+        if not self.enabled:
+            return
+        content_hash = self._hash_of(seq, index)
+        if content_hash not in self._by_hash:  # else another sequence computed it first
+            block.content_hash, block.tokens = content_hash, self._content(seq, index)
+            self._by_hash[content_hash] = block
+
+    def forget(self, block: Block) -> None:
+        """The block is not found any more. Harmless for one that never was."""
+        if block.content_hash is not None:
+            del self._by_hash[block.content_hash]
+            block.content_hash, block.tokens = None, b""
+            self._num_removals += 1
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        for block in list(self._by_hash.values()):
+            self.forget(block)
+        self._num_removals += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if the bookkeeping contradicts itself."""
+        assert all(block.content_hash == content_hash for content_hash, block in self._by_hash.items())
+
+    def _content(self, seq: Sequence, index: int) -> bytes:
+        start = index * self.block_size
+        return array("q", seq.token_ids[start : start + self.block_size]).tobytes()
+
+    def _hash_of(self, seq: Sequence, index: int) -> bytes:
+        """The first block's parent is the hash of the request's salt."""
+        while len(seq.block_hashes) <= index:
+            known = len(seq.block_hashes)
+            parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
+            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + self._content(seq, known)))
+        return seq.block_hashes[index]

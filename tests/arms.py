@@ -1,0 +1,83 @@
+"""What the tests of the CPU arm share: a device that has one on threads of its own, and shares that are forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nanovllm import LLM
+from nanovllm.device import CallStream
+from nanovllm.device.cpu import CpuDevice, WorkerStream
+from nanovllm.device.ordering import OrderingCheck
+from nanovllm.engine import model_runner
+from nanovllm.errors import EngineError
+from nanovllm.kvcache.decode_shares import arm_query_len
+from nanovllm.kvcache.host_arm import ForcedShare, HostArm
+from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class DeviceOfItsOwn(CpuDevice):
+    """Stands for a device beside the host: the CPU arm has a thread, buffers and copies, as on a GPU's host."""
+
+    shares_host = False
+
+
+class SilentStream(WorkerStream):
+    """Like a CUDA stream's, its calls fail without a word to those who wait for them; `synchronize` tells."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._silent: EngineError | None = None
+
+    def launch(self, call: Callable[[], None]) -> None:
+        def carry_out() -> None:
+            try:
+                call()
+            except Exception as error:
+                self._silent = EngineError(f"work on stream failed: {error}")
+
+        super().launch(carry_out)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        silent, self._silent = self._silent, None
+        if silent is not None:
+            raise silent
+
+
+class SilentDevice(DeviceOfItsOwn):
+    """A device whose streams do not pass failures of calls on."""
+
+    def new_call_stream(self, name: str) -> CallStream:
+        stream = SilentStream(name)
+        self._streams.append(stream)
+        return stream
+
+
+def put_arm_beside(monkeypatch: pytest.MonkeyPatch, device: type[DeviceOfItsOwn] = DeviceOfItsOwn) -> None:
+    """Engines made from now on have an arm that works beside the device."""
+    monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device()))
+
+
+def room(llm: LLM) -> OffloadedKVCache:
+    kv_cache = llm._runner.kv_cache
+    assert isinstance(kv_cache, OffloadedKVCache)
+    return kv_cache
+
+
+def arm(llm: LLM) -> HostArm:
+    found = room(llm).arm
+    assert found is not None
+    return found
+
+
+def force_share(llm: LLM, share: float) -> None:
+    arm(llm).policy = ForcedShare(share)
+
+
+def most_arm_tokens(llm: LLM) -> int:
+    spec = llm._runner.spec
+    return arm_query_len(spec.num_heads, spec.num_kv_heads)

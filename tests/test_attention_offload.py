@@ -1,0 +1,126 @@
+"""Attention over an offloaded context by itself: how often it copies, attends and merges, and where the time goes.
+
+Eight layers take a prompt in 16 chunks of one block each, on the CPU device. As a benchmark, with 16,384 tokens:
+
+    python -m pytest -s --run-slow tests/test_attention_offload.py
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.device import cpu
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.ordering import OrderingCheck
+from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.kvcache.budget import TransferCount, predict_transfers, split_device
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+from nanovllm.kvcache.room import AttentionGeometry
+from nanovllm.ops import torch_attention
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.native_attention import NativeAttention
+from nanovllm.ops.reference_attention import reference_attention
+from nanovllm.ops.torch_attention import TorchAttention
+
+LAYERS, CHUNKS, HEADS, KV_HEADS, HEAD_DIM = 8, 16, 4, 2, 64
+FULL_CHUNK = 1024
+DEVICE_BLOCKS = 3  # one of them is the ring
+SCALE = HEAD_DIM**-0.5
+
+
+class Watch:
+    """Calls and seconds of the functions that it is put around; copies run on other threads, beside the rest."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            with self._lock:
+                self.calls[name] += 1
+                self.seconds[name] += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+@contextmanager
+def offloaded_room(backend: AttentionBackend, block_size: int) -> Iterator[OffloadedKVCache]:
+    layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, block_size, torch.float32.itemsize)
+    device = OrderingCheck(CpuDevice()) if block_size < FULL_CHUNK else CpuDevice()  # the check would weigh on times
+    split = split_device(DEVICE_BLOCKS, LAYERS)
+    engine = OffloadEngine(device, layout, torch.float32, split, CHUNKS - split.resident_blocks)
+    geometry = AttentionGeometry(SCALE, (None,) * LAYERS)
+    try:
+        yield OffloadedKVCache(engine, geometry, backend, DEVICE_BLOCKS)
+    finally:
+        device.close()
+
+
+def prefill(room: OffloadedKVCache, watch: Watch, chunk: int) -> tuple[Tensor, Tensor]:
+    """Every layer attends to each chunk in turn. Returns layer 0's output for the last chunk and fp64's."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = CHUNKS * chunk
+    q = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator)
+    k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, generator=generator)
+    attend = watch.around("layer", room.attend)
+    for start in range(0, tokens, chunk):
+        rows = slice(start, start + chunk)
+        sequence = SequenceSlice(0, chunk, start, tuple(range(start // chunk + 1)))
+        positions = torch.arange(start, start + chunk)
+        ctx = ForwardContext(positions, positions + 1, (sequence,), room)
+        room.begin_step(ctx.sequences, [])
+        outputs = [attend(layer, q[rows], k[rows], v[rows], ctx) for layer in range(LAYERS)]
+    return outputs[0], reference_attention(q[rows], k, v, SCALE, start)[0]
+
+
+@pytest.mark.parametrize("backend", [NativeAttention(), TorchAttention()], ids=lambda backend: type(backend).__name__)
+@pytest.mark.parametrize("chunk", [32, pytest.param(FULL_CHUNK, marks=pytest.mark.slow)])
+def test_copies_calls_and_merges_follow_the_formula(
+    backend: AttentionBackend, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch()
+    monkeypatch.setattr(cpu, "copy_pitched", watch.around("copy", cpu.copy_pitched))
+    monkeypatch.setattr(torch_attention, "merge_states_", watch.around("merge", torch_attention.merge_states_))
+    monkeypatch.setattr(backend, "attend", watch.around("attend", backend.attend))
+    with offloaded_room(backend, chunk) as room:
+        out, expected = prefill(room, watch, chunk)
+        room.engine.synchronize()
+        stats, layout = room.stats(), room.layout
+    assert (out - expected).abs().max() < 1e-5
+
+    resident = stats.resident_blocks
+    predicted = TransferCount()
+    for index in range(CHUNKS):
+        predicted += predict_transfers(layout, resident, index * chunk, chunk)
+    assert stats.transfers == predicted
+    assert watch.calls["copy"] == predicted.h2d_copies + predicted.d2h_copies
+    # A call for the resident blocks together and one for each host block.
+    assert watch.calls["attend"] == LAYERS * sum(1 + max(0, index + 1 - resident) for index in range(CHUNKS))
+    # The native kernel carries its state on. torch's operator leaves a result to be merged for each block, and for the
+    # one that the rows stand in two: of the rows under the causal mask, and of the last row, which sees all.
+    merges = LAYERS * (CHUNKS * (CHUNKS + 1) // 2 + CHUNKS)
+    assert watch.calls["merge"] == (0 if isinstance(backend, NativeAttention) else merges)
+
+    print(
+        f"\n{backend.name}: {CHUNKS * chunk} tokens, {LAYERS} layers, {CHUNKS} chunks, {watch.seconds['layer']:.3f} s"
+    )
+    moved = (predicted.h2d_bytes + predicted.d2h_bytes) / 1e9
+    print(f"  attention {watch.seconds['attend']:.3f} s, of which merges {watch.seconds['merge']:.3f} s")
+    print(f"  writes and waits {watch.seconds['layer'] - watch.seconds['attend']:.3f} s")
+    print(f"  copies, alongside, {watch.seconds['copy']:.3f} s for {moved:.3f} GB in {watch.calls['copy']}")

@@ -1,0 +1,300 @@
+"""The CPU arm in whole engines: at every share the answer is that of an engine without it, and nobody waits in vain.
+
+Where the arm shares the device's cores its blocks are attended in order, and logits are the same to the bit. Beside a
+device, for which a CPU device with threads for the arm stands here, the arm's partial state is merged last: fp32
+rounding, and what becomes of it. The bounds below are a few times what was seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from arms import SHARES, DeviceOfItsOwn, SilentDevice, arm, force_share, put_arm_beside, room
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
+from torch import Tensor
+
+from nanovllm import LLM
+from nanovllm.device import PitchedCopy, Stream
+from nanovllm.errors import EngineError
+from nanovllm.kvcache.host_arm import BalancedShare
+from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
+
+BLOCK, VOCAB = 16, 97
+LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
+MAX_TOKENS = 12
+
+# Of the largest logit: how far an arm beside the device may move any.
+BOUNDS = {"float32": 5e-6, "bfloat16": 0.02}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, layers=3, head_dim=32)
+    return path
+
+
+def logits_of_run(path: Path, share: float | None, **arguments: Any) -> tuple[Tensor, list[list[int]], int]:
+    """All logits `[sampled rows, vocab]`, the tokens, and how often the arm attended to a block's layer."""
+    prompts = [random_prompt(length, VOCAB, seed=4) for length in LENGTHS]
+    arguments = {**offloaded(BLOCK, 6, 40, max_num_batched_tokens=40), **arguments}
+    with LLM(path, cpu_attention=share is not None, **arguments) as llm, recorded_logits(llm) as logits:
+        if share is not None:
+            force_share(llm, share)
+        tokens = token_ids(llm, prompts, greedy(MAX_TOKENS))
+        return torch.cat(logits), tokens, llm.kv_stats().transfers.arm_blocks
+
+
+# ---- the same answer at every share
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"dtype": "float32", "head_dim": 32, "layers": 3}),
+        ("qwen3", {"dtype": "bfloat16", "head_dim": 64}),
+        ("qwen2", {"dtype": "float32", "head_dim": 24}),  # torch's operator
+        ("mistral", {"dtype": "float32", "head_dim": 16, "sliding_window": 37}),
+        ("qwen2", {"dtype": "bfloat16", "head_dim": 16, "sliding_window": 37, "layers": 3}),  # in some layers
+    ],
+)
+def test_every_share_gives_the_same_logits(
+    tmp_path: Path, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, family, vocab=VOCAB, **options)
+    exact, tokens, none = logits_of_run(tmp_path, None)
+    assert none == 0
+    counts = []
+    for share in SHARES:
+        logits, same_tokens, blocks = logits_of_run(tmp_path, share)
+        assert torch.equal(logits, exact) and same_tokens == tokens, share
+        counts.append(blocks)
+    assert counts[0] == 0 and counts == sorted(set(counts))
+    put_arm_beside(monkeypatch)
+    for share, blocks in zip(SHARES, counts, strict=True):
+        logits, same_tokens, blocks_beside = logits_of_run(tmp_path, share)
+        error = ((logits - exact).abs().max() / exact.abs().max()).item()
+        assert error <= BOUNDS[options["dtype"]] * (share > 0), (share, error)
+        assert blocks_beside == blocks
+        if options["dtype"] == "float32":
+            assert same_tokens == tokens
+
+
+@pytest.mark.parametrize("num_gpu_blocks", [4, 5, 9, 13])
+def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_blocks: int) -> None:
+    resident, _, none = logits_of_run(model_dir, 1.0, num_gpu_blocks=60)
+    assert none == 0
+    for share in (0.5, 1.0):
+        logits, _, blocks = logits_of_run(model_dir, share, num_gpu_blocks=num_gpu_blocks)
+        assert torch.equal(logits, resident) and blocks > 0, share
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_recall_is_perfect(tmp_path: Path, share: float, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong, stale or half-copied row on either way, and an answer is wrong."""
+    if beside:
+        put_arm_beside(monkeypatch)
+    length, block, asked = 1500, 64, 3
+    write_recall_checkpoint(tmp_path, length + 2, length + 1 + asked, seed=1)
+    document = make_document(length + 2, length, seed=2)
+    positions = [1, *range(13, length - asked, 41)]
+    arguments = offloaded(block, 4, 80, max_num_batched_tokens=500)
+    with LLM(tmp_path, max_model_len=length + 1 + asked, **arguments) as llm:
+        force_share(llm, share)
+        prompts = [make_prompt(document, position) for position in positions]
+        answers = [*token_ids(llm, prompts[:1], greedy(asked)), *token_ids(llm, prompts[1:], greedy(asked))]
+        assert llm.kv_stats().transfers.arm_blocks > 0
+    assert answers == [expected_answer(document, position, asked) for position in positions]
+
+
+# ---- many requests
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_shared_blocks_preemption_and_aborts(model_dir: Path, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with a common start, too many for the blocks there are, of which some are aborted."""
+    start = random_prompt(4 * BLOCK, VOCAB, seed=1)
+    prompts = [[*start, *random_prompt(length, VOCAB, seed=2)] for length in (1, 20, 33, 47, 5, 16, 40)]
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=80) as llm:
+        expected = token_ids(llm, prompts, greedy(25))
+    if beside:
+        put_arm_beside(monkeypatch)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 18, max_num_batched_tokens=64)) as llm:
+        for victim, share in enumerate((0.4, 1.0)):
+            force_share(llm, share)
+            finished: dict[str, list[int]] = {}
+            for index, prompt in enumerate(prompts):
+                llm.engine.add_request(str(index), None, greedy(25), prompt)
+            for step in range(1000):
+                if step == 7 + 5 * victim:
+                    llm.engine.abort_request(str(victim))
+                if not llm.engine.has_unfinished_requests():
+                    break
+                outputs = [output for output in llm.engine.step() if output.finished]
+                finished |= {output.request_id: output.outputs[0].token_ids for output in outputs}
+            assert finished == {str(i): tokens for i, tokens in enumerate(expected) if i != victim}
+        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.kv_stats().transfers.arm_blocks > 0
+        assert llm.engine.scheduler.block_manager.num_used == 0
+
+
+def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path) -> None:
+    """A decode and a prefill in one batch: the arm attends for the decode and leaves the chunk to the ring."""
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 60, max_num_batched_tokens=64)) as llm:
+        force_share(llm, 1.0)
+        llm.engine.add_request("decode", None, greedy(30), random_prompt(7 * BLOCK, VOCAB, 1))
+        llm.engine.step()
+        llm.engine.step()
+        before = llm.kv_stats().transfers
+        assert before.arm_blocks == 0, "chunks stream"
+        llm.engine.add_request("prefill", None, greedy(1), random_prompt(9 * BLOCK, VOCAB, 2))
+        llm.engine.step()
+        moved = llm.kv_stats().transfers - before
+        assert moved.arm_blocks > 0 and moved.d2h_bytes > 0
+
+
+# ---- on threads of its own
+
+
+def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arm's first call does not end before the device's next one has begun: they run at the same time."""
+    put_arm_beside(monkeypatch)
+    prompt = random_prompt(9 * BLOCK, VOCAB, 3)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
+        expected = token_ids(llm, prompt, greedy(4))
+        device_call = threading.Event()
+        threads: list[str] = []
+        host_attend, device_attend = arm(llm)._backend.attend, room(llm)._backend.attend
+
+        def on_host(*arguments: Any) -> None:
+            threads.append(threading.current_thread().name)
+            assert device_call.wait(20), "the launching thread waits for the arm"
+            host_attend(*arguments)
+
+        def on_device(*arguments: Any) -> None:
+            device_call.set()
+            device_attend(*arguments)
+
+        replace_attend(monkeypatch, arm(llm), on_host)
+        replace_attend(monkeypatch, room(llm), on_device)
+        force_share(llm, 1.0)
+        device_call.clear()
+        assert token_ids(llm, prompt, greedy(4)) == expected
+    assert set(threads) == {"kv-arm"}
+
+
+def test_queries_and_partial_states_are_two_small_copies_a_layer(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_arm_beside(monkeypatch)
+    copies: list[PitchedCopy] = []
+    copy_2d = DeviceOfItsOwn.copy_2d
+
+    def counting(self: DeviceOfItsOwn, copy: PitchedCopy, stream: Stream) -> int:
+        copies.append(copy)
+        return copy_2d(self, copy, stream)
+
+    monkeypatch.setattr(DeviceOfItsOwn, "copy_2d", counting)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
+        force_share(llm, 1.0)
+        prompts = [random_prompt(6 * BLOCK, VOCAB, seed) for seed in range(2)]
+        token_ids(llm, prompts, greedy(1))
+        copies.clear()
+        before = llm.kv_stats().transfers
+        llm.generate([[*prompt, 1] for prompt in prompts], greedy(1), use_tqdm=False)
+        moved = llm.kv_stats().transfers - before
+        spec = llm._runner.spec
+    rows, copied = 2, {"h2d": moved.h2d_copies, "d2h": moved.d2h_copies}
+    staged = {kind: [c for c in copies if c.kind == kind and c.height == 1 and c.width < 4096] for kind in copied}
+    assert {kind: len(found) for kind, found in staged.items()} == {"h2d": spec.num_layers, "d2h": spec.num_layers}
+    assert {c.width for c in staged["d2h"]} == {rows * spec.num_heads * spec.head_dim * 4}
+    assert {c.width for c in staged["h2d"]} == {rows * spec.num_heads * (spec.head_dim + 1) * 4}
+    assert len(copies) == sum(copied.values()) + 2 * spec.num_layers
+
+
+@pytest.mark.parametrize("device", [None, DeviceOfItsOwn, SilentDevice])
+def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
+    model_dir: Path, device: type[DeviceOfItsOwn] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device is not None:
+        put_arm_beside(monkeypatch, device)
+    prompt = random_prompt(100, VOCAB, 8)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
+        force_share(llm, 1.0)
+        expected = token_ids(llm, prompt, greedy(5))
+        attend, calls = arm(llm)._backend.attend, []
+
+        def broken(*arguments: Any) -> None:
+            calls.append(1)
+            if len(calls) > 4:  # in the second decode step
+                raise OSError("a memory bank is gone")
+            attend(*arguments)
+
+        with monkeypatch.context() as patch:
+            replace_attend(patch, arm(llm), broken)
+            llm.engine.scheduler.block_manager.reset_prefix_cache()
+            with pytest.raises(EngineError, match="a memory bank is gone") as failed:
+                llm.generate(prompt, greedy(5), use_tqdm=False)
+        (ended,) = failed.value.outputs
+        assert ended.outputs[0].finish_reason == "error"  # type: ignore[attr-defined]
+        assert 0 < len(ended.outputs[0].token_ids) < 5  # type: ignore[attr-defined]
+        assert not llm.engine.has_unfinished_requests()
+        assert llm.engine.scheduler.block_manager.num_used == 0
+        assert token_ids(llm, prompt, greedy(5)) == expected
+
+
+# ---- the share that rates make best
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_without_a_forced_share_rates_decide(model_dir: Path, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one processor everything is read where it is; beside a device, two thirds at twice the link's rate."""
+    if beside:
+        put_arm_beside(monkeypatch)
+    prompt = random_prompt(14 * BLOCK, VOCAB, 1)
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
+        policy = arm(llm).policy
+        assert isinstance(policy, BalancedShare)
+        policy._weight_bytes = 0  # of a layer of this tiny model they weigh as much as its KV
+        llm.generate(prompt, greedy(2), use_tqdm=False)
+        counted, layers = llm.kv_stats().transfers, llm._runner.spec.num_layers
+        resident = llm.kv_stats().resident_blocks
+    on_host = 14 - resident
+    assert counted.arm_blocks == layers * (round(on_host * 2 / 3) if beside else on_host)
+
+
+def test_rates_are_corrected_from_what_link_and_arm_did(model_dir: Path) -> None:
+    with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
+        seen: list[tuple[int, int]] = []
+        policy = arm(llm).policy
+        observe: Callable[..., None] = policy.observe
+
+        def looking(link: Any, on_host: Any) -> None:
+            seen.append((link.num_bytes, on_host.num_bytes))
+            observe(link, on_host)
+
+        policy.observe = looking  # type: ignore[method-assign]
+        llm.generate(random_prompt(9 * BLOCK, VOCAB, 1), greedy(3), use_tqdm=False)
+        llm.engine.add_request("last", None, greedy(1), [1])
+        llm.engine.step()
+        counted = llm.kv_stats().transfers
+    assert seen[0] == (0, 0)
+    assert seen[-1] == (counted.h2d_bytes, counted.arm_bytes)
+    assert counted.arm_bytes > 0 and len(seen) == 4
+
+
+def replace_attend(patch: pytest.MonkeyPatch, owner: Any, attend: Callable[..., None]) -> None:
+    """Another `attend` for the backend of a room or of an arm."""
+
+    class Replaced:
+        name = "replaced"
+
+    Replaced.attend = staticmethod(attend)  # type: ignore[attr-defined]
+    patch.setattr(owner, "_backend", Replaced())

@@ -1,0 +1,308 @@
+"""The C++ row-wise work of a layer: against plain torch, the same to the bit in any company, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.heads import place_heads
+from nanovllm.layers.norm import add_rms_norm_, rms_norm
+from nanovllm.layers.rotary import rotate
+from nanovllm.ops import cpu_rows
+from nanovllm.ops.store_kv import store_kv
+
+EPS = 1e-6
+ONE_ULP = 2.0**-7  # of bf16, relative
+SIZES = st.sampled_from([1, 2, 15, 16, 17, 64, 100, 1024]) | st.integers(1, 300)
+ROWS = st.integers(0, 9)
+SEEDS = st.integers(0, 2**20)
+
+
+def bf16(seed: int, *shape: int, gap: int = 0, size: float = 1.0) -> Tensor:
+    """Normal numbers; `gap` elements lie between the rows, and hold NaN."""
+    numbers = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+    if not gap:
+        return numbers
+    row = math.prod(shape[1:])
+    apart = torch.full((shape[0], row + gap), torch.nan, dtype=torch.bfloat16)
+    apart[:, :row] = numbers.reshape(shape[0], row)
+    return apart[:, :row].unflatten(1, shape[1:])
+
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    """To one unit in the last place: sums in another order may round to the neighbour."""
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), expected.double(), rtol=ONE_ULP, atol=1e-30)
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16))
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    scale = 1 / torch.sqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    return (x.double() * scale).bfloat16() * weight
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- norm
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]), st.sampled_from([1e-3, 1.0, 300.0]))
+def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: float) -> None:
+    x, weight = bf16(seed, rows, width, gap=gap, size=size), bf16(seed + 1, width)
+    assert_close(rms_norm(x, weight, EPS), plain_norm(x, weight))
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]))
+def test_norm_of_a_sum_is_the_sum_and_its_norm(seed: int, rows: int, width: int, gap: int) -> None:
+    residual, x = bf16(seed, rows, width, gap=gap), bf16(seed + 1, rows, width)
+    weight, total = bf16(seed + 2, width), residual + x
+    ours = add_rms_norm_(residual, x, weight, EPS)
+    assert same_bits(residual, total) and same_bits(ours, rms_norm(total, weight, EPS))
+
+
+# ---- heads
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    SEEDS, ROWS, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 6, 16, 80, 128]), st.booleans(),
+    st.sampled_from([0, 5]),
+)  # fmt: skip
+def test_heads_are_normalised_turned_and_placed(
+    seed: int, tokens: int, q_heads: int, kv_heads: int, head_dim: int, normed: bool, gap: int
+) -> None:
+    heads = bf16(seed, tokens, q_heads + 2 * kv_heads, head_dim, gap=gap)
+    weight = bf16(seed + 1, q_heads + kv_heads, head_dim) if normed else None
+    angles = torch.randn(tokens, 1, head_dim // 2)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    q, k, v = (bf16(0, tokens, count, head_dim, gap=gap) for count in (q_heads, kv_heads, kv_heads))
+    place_heads(heads, weight, EPS, cos, sin, q, k, v)
+    to_turn, values = heads.split((q_heads + kv_heads, kv_heads), dim=1)
+    turned = rotate(to_turn if weight is None else plain_norm(to_turn, weight), cos, sin)
+    # A neighbour's rounding in the norm is worth as much here as what it turns into.
+    for ours, expected in zip((q, k), turned.split((q_heads, kv_heads), dim=1), strict=True):
+        size = expected.abs().amax(-1, keepdim=True) if expected.numel() else expected
+        assert torch.all((ours.float() - expected).abs() <= ONE_ULP * (expected.abs() + (size if normed else 0)))
+    assert same_bits(v, values)
+
+
+# ---- activation
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, ROWS, SIZES, st.sampled_from([0, 2]), st.sampled_from([0.1, 3.0, 40.0]))
+def test_activation_is_silu_times_up(seed: int, rows: int, width: int, gap: int, size: float) -> None:
+    gate_up = bf16(seed, rows, 2 * width, gap=gap, size=size)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    # Twice: the activation may round to the neighbour, and its product with `up` again.
+    exact = (gate * torch.sigmoid(gate)).bfloat16().double() * up
+    ours = silu_and_mul(gate_up).double()
+    assert torch.all((ours - exact).abs() <= 2 * ONE_ULP * exact.abs() + 1e-30)
+
+
+def test_activation_of_every_number() -> None:
+    """All bf16 there are, against torch's; below -87 torch's exponential overflows too."""
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    ours = silu_and_mul(torch.cat((gate, torch.ones_like(gate))).unsqueeze(0))[0]
+    expected = F.silu(gate.float())
+    assert torch.equal(ours.isnan(), expected.isnan())
+    finite = ~ours.isnan()
+    torch.testing.assert_close(ours[finite].float(), expected[finite], rtol=ONE_ULP, atol=2e-36)
+
+
+# ---- rounding
+
+
+def share_of_equal_bits(ours: Tensor, expected: Tensor) -> float:
+    return float((ours.contiguous().view(torch.int16) == expected.contiguous().view(torch.int16)).double().mean())
+
+
+def test_rounds_where_transformers_does() -> None:
+    """One rounding more or less changes the bits of every few numbers; a sum in another order of one in thousands."""
+    x, weight = bf16(1, 50, 1024), bf16(2, 1024)
+    assert share_of_equal_bits(rms_norm(x, weight, EPS), plain_norm(x, weight)) > 0.999
+    gate_up = bf16(3, 50, 2048, size=3.0)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert share_of_equal_bits(silu_and_mul(gate_up), F.silu(gate) * up) > 0.999
+    heads, head_weight = bf16(4, 50, 6, 64), bf16(5, 5, 64)
+    angles = torch.randn(50, 1, 32)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    q, k, v = (heads.new_empty(50, count, 64) for count in (4, 1, 1))
+    place_heads(heads, head_weight, EPS, cos, sin, q, k, v)
+    turned = rotate(plain_norm(heads[:, :5], head_weight), cos, sin).bfloat16()
+    assert share_of_equal_bits(torch.cat((q, k), dim=1), turned) > 0.999
+
+
+# ---- writing of K/V
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    SEEDS, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), st.integers(1, 3),
+    st.sampled_from([1, 3, 16]), st.sampled_from([1, 8, 80]), st.booleans(), st.data(),
+)  # fmt: skip
+def test_each_token_goes_into_its_slot_and_nowhere_else(
+    seed: int, dtype: torch.dtype, kv_heads: int, block_size: int, head_dim: int, strided: bool, draw: st.DataObject
+) -> None:
+    blocks = 4
+    free = draw.draw(st.permutations(range(blocks * block_size)))
+    slots = [-1 if draw.draw(st.booleans()) else slot for slot in free[: draw.draw(st.integers(0, len(free)))]]
+    kv = bf16(seed, len(slots), 2 * kv_heads, head_dim).to(dtype)
+    k, v = kv.split(kv_heads, dim=1) if strided else (part.contiguous() for part in kv.split(kv_heads, dim=1))
+    whole = torch.full((blocks + 1, 2, kv_heads, block_size, head_dim), -7.0, dtype=dtype)
+    store_kv(whole[1:], k, v, torch.tensor(slots, dtype=torch.int64))
+    expected = torch.full_like(whole, -7.0)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            place, offset = 1 + slot // block_size, slot % block_size
+            expected[place, 0, :, offset], expected[place, 1, :, offset] = k[token], v[token]
+    assert torch.equal(whole, expected)
+
+
+# ---- company
+
+
+def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    """Each function with tensors that share their rows."""
+    weight, head_weight = bf16(seed, 200), bf16(seed, 6, 64)
+    cos, sin = torch.randn(rows, 1, 64), torch.randn(rows, 1, 32)
+
+    def add_norm(residual: Tensor, x: Tensor) -> Tensor:
+        residual = residual.clone()
+        return torch.cat((add_rms_norm_(residual, x, weight, EPS), residual), dim=1)
+
+    def heads(all_heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (all_heads.new_empty(len(all_heads), count, 64) for count in (4, 2, 2))
+        place_heads(all_heads, head_weight, EPS, cos, sin, q, k, v)
+        return torch.cat((q, k, v), dim=1)
+
+    return {
+        "norm": (lambda x: rms_norm(x, weight, EPS), [bf16(seed, rows, 200)]),
+        "norm of a sum": (add_norm, [bf16(seed, rows, 200), bf16(seed + 1, rows, 200)]),
+        "heads": (heads, [bf16(seed, rows, 8, 64), cos, sin]),
+        "activation": (silu_and_mul, [bf16(seed, rows, 600)]),
+    }
+
+
+@pytest.mark.parametrize("name", work(0, 1))
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_row_depends_on_itself_alone(name: str, count: int) -> None:
+    rows = 700  # enough for a second thread
+    function, tensors = work(5, rows)[name]
+    with threads(1):
+        together = function(*tensors)
+    with threads(count):
+        for begin, end in ((0, 1), (rows - 1, rows), (1, 4), (13, 30), (5, 600), (0, rows)):
+            parts = [tensor[begin:end].clone() for tensor in tensors]
+            assert same_bits(function(*parts), together[begin:end])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
+    for function, tensors in work(6, 3).values():
+        tensors[0][1].view(-1)[3] = value
+        finite = function(*tensors).flatten(1).isfinite()
+        assert finite[0].all() and finite[2].all() and not finite[1].all()
+
+
+def test_threads_write_the_same_slots() -> None:
+    kv = bf16(7, 3000, 4, 32)
+    slots = torch.randperm(3008)[:3000]
+    pools = []
+    for count in (1, 3):
+        pool = torch.zeros(94, 2, 2, 32, 32, dtype=torch.bfloat16)
+        with threads(count):
+            store_kv(pool, kv[:, :2], kv[:, 2:], slots)
+        pools.append(pool)
+    assert torch.equal(*pools)
+
+
+# ---- other tensors
+
+
+def test_other_tensors_go_to_torch() -> None:
+    for dtype in (torch.float16, torch.float32):
+        x = torch.randn(3, 10).to(dtype)
+        assert rms_norm(x, torch.ones(10, dtype=dtype), EPS).dtype == dtype
+        assert silu_and_mul(x).dtype == dtype
+    meta = bf16(0, 3, 10).to("meta")
+    assert rms_norm(meta, meta[0], EPS).shape == (3, 10) and silu_and_mul(meta).shape == (3, 5)
+    transposed = bf16(0, 10, 3).T
+    assert_close(rms_norm(transposed, bf16(1, 10), EPS), rms_norm(transposed.contiguous(), bf16(1, 10), EPS))
+
+
+def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    x, heads, cos = bf16(0, 2, 8), bf16(0, 2, 4, 8), torch.ones(2, 1, 8)
+    kv, pool = {"k": heads[:, 2:3].clone(), "v": heads[:, 3:].clone()}, bf16(0, 3, 2, 1, 4, 8)
+    calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "norm": (cpu_rows.rms_norm, {"x": x, "weight": x[0], "eps": EPS}),
+        "add": (cpu_rows.add_rms_norm_, {"residual": x.clone(), "x": x, "weight": x[0], "eps": EPS}),
+        "heads": (
+            cpu_rows.place_heads,
+            {
+                "heads": heads,
+                "weight": None,
+                "eps": EPS,
+                "cos": cos,
+                "sin": cos[..., :4],
+                "q": heads[:, :2].clone(),
+                **kv,
+            },
+        ),
+        "activation": (cpu_rows.silu_and_mul, {"gate_up": x}),
+        "store": (cpu_rows.store_kv, {"pool": pool, **kv, "slots": torch.tensor([0, 11])}),
+    }
+    return calls[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("norm", {"weight": bf16(0, 7)}, "weight torch.bfloat16 (7,)"),
+        ("norm", {"x": torch.zeros(2, 8)}, "x torch.float32 (2, 8)"),
+        ("norm", {"x": bf16(0, 8, 2).T}, "strides (1, 2)"),
+        ("add", {"x": bf16(0, 3, 8)}, "x torch.bfloat16 (3, 8)"),
+        ("heads", {"q": bf16(0, 2, 3, 8)}, "q torch.bfloat16 (2, 3, 8)"),
+        ("heads", {"v": bf16(0, 2, 2, 8)}, "v torch.bfloat16 (2, 2, 8)"),
+        ("heads", {"k": bf16(0, 2, 1, 4)}, "k torch.bfloat16 (2, 1, 4)"),
+        ("heads", {"cos": bf16(0, 2, 1, 8)}, "cos torch.bfloat16"),
+        ("heads", {"sin": torch.ones(2, 1, 8)}, "sin torch.float32 (2, 1, 8)"),
+        ("heads", {"weight": bf16(0, 4, 8)}, "weight torch.bfloat16 (4, 8)"),
+        ("activation", {"gate_up": bf16(0, 2, 7)}, "(2, 7)"),
+        ("store", {"slots": torch.tensor([0, 1], dtype=torch.int32)}, "slots torch.int32"),
+        ("store", {"k": bf16(0, 2, 2, 8)}, "k torch.bfloat16 (2, 2, 8)"),
+        ("store", {"v": torch.zeros(2, 1, 8)}, "v torch.float32"),
+        ("store", {"pool": bf16(0, 3, 2, 4, 1, 8).transpose(2, 3)}, "pool torch.bfloat16 (3, 2, 1, 4, 8)"),
+        ("store", {"slots": torch.tensor([0, 12])}, "3 blocks of 4 tokens, got 12."),
+        ("store", {"slots": torch.tensor([-2, 1])}, "got -2."),
+    ],
+)
+def test_refuses_what_does_not_fit(name: str, changed: dict[str, Any], message: str) -> None:
+    function, good = good_call(name)
+    function(**good)
+    with pytest.raises(ValueError) as refused:
+        function(**(good | changed))
+    assert message in str(refused.value)

@@ -1,0 +1,307 @@
+"""The CUDA device: what refuses it, its clock, and on a GPU its streams, memory, and engines held against the CPU's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
+
+from nanovllm import LLM
+from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
+from nanovllm.device import PitchedCopy, create_device, cuda
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.cuda import CudaDevice, CudaStream, Origin, check_cuda, seconds_between
+from nanovllm.device.ordering import OrderingCheck
+from nanovllm.errors import ConfigError, EngineError
+
+BLOCK, VOCAB = 16, 97
+SIZE = 1 << 20
+
+
+# ---- anywhere
+
+
+class FakeEvent:
+    """Happened at `milliseconds`, or not yet; the time between two is rounded to fp32, as CUDA's is."""
+
+    def __init__(self, milliseconds: float | None) -> None:
+        self.milliseconds = milliseconds
+
+    def query(self) -> bool:
+        return self.milliseconds is not None
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.milliseconds is not None and end.milliseconds is not None
+        return float(torch.tensor(end.milliseconds - self.milliseconds, dtype=torch.float32))
+
+
+def origin(milliseconds: float | None, before: Origin | None = None) -> Origin:
+    return Origin(FakeEvent(milliseconds), before)  # type: ignore[arg-type]
+
+
+def seconds(of: Origin, milliseconds: float | None) -> float | None:
+    return seconds_between(of, FakeEvent(milliseconds))  # type: ignore[arg-type]
+
+
+def test_times_stay_exact_over_hours() -> None:
+    newest = origin(5.0)
+    for index in range(1, 3000):
+        newest = origin(5.0 + 4000.0 * index, newest)
+        if index % 7 == 0:
+            assert newest.seconds() is not None
+    assert seconds(newest, 5.0 + 4000.0 * 2999 + 1.5) == pytest.approx(4 * 2999 + 0.0015, abs=1e-6)
+    assert newest.before is None, "earlier origins are let go"
+
+
+def test_a_mark_has_no_time_before_it_is_passed() -> None:
+    first = origin(5.0)
+    late = origin(None, first)
+    assert seconds(first, None) is None and seconds(late, 7.0) is None and late.seconds() is None
+    late.event.milliseconds = 6.0  # type: ignore[attr-defined]
+    assert seconds(late, 7.0) == pytest.approx(2e-3)
+    assert seconds(first, 8.0) == pytest.approx(3e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_cuda_is_refused_and_the_cpu_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"device='cuda': torch sees no CUDA device; use device='cpu'"):
+        CudaDevice()
+    device = create_device(None)
+    assert isinstance(device, CpuDevice)
+    device.close()
+
+
+def test_an_extension_without_cuda_is_refused_by_name_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda._sgdma, "has_cuda", False)
+    with pytest.raises(ConfigError, match=r"the extension was built without CUDA; .*NANOVLLM_CUDA=1 python setup\.py"):
+        check_cuda()
+    with caplog.at_level(logging.WARNING):
+        device = create_device(None)
+    assert isinstance(device, CpuDevice) and "running on the CPU" in caplog.text
+    device.close()
+
+
+def test_both_ends_of_host_memory_must_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is locked in part is refused as pageable memory is; what CUDA says counts, not torch."""
+    host, end = torch.zeros(64), 63
+    monkeypatch.setattr(
+        _sgdma, "memory_of", lambda address: ("pageable", -1) if address > host.data_ptr() else ("pinned", 0)
+    )
+    with pytest.raises(CopyError, match="dst in pinned host memory, but its memory is pageable"):
+        memcpy_2d_async(host[end:], host, 4, 4, 4, 1, "d2h")
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    device = CudaDevice()
+    yield device
+    device.close()
+
+
+def pinned(device: CudaDevice, value: int) -> torch.Tensor:
+    return device.empty_host("host", (SIZE,), torch.uint8).fill_(value)
+
+
+def put(device: CudaDevice, dst: torch.Tensor, src: torch.Tensor, kind: Any, stream: Any) -> None:
+    device.copy_2d(PitchedCopy(dst, src, SIZE, SIZE, SIZE, 1, kind), stream)
+
+
+def busy(device: CudaDevice) -> None:
+    """Keeps the compute stream up for tens of milliseconds."""
+    with device.compute():
+        torch.cuda._sleep(50_000_000)
+
+
+@pytest.mark.cuda
+def test_a_wait_orders_a_copy_after_a_slow_kernel_and_without_it_they_race(device: CudaDevice) -> None:
+    source = device.empty("source", (SIZE,), torch.uint8).fill_(1)
+    early, late = pinned(device, 0), pinned(device, 0)
+    event, stream, other = device.new_event(), device.new_stream("a"), device.new_stream("b")
+    torch.cuda.synchronize()
+    busy(device)
+    with device.compute():
+        source.fill_(2)
+    device.compute_stream.record(event)
+    stream.wait(event)
+    put(device, late, source, "d2h", stream)
+    put(device, early, source, "d2h", other)
+    stream.synchronize()
+    other.synchronize()
+    assert int(late[0]) == int(late[-1]) == 2
+    assert int(early[0]) == 1, "without the wait the copy ran ahead: the race is real here"
+
+
+@pytest.mark.cuda
+def test_compute_waits_for_a_copy(device: CudaDevice) -> None:
+    dst, src = device.empty("dst", (64, SIZE), torch.uint8).zero_(), device.empty_host("src", (64, SIZE), torch.uint8)
+    src.fill_(3)
+    torch.cuda.synchronize()
+    stream, event = device.new_stream("loads"), device.new_event()
+    for row in range(64):
+        put(device, dst[row], src[row], "h2d", stream)
+    stream.record(event)
+    device.compute_stream.wait(event)
+    with device.compute():
+        total = dst.sum(dtype=torch.int64)
+    device.compute_stream.synchronize()
+    assert int(total) == 3 * 64 * SIZE
+
+
+@pytest.mark.cuda
+def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CudaDevice) -> None:
+    stream, event = device.new_stream("a"), device.new_event()
+    stream.wait(event)  # never recorded: holds nobody up
+    stream.record(event)
+    device.compute_stream.wait(event)
+    busy(device)
+    device.compute_stream.record(event)
+    stream.synchronize()
+    assert event.inner.query() is False, "the later record is still to come, and nobody waited for it"  # type: ignore[attr-defined]
+
+
+@pytest.mark.cuda
+def test_nothing_runs_on_the_default_stream_and_no_two_streams_are_one(device: CudaDevice) -> None:
+    streams = [device.compute_stream, *(device.new_stream(str(i)) for i in range(17))]
+    handles = [stream.inner.cuda_stream for stream in streams if isinstance(stream, CudaStream)]
+    assert len(set(handles)) == 18 and torch.cuda.default_stream().cuda_stream not in handles
+    with device.compute():
+        assert torch.cuda.current_stream() == device.compute_stream.inner  # type: ignore[attr-defined]
+
+
+@pytest.mark.cuda
+def test_memory_of_another_device_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    dst, src = device.empty("dst", (SIZE,), torch.uint8), pinned(device, 0)
+    other = device.torch_device.index + 1
+    monkeypatch.setattr(_sgdma, "memory_of", lambda address: ("device", other))
+    with pytest.raises(CopyError, match=f"CUDA says that it is device memory of device {other}"):
+        put(device, dst, src, "h2d", device.new_stream("a"))
+
+
+@pytest.mark.cuda
+def test_memory_is_counted_and_a_peak_is_measured(device: CudaDevice) -> None:
+    free = device.free_memory()
+    assert 0 < free <= device.total_memory()
+    kept = device.empty("kept", (256 << 20,), torch.uint8)
+    assert device.free_memory() <= free - kept.nbytes
+    peak = device.peak_memory(lambda: torch.ones(64 << 20, dtype=torch.uint8, device="cuda") + 1)
+    assert 128 << 20 <= peak <= 192 << 20
+    with pytest.raises(ConfigError, match=r"pool: .* GiB cannot be had, .* lower num_gpu_blocks"):
+        device.empty("pool", (1 << 50,), torch.uint8)
+
+
+@pytest.mark.cuda
+def test_a_closed_device_takes_no_copies(device: CudaDevice) -> None:
+    dst, src, stream = device.empty("dst", (SIZE,), torch.uint8), pinned(device, 0), device.new_stream("a")
+    device.close()
+    device.close()
+    with pytest.raises(EngineError, match="stream a is closed"):
+        put(device, dst, src, "h2d", stream)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, "qwen3", vocab=VOCAB, hidden=128, intermediate=256, head_dim=64)
+    return path
+
+
+def arguments(num_gpu_blocks: int, **others: Any) -> dict[str, Any]:
+    sizes = {"max_model_len": 200, "max_num_batched_tokens": 45}
+    return {**offloaded(BLOCK, num_gpu_blocks, 40), **sizes, "dtype": "float32", "device": "cuda", **others}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_gpu_blocks", [4, 9, 40])
+def test_an_offloaded_engine_gives_the_tokens_of_the_cpu(model_dir: Path, num_gpu_blocks: int) -> None:
+    prompts = [random_prompt(length, VOCAB, 5) for length in (100, 33, 64, 1)]
+    with LLM(model_dir, **arguments(num_gpu_blocks, device="cpu")) as llm:
+        expected = token_ids(llm, prompts, greedy(20))
+    with LLM(model_dir, **arguments(num_gpu_blocks)) as llm:
+        assert llm._runner.device.name == "cuda" and isinstance(llm._runner.device, OrderingCheck)
+        assert token_ids(llm, prompts, greedy(20)) == expected
+    with LLM(model_dir, **arguments(-1, enable_cpu_offload=False, num_cpu_blocks=-1)) as llm:
+        assert token_ids(llm, prompts, greedy(20)) == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_do_not_depend_on_the_memory_budget(model_dir: Path, dtype: str) -> None:
+    """The same block and chunk size, and any number of resident blocks: the same bits."""
+    seen = []
+    for num_gpu_blocks in (4, 6, 9, 20):
+        with LLM(model_dir, **arguments(num_gpu_blocks, dtype=dtype)) as llm, recorded_logits(llm) as logits:
+            token_ids(llm, [random_prompt(100, VOCAB, 6)], greedy(12))
+        seen.append(torch.cat(logits).cpu())
+    assert all(torch.equal(seen[0], other) for other in seen[1:])
+
+
+@pytest.mark.cuda
+def test_a_step_makes_the_host_wait_once(model_dir: Path) -> None:
+    """For its sampled tokens. torch warns of every call that makes the host wait for the device."""
+    with LLM(model_dir, **arguments(6)) as llm:
+        llm.engine.add_request("warm", None, greedy(4), random_prompt(60, VOCAB, 7))
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+        llm.engine.add_request("r", None, greedy(8), random_prompt(100, VOCAB, 8))
+        waits = []
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            while llm.engine.has_unfinished_requests():
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    llm.engine.step()
+                waits.append([str(w.message) for w in caught if "synchroniz" in str(w.message)])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(len(messages) <= 1 for messages in waits), max(waits, key=len)
+    assert sum(map(len, waits)) == 8, "one for each step that samples a token"
+
+
+@pytest.mark.cuda
+def test_a_timeline_shows_copies_and_kernels(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LLM(model_dir, **arguments(6, trace=path)) as llm:
+        token_ids(llm, [random_prompt(100, VOCAB, 9)], greedy(5))
+        transfers = llm.kv_stats().transfers
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {"step", "attend", "write K/V", "h2d copy", "d2h copy"} <= {event["name"] for event in events}
+    assert all(event["dur"] >= 0 for event in events)
+    for kind, copies in (("h2d", transfers.h2d_copies), ("d2h", transfers.d2h_copies)):
+        assert sum(event["name"] == f"{kind} copy" for event in events) == copies
+
+
+@pytest.mark.cuda
+def test_an_engine_sized_from_memory_fits_and_gives_it_back(model_dir: Path) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    limits = {"max_num_seqs": 64, "gpu_memory_utilization": 0.5}
+    with LLM(model_dir, dtype="bfloat16", device="cuda", max_num_batched_tokens=2048, **limits) as llm:
+        assert llm.kv_stats().device_bytes < 0.5 * torch.cuda.mem_get_info()[1]
+        assert len(token_ids(llm, [random_prompt(150, VOCAB, 10)] * 8, greedy(4))) == 8
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] > free - (1 << 30)
+
+
+@pytest.mark.cuda
+def test_shared_lanes_give_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.engine import model_runner
+
+    prompts = [random_prompt(length, VOCAB, 11) for length in (100, 50)]
+    with LLM(model_dir, **arguments(5)) as llm:
+        expected = token_ids(llm, prompts, greedy(10))
+    monkeypatch.setattr(model_runner, "create_device", lambda name: create_device(name, shared_lanes=True))
+    with LLM(model_dir, **arguments(5)) as llm:
+        assert token_ids(llm, prompts, greedy(10)) == expected

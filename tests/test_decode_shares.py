@@ -1,0 +1,146 @@
+"""How decode bytes are shared out: the formula, whole blocks, and rates that follow what is observed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanovllm.kvcache.decode_shares import (
+    Bandwidths,
+    HostRead,
+    LayerLoad,
+    arm_query_len,
+    best_share,
+    blocks_for_arm,
+    blocks_of_share,
+    corrected,
+    layer_seconds,
+)
+
+MIB = 1 << 20
+GPU = Bandwidths(link=50e9, host=200e9, device=3000e9)
+CPU = Bandwidths(link=12e9, host=40e9, device=40e9, one_processor=True)
+
+rates = st.builds(
+    Bandwidths,
+    link=st.floats(1e9, 1e11),
+    host=st.floats(1e9, 5e11),
+    device=st.floats(1e10, 5e12),
+    round_trip=st.sampled_from([0.0, 2e-5, 1e-3]),
+    one_processor=st.booleans(),
+)
+
+
+def seconds_of_share(share: float, host: float, resident: float, weights: float, given_rates: Bandwidths) -> float:
+    streamed = (1 - share) * host
+    return layer_seconds(streamed, share * host, resident + streamed, weights, given_rates)
+
+
+def test_link_and_arm_end_together() -> None:
+    share = best_share(100 * MIB, 10 * MIB, 0, GPU)
+    assert (1 - share) * 100 * MIB / GPU.link == pytest.approx(share * 100 * MIB / GPU.host)
+    assert share == pytest.approx(GPU.host / (GPU.host + GPU.link))  # 0.8: as their bandwidths are to each other
+
+
+def test_while_weights_are_read_only_the_link_works() -> None:
+    weights = 400 * MIB
+    share = best_share(100 * MIB, 0, weights, GPU)
+    arm = weights / GPU.device + share * 100 * MIB / GPU.host
+    assert arm == pytest.approx((1 - share) * 100 * MIB / GPU.link) and 0 < share < 0.8
+    # The link is done before the arm can begin, which then only spares the device its attention.
+    share = best_share(100 * MIB, 0, 10**10, GPU)
+    assert share == pytest.approx(GPU.host / (GPU.host + GPU.device))
+
+
+def test_a_round_trip_that_costs_more_than_the_link_is_not_made() -> None:
+    slow = replace(GPU, round_trip=1e-2)
+    assert best_share(100 * MIB, 0, 0, slow) == 0
+    assert 0 < best_share(100 * MIB, 0, 0, replace(GPU, round_trip=1e-3)) < best_share(100 * MIB, 0, 0, GPU)
+
+
+def test_on_one_processor_bytes_are_read_where_they_are() -> None:
+    assert best_share(100 * MIB, 10 * MIB, 50 * MIB, CPU) == 1.0
+    assert best_share(100 * MIB, 10 * MIB, 50 * MIB, replace(CPU, host=5e9)) == 0.0  # a copy and a faster kernel
+    assert blocks_for_arm(LayerLoad([HostRead(MIB)] * 7), CPU) == 7
+
+
+def test_nothing_on_the_host_is_nothing_for_the_arm() -> None:
+    assert best_share(0, MIB, MIB, GPU) == 0
+    assert blocks_for_arm(LayerLoad([], link_bytes=MIB, device_bytes=MIB), GPU) == 0
+
+
+@given(host=st.floats(1, 1e9), resident=st.floats(0, 1e9), weights=st.floats(0, 1e9), given_rates=rates)
+def test_no_share_is_better(host: float, resident: float, weights: float, given_rates: Bandwidths) -> None:
+    share = best_share(host, resident, weights, given_rates)
+    least = seconds_of_share(share, host, resident, weights, given_rates)
+    for other in (index / 64 for index in range(65)):
+        assert least <= seconds_of_share(other, host, resident, weights, given_rates) * (1 + 1e-9)
+
+
+@given(
+    reads=st.lists(st.builds(HostRead, st.integers(1, 16 * MIB), st.integers(1, 8)), max_size=12),
+    link=st.integers(0, 64 * MIB),
+    device=st.integers(0, 1 << 30),
+    weights=st.integers(0, 1 << 30),
+    given_rates=rates,
+)
+def test_no_number_of_blocks_is_better(
+    reads: list[HostRead], link: int, device: int, weights: int, given_rates: Bandwidths
+) -> None:
+    def seconds(count: int) -> float:
+        streamed, taken = reads[count:], reads[:count]
+        return layer_seconds(
+            link + sum(r.num_bytes for r in streamed),
+            sum(r.num_bytes * r.readers for r in taken),
+            device + sum(r.num_bytes * r.readers for r in streamed),
+            weights,
+            given_rates,
+        )
+
+    best = blocks_for_arm(LayerLoad(reads, link, device, weights), given_rates)
+    assert seconds(best) == pytest.approx(min(map(seconds, range(len(reads) + 1))))
+
+
+def test_whole_blocks_come_close_to_the_formula() -> None:
+    for count in (10, 100, 1000):
+        taken = blocks_for_arm(LayerLoad([HostRead(MIB)] * count, device_bytes=10 * MIB, weight_bytes=MIB), GPU)
+        assert abs(taken - count * best_share(count * MIB, 10 * MIB, MIB, GPU)) < 1
+
+
+def test_a_block_with_many_readers_is_the_links() -> None:
+    """The link moves it once, the arm would read it for each."""
+    alone, crowded = HostRead(MIB), HostRead(MIB, readers=64)
+    assert blocks_for_arm(LayerLoad([alone] * 10), GPU) == 8
+    assert blocks_for_arm(LayerLoad([crowded] * 10), GPU) == 0
+
+
+def test_shares_of_blocks() -> None:
+    assert [blocks_of_share(5, share) for share in (0, 0.25, 0.5, 0.75, 1)] == [0, 1, 3, 4, 5]
+    assert blocks_of_share(0, 0.7) == 0
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(16, 8, 32), (32, 4, 8), (8, 8, 64), (128, 1, 1)])
+def test_the_arm_takes_as_many_rows_as_the_kernel_is_meant_for(heads: int, kv_heads: int, tokens: int) -> None:
+    assert arm_query_len(heads, kv_heads) == tokens
+
+
+def test_rates_follow_what_is_observed() -> None:
+    rate = 10e9
+    for _ in range(100):
+        rate = corrected(rate, 10e9, num_bytes=10**9, seconds=1 / 15)
+    assert rate == pytest.approx(15e9, rel=1e-3)
+    once = corrected(10e9, 10e9, num_bytes=10**9, seconds=1 / 15)
+    assert 10e9 < once < 11e9, "one step says little"
+
+
+def test_rates_are_bounded_and_little_work_says_nothing() -> None:
+    fast = slow = 10e9
+    for _ in range(1000):
+        fast = corrected(fast, 10e9, num_bytes=10**12, seconds=1e-6)
+        slow = corrected(slow, 10e9, num_bytes=10**7, seconds=100.0)
+    assert (fast, slow) == (40e9, 2.5e9)
+    assert corrected(10e9, 10e9, num_bytes=1000, seconds=1.0) == 10e9
+    assert corrected(10e9, 10e9, num_bytes=10**9, seconds=0.0) == 10e9

@@ -1,0 +1,128 @@
+"""Requests of several sequences on real models: each answers as it would alone, whatever is shared or swapped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.device.ordering import OrderingCheck
+from nanovllm.engine.batch import Batch, StepResult
+from nanovllm.kvcache.budget import TransferCount
+
+BLOCK, VOCAB = 16, 101
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, seed=5, hidden=32, intermediate=32)
+    return path
+
+
+def sampled(count: int, max_tokens: int, seed: int, **others: Any) -> SamplingParams:
+    return SamplingParams(n=count, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True, **others)
+
+
+def derived(seed: int, index: int) -> int:
+    return seed if index == 0 else hash((seed, index))
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 100},
+    "resident, swapped": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 14},
+    "resident, recomputed": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 14, "preemption_mode": "recompute"},
+    "offloaded": offloaded(BLOCK, 5, 80, max_num_batched_tokens=33),
+    "offloaded, swapped": offloaded(BLOCK, 6, 10, max_num_batched_tokens=33),
+    "offloaded, recomputed": offloaded(BLOCK, 6, 10, preemption_mode="recompute"),
+}
+
+
+PROMPTS = [random_prompt(length, VOCAB, seed=3) for length in (1, 15, 16, 37, 50)]
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path) -> list[list[list[int]]]:
+    """What each sequence of each prompt's group gives as a request of its own."""
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=40) as llm:
+        return [
+            [token_ids(llm, prompt, sampled(1, 20, derived(seed, index)))[0] for index in range(3)]
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_group_gives_what_its_sequences_give_alone(model_dir: Path, alone: list[list[list[int]]], name: str) -> None:
+    with LLM(model_dir, dtype="float32", max_model_len=80, **ENGINES[name]) as llm:
+        outputs = llm.generate(PROMPTS, [sampled(3, 20, seed) for seed in range(len(PROMPTS))], use_tqdm=False)
+        assert [[completion.token_ids for completion in output.outputs] for output in outputs] == alone
+        stats, manager = llm.engine.scheduler.preemption.stats, llm.engine.scheduler.block_manager
+        assert (stats.swapped > 0) == ("swapped" in name) and (stats.total > 0) == ("," in name)
+        assert manager.num_used == manager.num_swapped == 0 and manager.num_copied_blocks > 0
+        assert isinstance(llm._runner.device, OrderingCheck) and llm._runner.device.num_checked > 0
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_preempted_request_resumes_with_the_greedy_output_of_an_unpreempted_one(
+    model_dir: Path, mode: str, offload: bool
+) -> None:
+    prompts = [random_prompt(length, VOCAB, seed=8) for length in (40, 33, 30, 47)]
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=60) as llm:
+        expected = token_ids(llm, prompts, greedy(40))
+        assert llm.engine.scheduler.num_preemptions == 0
+    tight = offloaded(BLOCK, 6, 6) if offload else {"kvcache_block_size": BLOCK, "num_gpu_blocks": 11}
+    with LLM(model_dir, dtype="float32", max_model_len=100, preemption_mode=mode, **tight) as llm:
+        assert token_ids(llm, prompts, greedy(40)) == expected
+        stats = llm.engine.scheduler.preemption.stats
+        assert (stats.swapped if mode == "swap" else stats.recomputed) == stats.total > 0
+
+
+def steps(llm: LLM) -> list[tuple[Batch, TransferCount]]:
+    """Every batch that runs from now on, and what was copied over the link while it ran."""
+    seen: list[tuple[Batch, TransferCount]] = []
+    execute = llm.engine.executor.execute
+
+    def record(batch: Batch) -> StepResult:
+        before = llm.kv_stats().transfers
+        result = execute(batch)
+        seen.append((batch, llm.kv_stats().transfers - before))
+        return result
+
+    llm.engine.executor.execute = record  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("tiers", ["device", "host"])
+def test_copy_on_write_moves_exactly_one_block(model_dir: Path, tiers: str) -> None:
+    arguments = {"device": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20}, "host": offloaded(BLOCK, 4, 20)}[tiers]
+    prompt = random_prompt(3 * BLOCK + 5, VOCAB, seed=1)
+    with LLM(model_dir, dtype="float32", **arguments) as llm:
+        seen = steps(llm)
+        llm.generate(prompt, sampled(2, 8, 1), use_tqdm=False)
+        stats = llm.kv_stats()
+    copies = [move for batch, _ in seen for move in batch.moves]
+    assert len(copies) == 1 and copies[0].keeps_source
+    assert (copies[0].src >= stats.resident_blocks) == (tiers == "host")
+    if tiers == "device":
+        assert stats.transfers == TransferCount(), "nothing crosses the link"
+
+
+def test_swapping_moves_whole_blocks_once_each_way(model_dir: Path) -> None:
+    with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=14, max_model_len=80) as llm:
+        prompts = [random_prompt(2 * BLOCK, VOCAB, seed=index) for index in range(3)]
+        llm.generate(prompts, [sampled(2, 30, index) for index in range(3)], use_tqdm=False)
+        stats, preemption = llm.kv_stats(), llm.engine.scheduler.preemption.stats
+    assert preemption.blocks_swapped_out == preemption.blocks_swapped_in > 0
+    blocks = preemption.blocks_swapped_out
+    assert stats.transfers == TransferCount(
+        h2d_copies=blocks,
+        h2d_bytes=blocks * stats.bytes_per_block,
+        d2h_copies=blocks,
+        d2h_bytes=blocks * stats.bytes_per_block,
+    )
+    assert stats.num_swap_blocks == 14 and stats.host_bytes == 14 * stats.bytes_per_block

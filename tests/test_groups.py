@@ -1,0 +1,403 @@
+"""Requests of several sequences: shared prompts, copy-on-write, ranking, preemption of a whole group. No torch."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from content_model import expected_beams, expected_output, logprob_of
+from engine_helpers import BLOCK, Bench, crowd, prompt_of
+
+from nanovllm.config import PreemptionMode
+from nanovllm.errors import RequestError
+from nanovllm.kvcache.hybrid_manager import BlockMove
+
+MODES: list[PreemptionMode] = ["swap", "recompute"]
+
+
+def seeds(seed: int, count: int) -> list[int]:
+    """The sequences' seeds: the first has the request's own."""
+    return [seed, *(hash((seed, index)) for index in range(1, count))]
+
+
+def expected_group(prompt: list[int], count: int, max_tokens: int, seed: int = 7) -> list[list[int]]:
+    return [expected_output(prompt, max_tokens, seed=own) for own in seeds(seed, count)]
+
+
+def sampled(bench: Bench, name: str, prompt: list[int], max_tokens: int, **params: object) -> None:
+    bench.add(name, prompt, max_tokens, temperature=1.0, **{"seed": 7, **params})
+
+
+def outputs(bench: Bench, name: str) -> list[list[int]]:
+    return [output.token_ids for output in bench.finished[name].outputs]
+
+
+# ---- one prompt, several sequences
+
+
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 30])
+@pytest.mark.parametrize("device, host", [(64, 0), (5, 40), (0, 40)])
+def test_the_prompt_is_computed_once_for_all(length: int, device: int, host: int) -> None:
+    bench = Bench(device, host, budget=10)
+    sampled(bench, "a", prompt_of(length), 9, n=4)
+    finished = bench.run()["a"]
+    assert outputs(bench, "a") == expected_group(prompt_of(length), 4, 9)
+    assert [output.index for output in finished.outputs] == [0, 1, 2, 3]
+    assert finished.metrics.prefill_tokens == length and finished.metrics.decode_tokens == 4 * 8
+    prefill = [row for row in bench.rows("a") if row.context_len < length]
+    assert sum(len(row.token_ids) for row in prefill) == length and len(prefill[-1].samples) == 4
+    assert bench.manager.num_used == 0
+
+
+def test_one_sequence_of_a_group_is_what_the_request_gives_alone() -> None:
+    bench = Bench()
+    sampled(bench, "alone", prompt_of(9), 8)
+    sampled(bench, "group", prompt_of(9), 8, n=3)
+    bench.run()
+    assert outputs(bench, "group")[0] == outputs(bench, "alone")[0]
+    assert len({tuple(tokens) for tokens in outputs(bench, "group")}) == 3
+
+
+@pytest.mark.parametrize("device, host", [(64, 0), (0, 64), (3, 64)])
+def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
+    bench = Bench(device, host)
+    sampled(bench, "a", prompt_of(BLOCK + 2), 2, n=2)
+    bench.step()
+    tables = [list(seq.block_table) for seq in bench.scheduler.running[0].sequences]
+    assert tables[0] == tables[1] and bench.manager.num_used == 2, "all is shared, the half-written block too"
+    bench.step()
+    (move,) = bench.executor.batches[-1].moves
+    first, second = (row.block_table for row in bench.executor.batches[-1].sequences)
+    assert move == BlockMove(second[1], first[1], keeps_source=True), "the last holder writes in place"
+    assert first[0] == second[0] and bench.executor.num_copies == bench.manager.num_copied_blocks == 1
+    assert outputs(bench, "a") == expected_group(prompt_of(BLOCK + 2), 2, 2)
+
+
+def test_a_full_last_block_is_shared_without_a_copy() -> None:
+    bench = Bench()
+    sampled(bench, "a", prompt_of(2 * BLOCK), 6, n=3)
+    bench.run()
+    assert bench.executor.num_copies == 0
+    assert outputs(bench, "a") == expected_group(prompt_of(2 * BLOCK), 3, 6)
+
+
+def test_finished_siblings_free_their_blocks_at_once() -> None:
+    prompt = prompt_of(6)
+    group = expected_group(prompt, 3, 12)
+    stop = next(token for token in group[1][:4] if token not in group[0] + group[2])
+    bench = Bench(caching=False)
+    sampled(bench, "a", prompt, 12, n=3, stop_token_ids=[stop])
+    ended = group[1].index(stop) + 1
+    for _ in range(ended):
+        bench.step()
+    first, second, third = bench.scheduler.running[0].sequences
+    assert second.finish_reason == "stop" and not second.block_table
+    assert bench.manager.num_used == len({*first.block_table, *third.block_table})
+    bench.run()
+    assert outputs(bench, "a") == [group[0], group[1][:ended], group[2]]
+    assert [output.finish_reason for output in bench.finished["a"].outputs] == ["length", "stop", "length"]
+
+
+def test_a_group_runs_as_a_whole_or_not_at_all() -> None:
+    bench = Bench(max_num_seqs=5, budget=6)
+    sampled(bench, "group", prompt_of(4), 6, n=3)
+    sampled(bench, "other", prompt_of(4, 1), 6, n=3)
+    bench.add("single", prompt_of(4, 2), 6)
+    for _ in bench.steps():
+        names = [bench.names[row.seq_id] for row in bench.executor.batches[-1].sequences if row.context_len >= 4]
+        assert names.count("group") in (0, 3) and names.count("other") in (0, 3)
+    assert outputs(bench, "group") == expected_group(prompt_of(4), 3, 6)
+    assert outputs(bench, "other") == expected_group(prompt_of(4, 1), 3, 6)
+    assert bench.order[0] == "group", "the others wait for its seats"
+
+
+def test_best_of_returns_the_most_likely_first() -> None:
+    prompt = prompt_of(7)
+    bench = Bench()
+    sampled(bench, "a", prompt, 6, n=2, best_of=5)
+    for step in bench.steps():
+        assert step[0].finished or step[0].outputs == [], "which ones are the best is not known yet"
+    group = sorted(expected_group(prompt, 5, 6), key=lambda output: -logprob_of(prompt, output))
+    assert outputs(bench, "a") == group[:2]
+    found = [output.cumulative_logprob for output in bench.finished["a"].outputs]
+    assert found == pytest.approx([logprob_of(prompt, output) for output in group[:2]])
+    assert [output.index for output in bench.finished["a"].outputs] == [0, 1]
+    assert bench.finished["a"].outputs[0].logprobs is None, "nobody asked for them"
+
+
+# ---- beam search
+
+
+def beam_bench(
+    bench: Bench, name: str, prompt: list[int], max_tokens: int, width: int = 3, priority: int = 0, **params: object
+) -> None:
+    everything = {"temperature": 0.0, "n": width, "use_beam_search": True, **params}
+    bench.add(name, prompt, max_tokens, priority, **everything)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, -0.7, 2.5])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("width, max_tokens", [(2, 12), (4, 7), (5, 1)])
+def test_beams_are_those_of_a_plain_search(
+    penalty: float, early_stopping: bool | str, width: int, max_tokens: int
+) -> None:
+    stop = [3, 11, 12, 29]
+    bench = Bench(7, 90, budget=7, max_num_seqs=5)
+    for seed, length in enumerate((2, BLOCK, 13)):
+        prompt, name = prompt_of(length, seed), str(length)
+        beam_bench(
+            bench, name, prompt, max_tokens, width, length_penalty=penalty, early_stopping=early_stopping,
+            stop_token_ids=stop,
+        )  # fmt: skip
+        bench.run()
+        expected = expected_beams(prompt, width, max_tokens, stop, penalty=penalty, early_stopping=early_stopping)
+        assert outputs(bench, name) == expected
+        for output in bench.finished[name].outputs:
+            ended = output.token_ids[-1] in stop
+            assert output.finish_reason == ("stop" if ended else "length")
+            assert output.stop_reason == (output.token_ids[-1] if ended else None)
+    assert bench.manager.num_used == 0 and (max_tokens == 1 or bench.executor.num_copies > 0)
+
+
+def test_the_best_n_beams_of_a_wider_search() -> None:
+    bench = Bench()
+    beam_bench(bench, "a", prompt_of(5), 6, width=2, best_of=4)
+    for step in bench.steps():
+        assert step[0].finished or step[0].outputs == []
+    assert outputs(bench, "a") == expected_beams(prompt_of(5), 4, 6)[:2]
+
+
+def test_beams_give_the_logprobs_that_were_asked_for() -> None:
+    bench = Bench()
+    beam_bench(bench, "a", prompt_of(5), 4, logprobs=2)
+    bench.run()
+    for output in bench.finished["a"].outputs:
+        assert output.logprobs is not None and len(output.logprobs) == 4
+        chosen = [entries[token].logprob for entries, token in zip(output.logprobs, output.token_ids, strict=True)]
+        assert sum(chosen) == pytest.approx(output.cumulative_logprob)
+        assert all(2 <= len(entries) <= 3 for entries in output.logprobs)
+
+
+def test_no_beam_ends_before_min_tokens() -> None:
+    prompt = prompt_of(5)
+    stop = sorted({token for beam in expected_beams(prompt, 4, 3) for token in beam[:2]})
+    bench = Bench()
+    search = {"width": 4, "stop_token_ids": stop, "length_penalty": 0.0}
+    beam_bench(bench, "early", prompt, 6, **search)
+    beam_bench(bench, "late", prompt, 6, min_tokens=3, **search)
+    bench.run()
+    assert outputs(bench, "early") == expected_beams(prompt, 4, 6, stop, penalty=0.0)
+    assert min(map(len, outputs(bench, "early"))) < 3
+    assert all(not set(tokens[:3]) & set(stop) for tokens in outputs(bench, "late"))
+
+
+def test_an_aborted_search_gives_what_it_has() -> None:
+    bench = Bench()
+    beam_bench(bench, "a", prompt_of(5), 12)
+    for _ in range(4):
+        bench.step()
+    output = bench.engine.abort_request("a")
+    assert output is not None and output.finished and len(output.outputs) == 3
+    assert {out.finish_reason for out in output.outputs} == {"abort"}
+    scores = [out.cumulative_logprob for out in output.outputs]
+    assert scores == sorted(scores, reverse=True) and None not in scores
+    assert [logprob_of(prompt_of(5), out.token_ids) for out in output.outputs] == pytest.approx(scores)
+    assert bench.manager.num_used == 0 and not bench.engine.has_unfinished_requests()
+
+
+# ---- preemption
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("device, host", [(14, 0), (4, 10)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_groups_give_what_they_give_alone(
+    mode: PreemptionMode | None, device: int, host: int, caching: bool
+) -> None:
+    bench = Bench(device, host, swap=14, mode=mode, caching=caching, budget=9)
+    for index in range(4):
+        sampled(bench, f"n{index}", prompt_of(7 + index, index), 12, n=2)
+    beam_bench(bench, "beams", prompt_of(6, 9), 10, width=2)
+    bench.add("single", prompt_of(6, 8), 12)
+    bench.run(900)
+    for index in range(4):
+        assert outputs(bench, f"n{index}") == expected_group(prompt_of(7 + index, index), 2, 12)
+    assert outputs(bench, "beams") == expected_beams(prompt_of(6, 9), 2, 10)
+    assert outputs(bench, "single") == [expected_output(prompt_of(6, 8), 12)]
+    stats = bench.scheduler.preemption.stats
+    assert (stats.swapped > 0) == (mode != "recompute")
+    assert mode == "swap" or mode is None or stats.recomputed > 0
+    assert stats.blocks_swapped_in == stats.blocks_swapped_out and bench.manager.num_swapped == 0
+    metrics = [output.metrics for output in bench.finished.values()]
+    assert sum(m.preemptions for m in metrics) == stats.total and sum(m.swaps for m in metrics) == stats.swapped
+    for name in ("n0", "n1", "n2", "n3"):
+        draws = sorted((row.index, row.seed) for seq in bench.rows(name) for row in seq.samples)
+        assert draws == sorted((index, seed) for index in range(12) for seed in seeds(7, 2)), "each draw is made once"
+
+
+def test_one_sequence_is_recomputed_and_several_are_swapped() -> None:
+    single = Bench(6, swap=20)
+    crowd(single, {"a": 7, "b": 7, "c": 7})
+    single.run()
+    stats = single.scheduler.preemption.stats
+    assert (stats.recomputed > 0, stats.swapped) == (True, 0) and stats.tokens_lost > 0
+
+    groups = Bench(12, swap=20)
+    sampled(groups, "a", prompt_of(7), 12, n=2)
+    sampled(groups, "b", prompt_of(7, 1), 12, n=2)
+    groups.run()
+    stats = groups.scheduler.preemption.stats
+    assert (stats.recomputed, stats.tokens_lost) == (0, 0) and stats.swapped > 0
+
+
+def test_without_room_in_the_swap_space_a_group_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(12, swap=1, mode="swap", caching=False)
+    sampled(bench, "a", prompt_of(7), 12, n=2)
+    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
+    with caplog.at_level(logging.WARNING):
+        bench.run()
+    assert bench.scheduler.preemption.stats.swapped == 0 < bench.scheduler.preemption.stats.recomputed
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("swap space has no room for request 'b'" in message for message in messages)
+    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
+    # The prompt is computed once, and again once for both after each preemption.
+    metrics = bench.finished["b"].metrics
+    assert metrics.prefill_tokens == 7 * (1 + metrics.preemptions)
+
+
+def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
+    bench = Bench(32, swap=32)
+    sampled(bench, "a", prompt_of(2 * BLOCK + 1), 12, n=3)
+    for _ in range(3):
+        bench.step()
+    request, manager = bench.scheduler.running[0], bench.manager
+    held = {block for seq in request.sequences for block in seq.block_table}
+    assert len(held) == 2 + 3
+    places = {manager.tiers.place_of(block) for block in held}
+    out = manager.swap_out(request.sequences)
+    manager.check()
+    assert out is not None and set(out) == places and len(out) == 5 and min(out.values()) == 32
+    assert (manager.num_used, manager.num_swapped) == (0, 5)
+    assert manager.swap_in(request.sequences).keys() == set(out.values())
+    manager.check()
+    assert (manager.num_used, manager.num_swapped) == (5, 0)
+    bench.run()
+    assert outputs(bench, "a") == expected_group(prompt_of(2 * BLOCK + 1), 3, 12)
+
+
+def test_blocks_that_others_hold_stay_and_are_copied() -> None:
+    bench = Bench(32, swap=32)
+    prompt = prompt_of(2 * BLOCK)
+    bench.add("first", [*prompt, 1], 12)
+    bench.step()
+    sampled(bench, "group", [*prompt, 2], 12, n=2)
+    bench.step()
+    first, group = bench.scheduler.running
+    manager = bench.manager
+    shared = first.sequences[0].block_table[:2]
+    assert group.sequences[0].block_table[:2] == shared
+    out = manager.swap_out(group.sequences)
+    moves = manager._moves
+    assert out is not None and [move.keeps_source for move in moves] == [True, True, False]
+    assert first.sequences[0].block_table[:2] == shared and manager.num_swapped == 3
+    manager.swap_in(group.sequences)
+    assert not set(shared) & set(group.sequences[0].block_table)
+    bench.run()
+    assert bench.tokens("first") == expected_output([*prompt, 1], 12)
+    assert outputs(bench, "group") == expected_group([*prompt, 2], 2, 12)
+
+
+def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more_urgent_ones() -> None:
+    bench = Bench(12, swap=20)
+    sampled(bench, "a", prompt_of(7), 12, n=2)
+    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
+    while not bench.scheduler.swapped:
+        bench.step()
+    assert [request.request_id for request in bench.scheduler.swapped] == ["b"]
+    assert "b" not in bench.chunks(), "nobody comes back in the step that swapped somebody out"
+    swapped_at = len(bench.executor.batches) - 1
+    bench.add("later", prompt_of(1, 2), 2)
+    bench.add("urgent", prompt_of(1, 3), 2, priority=-1)
+    bench.step()
+    assert "urgent" in bench.chunks() and "later" not in bench.chunks()
+    bench.run()
+    steps = [{bench.names[row.seq_id] for row in batch.sequences} for batch in bench.executor.batches]
+    back = next(step for step in range(swapped_at, len(steps)) if "b" in steps[step])
+    assert back <= next(step for step, names in enumerate(steps) if "later" in names)
+    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
+
+
+def test_abort_while_swapped_out() -> None:
+    bench = Bench(12, swap=20)
+    sampled(bench, "a", prompt_of(7), 12, n=2)
+    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
+    while not bench.scheduler.swapped:
+        bench.step()
+    output = bench.engine.abort_request("b")
+    assert output is not None and [out.finish_reason for out in output.outputs] == ["abort"] * 2
+    expected = expected_group(prompt_of(7, 1), 2, 12)
+    assert [out.token_ids for out in output.outputs] == [
+        tokens[: len(output.outputs[0].token_ids)] for tokens in expected
+    ]
+    assert bench.manager.num_swapped == 0
+    bench.run()
+    assert outputs(bench, "a") == expected_group(prompt_of(7), 2, 12)
+
+
+def test_a_failed_step_recomputes_what_was_swapped_out() -> None:
+    bench = Bench(12, swap=20)
+    sampled(bench, "a", prompt_of(7), 12, n=2)
+    sampled(bench, "b", prompt_of(7, 1), 12, n=2)
+    while not bench.scheduler.swapped:
+        bench.step()
+    ended = bench.scheduler.fail(0.0)
+    assert [request.request_id for request in ended] == ["a"]
+    assert [request.request_id for request in bench.scheduler.waiting] == ["b"] and bench.manager.num_swapped == 0
+    bench.run()
+    assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
+
+
+# ---- refusals
+
+
+def test_a_group_that_could_not_finish_alone_is_refused_with_numbers() -> None:
+    """10 blocks, the watermark is 0: 1 full block of the prompt, and 3 of its own for each of 3 sequences."""
+    bench = Bench(10)
+    params = {"n": 3, "temperature": 1.0}
+    with pytest.raises(RequestError) as refusal:
+        bench.add("big", prompt_of(BLOCK + 2), 2 * BLOCK + BLOCK, **params)
+    for part in ("'big'", "3 sequences of up to 18 tokens", "13 KV blocks of 4 tokens", "has 10", "max_tokens to 11"):
+        assert part in str(refusal.value), part
+    bench.add("fits", prompt_of(BLOCK + 2), 11, **params)
+    bench.run()
+    with pytest.raises(RequestError, match="max_tokens to 11"):
+        bench.add("big", prompt_of(BLOCK + 2), 12, **params)
+    bench.add("one token each", prompt_of(40), 1, **params)
+    bench.run()
+    assert len(outputs(bench, "fits")) == len(outputs(bench, "one token each")) == 3
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+def test_more_sequences_than_run_together_are_refused(limit: str) -> None:
+    bench = Bench(max_num_seqs=3 if limit == "max_num_seqs" else 9, budget=24 if limit == "max_num_seqs" else 3)
+    with pytest.raises(RequestError, match=f"4 sequences, which run together, and {limit} is 3"):
+        bench.add("a", prompt_of(5), 4, temperature=1.0, n=4)
+    bench.add("a", prompt_of(5), 4, temperature=1.0, n=3)
+    assert len(bench.run()["a"].outputs) == 3
+
+
+# ---- chunks
+
+
+def test_a_long_prompt_takes_at_most_the_threshold_of_a_step() -> None:
+    bench = Bench(700, budget=1024, chunk_cap=400)
+    for index, name in enumerate("abc"):
+        bench.add(name, prompt_of(800, index), 2)
+    shares = []
+    for _ in range(3):
+        bench.step()
+        shares.append(list(bench.chunks().values()))
+    assert shares == [[400, 400, 224], [400, 400, 224], [1, 1, 352]]
+    bench.run()
+    for index, name in enumerate("abc"):
+        assert bench.tokens(name) == expected_output(prompt_of(800, index), 2)
