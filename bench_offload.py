@@ -2,16 +2,17 @@
 
     python bench_offload.py [--prompt-len 8192] [--device-share 1/8] [--output-json FILE]
 
-Three engines with the same weights take turns, in one order in odd rounds and in the other in even ones, so that
+Engines with the same weights take turns, in one order in odd rounds and in the other in even ones, so that
 whatever else the machine does weighs on all alike:
 
     on device  no offload
     resident   offload, with room for every block on the device: its code path with nothing to copy
     offload    --device-share of the blocks on the device, the others on the host
 
-Then decode by the share of host blocks that the CPU attends to (`benchmarks/decode_by_share.py`), unless
---decode-steps is 0. Ratios compare runs of the same round. Exit status 1 if the outputs differ, or if the bytes and
-copies counted are not those that the formula predicts. Defaults take about two minutes on two cores.
+The last runs twice: prefilled the way that the planner chooses, and chunk by chunk. Then decode by the share of host
+blocks that the CPU attends to (`benchmarks/decode_by_share.py`), unless --decode-steps is 0. Ratios compare runs of the
+same round. Exit status 1 if the outputs differ, or if the bytes and copies counted are not those that the formula
+predicts. Defaults take about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -57,6 +58,7 @@ from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
 from nanovllm.kvcache.budget import TransferCount, predict_request
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.kvcache.room import KVStats
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
@@ -65,14 +67,17 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
 
 @dataclass
 class Variant:
-    """One engine, and what its counted runs gave."""
+    """One engine, the way it prefills, and what its counted runs gave."""
 
     llm: LLM
+    spans: SpanMemory  # what prompts may go layer by layer
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
 
     def run(self, prompt: list[int], output_len: int, *, counts: bool) -> None:
+        scheduler = self.llm.engine.scheduler
+        scheduler.limits = replace(scheduler.limits, spans=self.spans)
         before = self.llm.kv_stats().transfers
         outputs = generate(self.llm, [prompt], output_len)
         if counts:
@@ -134,8 +139,8 @@ def traffic_of(offload: Variant, work: Work, copy_peak: dict[str, float]) -> Tra
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
 
     def predict(output_len: int) -> TransferCount:
-        chunk = work.max_num_batched_tokens
-        return predict_request(layout, stats.resident_blocks, work.prompt_len, output_len, chunk)
+        chunk, spans = work.max_num_batched_tokens, offload.spans
+        return predict_request(layout, stats.resident_blocks, work.prompt_len, output_len, chunk, spans=spans)
 
     prefill, decode = predict(1), predict(work.output_len) - predict(1)
     counted = offload.moved[-1]
@@ -158,6 +163,7 @@ def show_variant(name: str, stats: KVStats, rates: Rates) -> None:
     print(f"{name}")
     print_row("KV blocks on the device", f"{stats.num_gpu_blocks:,}", f"{mib(stats.device_bytes)}, ring included")
     print_row("KV blocks on the host", f"{stats.num_cpu_blocks:,}", mib(stats.host_bytes))
+    print_row("layer buffer", f"{stats.spans.buffer_blocks:,}", mib(stats.layer_buffer_bytes))
     print_rates(rates)
     print()
 
@@ -169,8 +175,9 @@ def show_ratios(ratios: dict[str, Ratios]) -> None:
     print()
 
 
-def show_traffic(traffic: Traffic) -> None:
+def show_traffic(name: str, traffic: Traffic) -> None:
     """Print counts beside the formula's, and rates beside the copy peak."""
+    print(name)
     for name in TRANSFER_FIELDS:
         count, formula = getattr(traffic.counted, name), getattr(traffic.predicted, name)
         spared = getattr(traffic.counted.without_arm, name) - count
@@ -200,26 +207,28 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
     (prompt,) = work.shape.prompts(1, args.prompt_len, args.seed)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(work.open(**placement)) for name, placement in placements.items()}
-        variants = {name: Variant(llm) for name, llm in opened.items()}
+        variants = {name: Variant(llm, llm.kv_stats().spans) for name, llm in opened.items()}
+        variants["offload, chunk-major"] = Variant(opened["offload"], NO_SPANS)
         load = OtherLoad()
         take_turns(variants, prompt, args)
         other_load = load.share()
         stats = {name: variant.llm.kv_stats() for name, variant in variants.items()}
         offload = variants["offload"]
         copy_peak = {way: copy_gb_s(facts["device"], way) for way in ("h2d", "d2h")}
-        traffic = traffic_of(offload, work, copy_peak)
+        traffic = {name: traffic_of(v, work, copy_peak) for name, v in variants.items() if name.startswith("offload")}
         device_peak = peak_device_bytes(facts["device"])
     rates = {name: Rates.of(variant.runs) for name, variant in variants.items()}
-    ratios = {name: Ratios.of(offload, variants[name]) for name in ("resident", "on device")}
+    ratios = {name: Ratios.of(offload, variant) for name, variant in variants.items() if variant is not offload}
     outputs_equal = all(tokens == offload.tokens[0] for v in variants.values() for tokens in v.tokens)
     for name in variants:
         show_variant(name, stats[name], rates[name])
     show_ratios(ratios)
-    show_traffic(traffic)
+    for name, moved in traffic.items():
+        show_traffic(name, moved)
     print_row("outputs", "equal" if outputs_equal else "DIFFERENT", f"{args.output_len} tokens of every run")
     if device_peak is not None:
-        print_row("peak device memory", mib(device_peak), "of all three engines together")
-    print_row("peak process memory", mib(peak_rss_bytes()), "of all three engines together")
+        print_row("peak device memory", mib(device_peak), "of all engines together")
+    print_row("peak process memory", mib(peak_rss_bytes()), "of all engines together")
     print_other_load(other_load)
     by_share = decode_by_share(args, work)
     parts = {"ratios": ratios, "rates": rates, "kv": stats, "traffic": traffic, "outputs_equal": outputs_equal}
@@ -229,7 +238,9 @@ def measure(args: argparse.Namespace, work: Work, facts: dict[str, Any]) -> bool
         "other_load": other_load,
     }
     write_json(args.output_json, args, facts, model=work.shape.facts(), by_share=by_share, **memory_and_load, **parts)
-    as_predicted = all(moved.without_arm == traffic.predicted for moved in offload.moved)
+    as_predicted = all(
+        moved.without_arm == found.predicted for name, found in traffic.items() for moved in variants[name].moved
+    )
     as_promised = outputs_equal or (facts["device"] != "cpu" and not args.no_cpu_attention)
     return as_promised and as_predicted and is_right(by_share, facts["device"])
 

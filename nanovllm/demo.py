@@ -75,7 +75,7 @@ def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
     The CPU spares some of it, as many as its speed and the link's make best.
     """
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
-    return predict_request(layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size)
+    return predict_request(layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, spans=stats.spans)
 
 
 def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
@@ -103,6 +103,7 @@ def show_sizes(first: RequestOutput, stats: KVStats) -> None:
     _row("prompt tokens", f"{tokens:,}")
     _row("KV cache of the prompt", _mib(kv_bytes), f"blocks of {stats.block_size:,} tokens")
     _row("KV memory on the device", _mib(stats.device_bytes), f"{share}, {stats.resident_blocks} resident")
+    _row("layer buffer", _mib(stats.layer_buffer_bytes), "one layer of the prompt, on the device while it is prefilled")
     _row("KV memory on the host", _mib(stats.host_bytes), f"{stats.num_cpu_blocks} blocks")
 
 

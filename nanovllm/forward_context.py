@@ -35,7 +35,8 @@ class KVCache(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """Store the new K/V of `layer`, attend causally over history and self, return the output.
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; returns the shape and dtype of q.
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; returns the shape and dtype of q,
+        and may use q's memory for it.
         """
         ...
 

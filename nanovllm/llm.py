@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
-
-from tqdm import tqdm
+from typing import Any, NamedTuple
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
@@ -20,14 +17,44 @@ from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.room import KVStats
-from nanovllm.models.hf_config import load_eos_token_ids
+from nanovllm.models.hf_config import load_eos_token_ids, load_sampling_defaults
 from nanovllm.outputs import RequestOutput
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.plan import Plan
+from nanovllm.progress_bar import ProgressBar
+from nanovllm.prompts import (
+    ChatTemplate,
+    Message,
+    Prompt,
+    PromptParts,
+    final_only,
+    params_for_each,
+    priority_for_each,
+    prompt_parts,
+    refuse_unknown,
+)
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import load_tokenizer
+from nanovllm.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+CHAT_ARGUMENTS = (
+    "messages",
+    "sampling_params",
+    "use_tqdm",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template_kwargs",
+)
+
+
+class _Call(NamedTuple):
+    """A request as it will be added."""
+
+    request_id: str
+    prompt: PromptParts
+    params: SamplingParams
+    priority: int
 
 
 class LLM:
@@ -51,6 +78,8 @@ class LLM:
                 eos_token_ids,
                 config.long_prefill_token_threshold,
                 config.preemption_mode,
+                num_layers=spec.num_layers,
+                spans=plan.spans,
             ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
@@ -69,7 +98,13 @@ class LLM:
         self.config = config
         self.max_model_len = plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
+        self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls under way, by request
         self._closed = False
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name."""
+        return self.engine
 
     def generate(
         self,
@@ -77,25 +112,73 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        **unknown: Any,
     ) -> list[RequestOutput]:
-        """Run prompts to their end; outputs stand in the order of the prompts.
+        """Run prompts to their end; outputs stand in the order of the prompts and are complete, whatever `output_kind`.
 
         A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the dicts with a
         "cache_salt" if wanted (see `LLMEngine.add_request`); give one or a sequence of them, with one SamplingParams
-        for all or one for each. Every prompt is checked before any is run: RequestError means that nothing was started.
+        for all or one for each (`get_default_sampling_params` if none), and a priority for each if wanted, of which
+        lower ones run first. Every prompt is checked before any is run: RequestError means that nothing was started.
         If the call is interrupted, its requests are aborted.
         """
-        self._check_open()
-        parts = [_prompt_parts(prompt) for prompt in _as_prompts(prompts)]
-        params = _params_for_each(sampling_params, len(parts))
-        checked = [(text, self.engine.check_prompt(text, ids), salt) for text, ids, salt in parts]
-        request_ids: list[str] = []
-        with self._aborted_on_error(request_ids):
-            for (text, token_ids, salt), param in zip(checked, params, strict=True):
-                request_ids.append(next(self._request_ids))
-                self.engine.add_request(request_ids[-1], text, param, prompt_token_ids=token_ids, cache_salt=salt)
-            finished = self._run(set(request_ids), use_tqdm)
-        return [finished[request_id] for request_id in request_ids]
+        refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "priority"))
+        return self._complete(prompt_parts(prompts), sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, made into prompts by the tokenizer's chat template.
+
+        A conversation is a list of messages with a "role" and a "content". chat_template: the text of a template that
+        is used instead. add_generation_prompt ends the prompt with the beginning of an answer, continue_final_message
+        leaves the last message open instead. tools and chat_template_kwargs are handed to the template. All else is as
+        in `generate`; the rendered text is the output's `prompt`.
+        """
+        refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
+        template = ChatTemplate(
+            self.engine.tokenizer,
+            chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        return self._complete(template.prompts(messages), sampling_params, None, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but with the outputs of every step as they come, as `output_kind` asks for them.
+
+        The requests start when the first output is asked for, and are aborted when the iterator is closed or let go.
+        """
+        return self._outputs(self._calls(prompt_parts(prompts), sampling_params, priority, whole=False))
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer itself. Raises RequestError where the model directory has none."""
+        if not isinstance(self.engine.tokenizer, HuggingFaceTokenizer):
+            raise RequestError("the model directory has no tokenizer files: add them, or work with token ids")
+        return self.engine.tokenizer.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no SamplingParams are given: as the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**load_sampling_defaults(self.config.model))
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """What this engine's memory holds, and what any prompt takes and moves; with `rates`, how long it lasts."""
@@ -136,83 +219,78 @@ class LLM:
 
     # ---- helpers
 
-    def _run(self, pending: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _complete(
+        self,
+        parts: Sequence[PromptParts],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """The final outputs of prompts, in their order."""
+        calls = self._calls(parts, sampling_params, priority, whole=True)
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(pending), desc="Processed prompts", disable=not use_tqdm) as bar:
-            start = time.monotonic()
-            while len(finished) < len(pending):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in pending:
-                        finished[output.request_id] = output
-                        bar.set_postfix_str(_rates(finished.values(), time.monotonic() - start), refresh=False)
-                        bar.update()
-        return finished
+        with ProgressBar(len(calls), use_tqdm) as bar, closing(self._steps(calls)) as steps:
+            for outputs in steps:
+                finished.update((output.request_id, output) for output in outputs)
+                bar.update(outputs, self.engine.progress)
+        return [finished[call.request_id] for call in calls]
 
-    @contextmanager
-    def _aborted_on_error(self, request_ids: list[str]) -> Iterator[None]:
+    def _calls(
+        self,
+        parts: Sequence[PromptParts],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        whole: bool,
+    ) -> list[_Call]:
+        """The prompts checked, with what they are run with. whole: each has one output, in the end."""
+        self._check_open()
+        given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
+        params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
+        params = final_only(params) if whole else params
+        checked = [part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids)) for part in parts]
+        return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
+
+    def _outputs(self, calls: Sequence[_Call]) -> Iterator[RequestOutput]:
+        with closing(self._steps(calls)) as steps:
+            for outputs in steps:
+                yield from outputs
+
+    def _steps(self, calls: Sequence[_Call]) -> Generator[list[RequestOutput], None, None]:
+        """Add the calls' requests and run them to their end; what each step says of them. Closing it aborts them."""
+        inbox: list[RequestOutput] = []
+        pending: set[str] = set()
         try:
-            yield
-        except BaseException:
-            for request_id in request_ids:
+            for call in calls:
+                pending.add(call.request_id)
+                self._inboxes[call.request_id] = inbox
+                self._add(call)
+            while pending:
+                if not inbox:
+                    self._step()
+                outputs = inbox.copy()
+                inbox.clear()
+                pending.difference_update(output.request_id for output in outputs if output.finished)
+                if pending and not outputs and not self.engine.has_unfinished_requests():
+                    raise EngineError(f"{len(pending)} requests of this call were ended by another")
+                yield outputs
+        finally:
+            for call in calls:
+                self._inboxes.pop(call.request_id, None)
+            for request_id in pending:
                 self.engine.abort_request(request_id)
-            raise
+
+    def _add(self, call: _Call) -> None:
+        text, token_ids, salt = call.prompt
+        self.engine.add_request(
+            call.request_id, text, call.params, prompt_token_ids=token_ids, priority=call.priority, cache_salt=salt
+        )
+
+    def _step(self) -> None:
+        """One step, whose outputs go to the calls that they belong to: one may run within another's loop."""
+        for output in self.engine.step():
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this LLM is closed: make a new one")
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be text, token ids, a dict or a sequence of those, got {prompts!r:.100}")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def _prompt_parts(prompt: Prompt) -> tuple[str | None, Sequence[int] | None, str | None]:
-    """(text, token ids, cache salt); one of the first two is None."""
-    if isinstance(prompt, str):
-        return prompt, None, None
-    if isinstance(prompt, Mapping):
-        keys, salt = set(prompt) - {"cache_salt"}, prompt.get("cache_salt")
-        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-            return prompt["prompt"], None, salt
-        if keys == {"prompt_token_ids"}:
-            return None, prompt["prompt_token_ids"], salt
-        raise RequestError(
-            "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), beside 'cache_salt', "
-            f"got {prompt!r:.100}"
-        )
-    if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
-        return None, cast(Sequence[int], prompt), None
-    raise RequestError(f"a prompt must be text, a list of token ids or a dict, got {prompt!r:.100}")
-
-
-def _params_for_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    if not isinstance(sampling_params, Sequence):
-        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.100}")
-    params = list(sampling_params)
-    if len(params) != num_prompts:
-        raise RequestError(
-            f"{num_prompts} prompts and {len(params)} sampling_params: give one SamplingParams for all, or one for each"
-        )
-    for param in params:
-        if not isinstance(param, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {param!r:.100}")
-    return params
-
-
-def _rates(finished: Collection[RequestOutput], seconds: float) -> str:
-    read = sum(len(output.prompt_token_ids) for output in finished)
-    written = sum(len(completion.token_ids) for output in finished for completion in output.outputs)
-    return f"input {read / seconds:.1f} tok/s, output {written / seconds:.1f} tok/s"

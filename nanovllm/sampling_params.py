@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from nanovllm.errors import RequestError, unknown_name_message
@@ -11,9 +11,11 @@ from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_rules import GREEDY_EPS, check
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
-    """Sampling of one request, under vLLM's names and rules; immutable, refused at once when invalid.
+    """Sampling of one request, under vLLM's names and rules; refused at once when invalid, also when one is changed.
+
+    A request keeps the parameters that it was added with.
 
     n: sequences to return. best_of: sequences to generate, of which the n with the highest cumulative logprob are
     returned; None means n. With use_beam_search it is the beam width.
@@ -67,16 +69,22 @@ class SamplingParams:
                 raise RequestError(unknown_name_message("sampling parameter", name, known))
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if len(vars(self)) == len(fields(self)):  # complete, and so no longer being made
+            vars(self).update(vars(replace(self, **{name: value})))
+        else:
+            vars(self)[name] = value
+
     def __post_init__(self) -> None:
         check(self)
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
         # Callers of vLLM pass None for "none of them", and keep using the lists that they passed.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
-        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in (self.logit_bias or {}).items()})
+        vars(self).update(
+            seed=None if self.seed == -1 else self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            logit_bias={int(t): float(b) for t, b in (self.logit_bias or {}).items()},
+        )
 
     @property
     def is_greedy(self) -> bool:

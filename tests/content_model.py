@@ -2,7 +2,9 @@
 
 It plays the executor of an engine. The KV entry of a token depends on all tokens before it, so an entry is modelled as
 the digest of that history; the next token is a function of the digest, and of seed and index where it is sampled.
-Whatever is wrong with a block table, a block move or a cached prefix then shows in the step that reads it.
+Whatever is wrong with a block table, a block move or a cached prefix then shows in the step that reads it. An entry has
+a digest for each layer: a span writes them layer by layer, and nobody else may read or move a token before it has them
+all.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from random import Random
 
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
 
 VOCAB = 50
 
@@ -103,13 +106,22 @@ class ContentExecutor:
     """Runs batches on the model of KV content; raises AssertionError at the first entry that is wrong."""
 
     def __init__(
-        self, num_device_blocks: int, num_host_blocks: int, block_size: int, num_swap_blocks: int = 0
+        self,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        num_swap_blocks: int = 0,
+        num_layers: int = 1,
     ) -> None:
         self.block_size = block_size
+        self.num_layers = num_layers
         self.first_host = num_device_blocks
         self.first_swap = num_device_blocks + num_host_blocks
         self.num_places = self.first_swap + num_swap_blocks
-        self.entries: dict[tuple[int, int], bytes] = {}  # (place, offset) -> digest of the history up to there
+        # (place, offset) -> in each layer the digest of the history up to there, None before the layer is computed
+        self.entries: dict[tuple[int, int], list[bytes | None]] = {}
+        self.span: tuple[int, PrefillSpan, int] | None = None  # whose it is, and the unit that comes next
+        self.num_spans = 0
         self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, told by the test
         self.salts: dict[int, bytes] = {}
         self.num_steps = 0
@@ -125,7 +137,9 @@ class ContentExecutor:
         for move in batch.moves:
             self._move(move)
         self._check_written_places(batch)
-        samples = [self._compute(seq) for seq in batch.sequences]
+        if batch.span is None:
+            self.span = None
+        samples = [self._run_slice(seq, seq.span) if seq.span else self._compute(seq) for seq in batch.sequences]
         zeros = [0] * len(batch.sequences)
         return StepResult(samples, zeros, zeros)
 
@@ -142,15 +156,16 @@ class ContentExecutor:
         self.num_moves += not move.keeps_source
         self.num_copies += move.keeps_source
         moved = [self.entries.get((move.src, offset)) for offset in range(self.block_size)]
-        assert moved[0] is not None, "what is moved has content"
+        assert moved[0] is not None and None not in moved[0], "what is moved has content, in all layers"
         if not move.keeps_source:
             assert tiers[0] != tiers[1], "a move crosses the tiers"
             # Only the swap tier takes blocks that may still be written.
-            assert 2 in tiers or None not in moved, "a moved block is full"
+            full = all(entry is not None and None not in entry for entry in moved)
+            assert 2 in tiers or full, "a moved block is full"
         for offset, entry in enumerate(moved):
             self.entries.pop((move.dst, offset), None)
             if entry is not None:
-                self.entries[move.dst, offset] = entry
+                self.entries[move.dst, offset] = list(entry)
                 if not move.keeps_source:
                     del self.entries[move.src, offset]
 
@@ -177,10 +192,43 @@ class ContentExecutor:
             digest = history_digest(digest, tokens[position], salt)
             where = (seq.block_table[position // self.block_size], position % self.block_size)
             if position < seq.context_len:
-                assert self.entries.get(where) == digest, f"wrong KV at position {position} of sequence {seq.seq_id}"
+                entry = self.entries.get(where)
+                assert entry == [digest] * self.num_layers, f"wrong KV at position {position} of {seq.seq_id}"
             else:
-                self.entries[where] = digest
+                self.entries[where] = [digest] * self.num_layers
         return [self._sample(digest, row) for row in seq.samples]
+
+    def _run_slice(self, seq: ScheduledSequence, part: SpanSlice) -> list[Sample]:
+        """A few units of a span: each reads its own layer up to its chunk, and writes it there."""
+        span = part.span
+        if part.first_unit == 0:
+            self.span = (seq.seq_id, span, 0)
+            self.num_spans += 1
+        assert self.span == (seq.seq_id, span, part.first_unit), "the hidden states are those of another unit"
+        assert seq.context_len == span.begin and span.begin + len(seq.token_ids) == span.end
+        assert len(seq.block_table) == len(set(seq.block_table)) == -(-span.end // self.block_size)
+        assert max(seq.block_table) < self.first_swap, "swapped blocks are not attended"
+        tokens, digests = self.histories[seq.seq_id][: span.end], [b""]
+        assert list(seq.token_ids) == list(tokens[span.begin :])
+        for token in tokens:
+            digests.append(history_digest(digests[-1], token, self.salts[seq.seq_id]))
+        for unit in range(part.first_unit, part.end_unit):
+            self._run_unit(span.layer(unit), span.positions(unit), seq.block_table, digests[1:])
+        self.span = (seq.seq_id, span, part.end_unit)
+        is_last = part.end_unit == self.num_layers * span.num_chunks
+        assert is_last or not seq.samples, "a token is sampled when all layers are done"
+        return [self._sample(digests[-1], row) for row in seq.samples]
+
+    def _run_unit(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
+        assert layer < self.num_layers and len(chunk) > 0
+        for position in range(chunk.stop):
+            where = (block_table[position // self.block_size], position % self.block_size)
+            if position in chunk and layer == 0:
+                self.entries[where] = [None] * self.num_layers
+            entry = self.entries[where]
+            if position in chunk:
+                entry[layer] = digests[position]
+            assert entry[layer] == digests[position], f"wrong KV at position {position} in layer {layer}"
 
     def _sample(self, digest: bytes, row: SamplingRow) -> Sample:
         token = sampled_token(digest, None if row.temperature == 0 else (row.seed, row.index))

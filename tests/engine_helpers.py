@@ -14,17 +14,29 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK = 4
 
 
+def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
+    """A step computes max_num_batched_tokens tokens in all layers; a span's last unit may be half in, its first all."""
+    assert 0 < len(batch.sequences) <= limits.max_num_seqs
+    assert 0 <= batch.num_tokens <= limits.max_num_batched_tokens
+    if batch.span is not None and batch.span.span is not None:
+        part = batch.span.span
+        left = (limits.max_num_batched_tokens - batch.num_tokens) * limits.num_layers - part.token_layers
+        assert part.token_layers > 0
+        assert -2 * left <= len(part.span.positions(part.end_unit - 1)) or part.end_unit == part.first_unit + 1
+
+
 class WatchedExecutor(ContentExecutor):
     """Keeps the batches, checks the budgets, and charges 10 h2d and 20 d2h bytes for each token."""
 
     def __init__(self, device: int, host: int, limits: SchedulerLimits, swap: int = 0) -> None:
-        super().__init__(device, host, BLOCK, swap)
+        super().__init__(device, host, BLOCK, swap, limits.num_layers)
         self.limits = limits
         self.batches: list[Batch] = []
         self.error: BaseException | None = None
@@ -34,8 +46,7 @@ class WatchedExecutor(ContentExecutor):
             error, self.error = self.error, None
             raise error
         self.batches.append(batch)
-        assert 0 < batch.num_tokens <= self.limits.max_num_batched_tokens
-        assert 0 < len(batch.sequences) <= self.limits.max_num_seqs
+        check_budget(batch, self.limits)
         samples = super().execute(batch).samples
         lengths = [len(seq.token_ids) for seq in batch.sequences]
         return StepResult(samples, [10 * n for n in lengths], [20 * n for n in lengths])
@@ -59,10 +70,14 @@ class Bench:
         swap: int = 0,
         chunk_cap: int = 0,
         mode: PreemptionMode | None = None,
+        num_layers: int = 1,
+        spans: SpanMemory = NO_SPANS,
     ) -> None:
         self.manager = BlockManager(device, host, BLOCK, caching, swap)
         length = max_model_len or self.manager.max_sequence_tokens
-        self.limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode)
+        self.limits = SchedulerLimits(
+            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, spans
+        )
         self.executor = WatchedExecutor(device, host, self.limits, swap)
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
         self.names: dict[int, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,6 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kvcache.prefill_plan import NO_SPANS
+
+PREFILL_WAYS = ("layer-major", "chunk-major")
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
@@ -69,3 +75,49 @@ def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
         yield recorded
     finally:
         model.compute_logits = compute_logits
+
+
+def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> dict[tuple[int, int], Tensor]:
+    """Logits [vocab] of every token, by (prompt, index of the token)."""
+    runner = llm._runner
+    assert isinstance(runner, ModelRunner)
+    found: dict[tuple[int, int], Tensor] = {}
+    execute, compute_logits = runner.execute, runner.model.compute_logits
+    first_ids: list[int] = []  # of the first prompt: the first step has it
+    rows: list[tuple[int, int]] = []
+
+    def recording_execute(batch: Batch) -> StepResult:
+        first_ids.append(min(s.seq_id for s in batch.sequences))
+        rows[:] = [(s.seq_id - first_ids[0], s.samples[0].index) for s in batch.sequences if s.samples]
+        return execute(batch)
+
+    def recording_logits(hidden: Tensor) -> Tensor:
+        logits = compute_logits(hidden)
+        found.update(zip(rows[: len(logits)], logits.clone(), strict=True))
+        del rows[: len(logits)]  # a span that ends has a call of its own, after the others
+        return logits
+
+    runner.execute, runner.model.compute_logits = recording_execute, recording_logits  # type: ignore[method-assign]
+    llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
+    runner.execute, runner.model.compute_logits = execute, compute_logits  # type: ignore[method-assign]
+    return found
+
+
+def set_prefill(llm: LLM, way: str) -> None:
+    """From now on plan every prefill chunk-major, or leave it to the planner: layer-major where that saves bytes."""
+    assert way in PREFILL_WAYS
+    if way == "chunk-major":
+        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spans=NO_SPANS)
+
+
+def watch_spans(llm: LLM) -> list[ScheduledSequence]:
+    """Every share of a step that goes layer by layer, from now on."""
+    spans: list[ScheduledSequence] = []
+    execute = llm.engine.executor.execute
+
+    def watch(batch: Batch) -> StepResult:
+        spans.extend([batch.span] if batch.span is not None else [])
+        return execute(batch)
+
+    llm.engine.executor.execute = watch  # type: ignore[method-assign]
+    return spans

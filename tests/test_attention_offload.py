@@ -65,7 +65,7 @@ def offloaded_room(backend: AttentionBackend, block_size: int) -> Iterator[Offlo
     device = OrderingCheck(CpuDevice()) if block_size < FULL_CHUNK else CpuDevice()  # the check would weigh on times
     split = split_device(DEVICE_BLOCKS, LAYERS)
     engine = OffloadEngine(device, layout, torch.float32, split, CHUNKS - split.resident_blocks)
-    geometry = AttentionGeometry(SCALE, (None,) * LAYERS)
+    geometry = AttentionGeometry(SCALE, HEADS, (None,) * LAYERS)
     try:
         yield OffloadedKVCache(engine, geometry, backend, DEVICE_BLOCKS)
     finally:

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt
+from engines import logits_by_request, offloaded, random_prompt, set_prefill, watch_spans
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.engine.batch import Batch, StepResult
-from nanovllm.engine.model_runner import ModelRunner
 
 BLOCK, VOCAB, MAX_TOKENS = 16, 203, 20
 LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130)
@@ -22,33 +20,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200, "max_num_batched_tokens": 13},
     "preempted": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 14, "enable_prefix_caching": False},
     "offloaded": offloaded(BLOCK, 4, 100),
-    "offloaded, small steps": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19, cpu_attention=False),
+    "offloaded, small steps, chunk by chunk": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19, cpu_attention=False),
+    "offloaded, small steps, layer by layer": offloaded(BLOCK, 5, 30, max_num_batched_tokens=19, cpu_attention=False),
 }
-
-
-def logits_by_request(llm: LLM, prompts: list[list[int]]) -> dict[tuple[int, int], Tensor]:
-    """Logits [vocab] of every token, by (prompt, index of the token)."""
-    runner = llm._runner
-    assert isinstance(runner, ModelRunner)
-    found: dict[tuple[int, int], Tensor] = {}
-    execute, compute_logits = runner.execute, runner.model.compute_logits
-    first_ids: list[int] = []  # of the first prompt: the first step has it
-    rows: list[tuple[int, int]] = []
-
-    def recording_execute(batch: Batch) -> StepResult:
-        first_ids.append(min(s.seq_id for s in batch.sequences))
-        rows[:] = [(s.seq_id - first_ids[0], s.samples[0].index) for s in batch.sequences if s.samples]
-        return execute(batch)
-
-    def recording_logits(hidden: Tensor) -> Tensor:
-        logits = compute_logits(hidden)
-        found.update(zip(rows, logits.clone(), strict=True))
-        return logits
-
-    runner.execute, runner.model.compute_logits = recording_execute, recording_logits  # type: ignore[method-assign]
-    llm.generate(prompts, greedy(MAX_TOKENS), use_tqdm=False)
-    runner.execute, runner.model.compute_logits = execute, compute_logits  # type: ignore[method-assign]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -66,13 +40,16 @@ def test_logits_do_not_depend_on_company(tmp_path: Path, family: str, dtype: str
     alone: dict[tuple[int, int], Tensor] = {}
     with LLM(tmp_path, kvcache_block_size=BLOCK, num_gpu_blocks=40) as llm:
         for index, prompt in enumerate(prompts):
-            alone |= {(index, token): row for (_, token), row in logits_by_request(llm, [prompt]).items()}
+            alone |= {(index, token): row for (_, token), row in logits_by_request(llm, [prompt], MAX_TOKENS).items()}
     assert len(alone) == len(LENGTHS) * MAX_TOKENS
     for name, arguments in ENGINES.items():
         with LLM(tmp_path, **arguments) as llm:
+            spans = watch_spans(llm)
+            set_prefill(llm, "chunk-major" if "chunk by chunk" in name else "layer-major")
             for state in ("cold", "warm"):
-                together = logits_by_request(llm, prompts)
+                together = logits_by_request(llm, prompts, MAX_TOKENS)
                 assert together.keys() == alone.keys()
                 differing = [key for key in alone if not torch.equal(alone[key], together[key])]
                 assert not differing, f"{name}, {state}: {differing[:5]}"
-            assert (llm.engine.scheduler.num_preemptions > 0) == (name == "preempted")
+            assert bool(spans) == ("layer by layer" in name)
+            assert llm.engine.scheduler.num_preemptions > 0 or name != "preempted"

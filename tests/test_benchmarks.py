@@ -135,24 +135,25 @@ OFFLOAD += ["--decode-steps", "0"]
 def test_bench_offload_compares_and_counts(model: Path) -> None:
     report = report_of("bench_offload", model, *OFFLOAD, "--device-share", "0.4", *SMALL)
     assert report["outputs_equal"] is True
-    for name in ("on device", "resident", "offload"):
+    for name in ("on device", "resident", "offload", "offload, chunk-major"):
         check_rates(report["rates"][name], PROMPT_LEN)
-    for other in ("on device", "resident"):
+    for other in ("on device", "resident", "offload, chunk-major"):
         for phase in ("prefill", "decode"):
             ratio = report["ratios"][other][phase]
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
     assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
-    traffic = report["traffic"]
-    counted, spared = traffic["counted"], {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks"}
-    for name in ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies"):
-        assert (
-            counted[name] + counted.get(spared.get(name), 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
-        )
-    assert counted["arm_blocks"] > 0
+    counts = {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks", "d2h_bytes": None, "d2h_copies": None}
     on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
-    assert traffic["counted"]["d2h_bytes"] == on_host * TOKEN_BYTES
-    assert traffic["copy_peak_gb_s"]["h2d"] > 0 and traffic["copy_peak_gb_s"]["d2h"] > 0
+    for traffic in report["traffic"].values():
+        counted = traffic["counted"]
+        for name, spared in counts.items():
+            assert counted[name] + counted.get(spared, 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
+        assert counted["arm_blocks"] > 0
+        assert counted["d2h_bytes"] == on_host * TOKEN_BYTES
+        assert traffic["copy_peak_gb_s"]["h2d"] > 0 and traffic["copy_peak_gb_s"]["d2h"] > 0
+    loads = {name: traffic["prefill"]["h2d_bytes"] for name, traffic in report["traffic"].items()}
+    assert loads["offload"] == 0 < loads["offload, chunk-major"], "layer-major prefill loads nothing"
 
 
 def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +190,7 @@ def test_bench_offload_fails_when_transfers_are_not_as_predicted(
 ) -> None:
     script = importlib.import_module("bench_offload")
     predict = script.predict_request
-    monkeypatch.setattr(script, "predict_request", lambda *a: predict(*a) + script.TransferCount(h2d_copies=1))
+    monkeypatch.setattr(script, "predict_request", lambda *a, **k: predict(*a, **k) + script.TransferCount(h2d_copies=1))
     assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 

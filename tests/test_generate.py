@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROPES, make_checkpoint
-from engines import greedy, greedy_reference, offloaded, random_prompt, recorded_logits, token_ids
+from engines import (
+    PREFILL_WAYS,
+    greedy,
+    greedy_reference,
+    offloaded,
+    random_prompt,
+    recorded_logits,
+    set_prefill,
+    token_ids,
+)
 
 from nanovllm import LLM
 
@@ -40,6 +49,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         BLOCK, num_gpu_blocks=6, num_cpu_blocks=12, max_num_batched_tokens=37, cpu_attention=False
     ),
 }
+WAYS = [*((name, PREFILL_WAYS[0]) for name in ENGINES), ("offloaded, small steps, few blocks", "chunk-major")]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -47,8 +57,9 @@ def test_same_tokens_as_transformers(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, seed=3, vocab=VOCAB, **CHECKPOINTS[name])
     prompts = [random_prompt(length, VOCAB, seed=1) for length in LENGTHS]
     expected = [greedy_reference(reference, prompt, MAX_TOKENS) for prompt in prompts]
-    for engine, arguments in ENGINES.items():
-        with LLM(tmp_path, dtype="float32", **arguments) as llm:
+    for engine, way in WAYS:
+        with LLM(tmp_path, dtype="float32", **ENGINES[engine]) as llm:
+            set_prefill(llm, way)
             assert token_ids(llm, prompts, greedy(MAX_TOKENS)) == expected, engine
             # Again, now that prefixes are cached and blocks have been used.
             assert token_ids(llm, prompts[::-1], greedy(MAX_TOKENS)) == expected[::-1], engine

@@ -30,6 +30,7 @@ TORCH_FREE = (
     "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
+    "nanovllm.kvcache.prefill_plan",
     "nanovllm.kvcache.sizing",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
@@ -40,6 +41,7 @@ TENSORS_BEGIN = {
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
     "nanovllm.engine.scratch_attention",
+    "nanovllm.engine.span_runner",
 }
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
@@ -53,6 +55,7 @@ ROWS: tuple[set[str], ...] = (
     {"kvcache", "models"},
     {"planner"},
     {"engine"},
+    {"progress_bar", "prompts"},
     {"llm", "recall"},
     {""},
     {"demo", "cli"},

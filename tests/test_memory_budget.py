@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, recorded_logits
+from engines import PREFILL_WAYS, logits_by_request, offloaded, random_prompt, set_prefill, watch_spans
 from torch import Tensor
 
 from nanovllm import LLM
@@ -19,13 +19,20 @@ LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 ALL_RESIDENT = 24  # more blocks than the prompts and their answers fill, ring included
 
 
-def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int) -> Tensor:
-    """All logits of prefill and decode, `[sampled rows, vocab]`."""
+def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int, way: str) -> tuple[Tensor, bool]:
+    """All logits of prefill and decode, `[sampled rows, vocab]`, request by request; and whether a span was run."""
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=CHUNK, cpu_attention=False)
+    with LLM(model_dir, dtype=dtype, **arguments) as llm:
+        set_prefill(llm, way)
+        spans = watch_spans(llm)
+        logits = sorted_logits(llm, num_prompts)
+    return logits, bool(spans)
+
+
+def sorted_logits(llm: LLM, num_prompts: int) -> Tensor:
     prompts = [random_prompt(length, VOCAB, seed=4) for length in LENGTHS[:num_prompts]]
-    with LLM(model_dir, dtype=dtype, **arguments) as llm, recorded_logits(llm) as logits:
-        llm.generate(prompts, greedy(BLOCK + 2), use_tqdm=False)
-    return torch.cat(logits)
+    logits = logits_by_request(llm, prompts, BLOCK + 2)
+    return torch.stack([logits[key] for key in sorted(logits)])
 
 
 @pytest.mark.parametrize(
@@ -37,29 +44,31 @@ def test_logits_are_bit_identical_for_every_device_budget(
     tmp_path: Path, dtype: str, head_dim: int, layers: int, num_prompts: int
 ) -> None:
     make_checkpoint(tmp_path, vocab=VOCAB, dtype=dtype, head_dim=head_dim, layers=layers)
-    resident = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts)
-    assert torch.isfinite(resident.float()).all()
+    resident, has_span = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major")
+    assert torch.isfinite(resident.float()).all() and not has_span, "there is nothing to save"
     for num_gpu_blocks in range(4, ALL_RESIDENT):
-        streamed = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts)
-        assert torch.equal(streamed, resident), f"num_gpu_blocks={num_gpu_blocks}"
+        for way in PREFILL_WAYS if num_gpu_blocks % 4 == 0 else ("layer-major",):
+            streamed, has_span = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts, way)
+            assert torch.equal(streamed, resident), f"num_gpu_blocks={num_gpu_blocks}, {way}"
+            if num_gpu_blocks == 4:
+                assert has_span == (way == "layer-major" and head_dim % 16 == 0)
 
 
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("ring_slots", [2, 3, 5, 11])
 def test_logits_are_bit_identical_for_every_ring(
-    tmp_path: Path, ring_slots: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ring_slots: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, vocab=VOCAB)
-    resident = logits_of_run(tmp_path, "float32", ALL_RESIDENT, 3)
+    resident, _ = logits_of_run(tmp_path, "float32", ALL_RESIDENT, 3, way)
     monkeypatch.setattr(sizing, "split_device", lambda blocks, layers: DeviceSplit(ring_slots, resident_blocks=1))
-    assert torch.equal(logits_of_run(tmp_path, "float32", 5, 3), resident)
+    streamed, has_span = logits_of_run(tmp_path, "float32", 5, 3, way)
+    assert torch.equal(streamed, resident) and has_span == (way == "layer-major")
 
 
 def test_resident_and_offloaded_rooms_agree_to_the_bit(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=VOCAB, dtype="bfloat16", head_dim=64)
-    prompts = [random_prompt(length, VOCAB, seed=4) for length in LENGTHS]
-    with (
-        LLM(tmp_path, kvcache_block_size=BLOCK, num_gpu_blocks=40, max_num_batched_tokens=CHUNK) as llm,
-        recorded_logits(llm) as logits,
-    ):
-        llm.generate(prompts, greedy(BLOCK + 2), use_tqdm=False)
-    assert torch.equal(torch.cat(logits), logits_of_run(tmp_path, "bfloat16", 4, 3))
+    with LLM(tmp_path, kvcache_block_size=BLOCK, num_gpu_blocks=40, max_num_batched_tokens=CHUNK) as llm:
+        logits = sorted_logits(llm, len(LENGTHS))
+    for way in PREFILL_WAYS:
+        assert torch.equal(logits, logits_of_run(tmp_path, "bfloat16", 4, 3, way)[0]), way

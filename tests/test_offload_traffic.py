@@ -8,7 +8,7 @@ import pytest
 import torch
 from arms import force_share, most_arm_tokens, room
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, token_ids
+from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, token_ids, watch_spans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +16,8 @@ from nanovllm import LLM
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.kvcache.budget import ArmUse, TransferCount, predict_request, predict_transfers
 from nanovllm.kvcache.decode_shares import blocks_of_share
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 
@@ -25,6 +27,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, vocab=VOCAB, layers=LAYERS)
     return path
+
+
+def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: int) -> int:
+    """Bytes that decoding loads: at each token all that stands on the host before it."""
+    lengths = range(prompt_len, prompt_len + max_tokens - 1)
+    return sum(max(0, length - resident * BLOCK) for length in lengths) * layout.token_bytes
 
 
 def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
@@ -51,12 +59,20 @@ def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
     num_gpu_blocks=st.integers(4, 9),
     chunk=st.integers(5, 100),
     share=st.one_of(st.none(), st.floats(0, 1), st.just(1.0)),
+    way=st.sampled_from(PREFILL_WAYS),
 )
 def test_one_request_moves_what_the_formula_says(
-    model_dir: Path, prompt_len: int, max_tokens: int, num_gpu_blocks: int, chunk: int, share: float | None
+    model_dir: Path,
+    prompt_len: int,
+    max_tokens: int,
+    num_gpu_blocks: int,
+    chunk: int,
+    share: float | None,
+    way: str,
 ) -> None:
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk, cpu_attention=share is not None)
     with LLM(model_dir, **arguments) as llm:
+        set_prefill(llm, way)
         arm = None
         if share is not None:
             force_share(llm, share)
@@ -67,9 +83,13 @@ def test_one_request_moves_what_the_formula_says(
     resident = stats.resident_blocks
     for batch, result, moved in batches:
         (seq,) = batch.sequences
-        assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids), arm=arm)
+        if seq.span is None:
+            assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids), arm=arm)
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
-    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, arm=arm)
+    spans = stats.spans if way == "layer-major" else NO_SPANS
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, arm, spans)
+    if spans.max_tokens and arm is None:
+        assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
         stats.transfers.h2d_bytes,
         stats.transfers.d2h_bytes,
@@ -107,11 +127,14 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
     assert sum(result.d2h_bytes) == len(tails) * layout.token_bytes
 
 
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("prompt_len", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1, 9 * BLOCK + 7])
-def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, prompt_len: int) -> None:
+def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, prompt_len: int, way: str) -> None:
     """Every byte of the host pool starts as a sentinel; afterwards exactly the tokens that belong there are written."""
     sentinel = -1234.5
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=37)) as llm:
+        set_prefill(llm, way)
+        spans = watch_spans(llm)
         host = room(llm).engine.host  # [blocks, layers, 2, kv_heads, block_size, head_dim]
         host.fill_(sentinel)
         batches = recorded_batches(llm)
@@ -126,6 +149,7 @@ def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, pr
             if place >= resident:
                 written[place - resident, position % BLOCK] = True
         touched = host != sentinel
+    assert bool(spans) == (way == "layer-major")
     assert written.any() and not written.all()
     assert torch.equal(touched.any(dim=(1, 2, 3, 5)), written)
     assert torch.equal(touched.all(dim=(1, 2, 3, 5)), written)
@@ -146,14 +170,16 @@ def test_blocks_move_to_freed_device_places_and_the_answer_stays(model_dir: Path
     assert max(loaded) > 0 and loaded[-1] < max(loaded)
 
 
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 def test_a_failing_copy_ends_the_running_requests_and_not_the_engine(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nanovllm.device import cpu
     from nanovllm.errors import EngineError
 
     prompt = random_prompt(100, VOCAB, 8)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
+        set_prefill(llm, way)
         expected = token_ids(llm, prompt, greedy(5))
         llm.engine.scheduler.block_manager.reset_prefix_cache()
 

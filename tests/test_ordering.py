@@ -13,7 +13,7 @@ import pytest
 import torch
 from arms import DeviceOfItsOwn, force_share, put_arm_beside
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt
+from engines import greedy, offloaded, random_prompt, set_prefill
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device import PitchedCopy
@@ -136,17 +136,18 @@ def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
 
 
 def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
-    """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in two engines.
+    """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in three engines.
 
     share: of the host blocks for the CPU arm; None without an arm. Returns how often requests were preempted, how many
     blocks were moved, and how many accesses were checked.
     """
     preemptions = moves = checked = 0
-    for num_gpu_blocks, num_cpu_blocks in ((4, 14), (9, 9)):
+    for num_gpu_blocks, num_cpu_blocks, way in ((4, 14, "layer-major"), (9, 9, "layer-major"), (4, 14, "chunk-major")):
         has_arm = share is not None
         arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45, cpu_attention=has_arm)
         random = Random(7)
         with LLM(model_dir, dtype="float32", max_model_len=120, **arguments) as llm:
+            set_prefill(llm, way)
             if share is not None:
                 force_share(llm, share)
             recorded_moves: list[object] = []

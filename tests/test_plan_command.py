@@ -21,6 +21,7 @@ from nanovllm.cli.main import main
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import predict_request
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import SpanMemory
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
@@ -77,9 +78,11 @@ def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert set(report["kv_cache"]) == {
         "resident_blocks", "ring_slots", "host_blocks", "device_bytes", "host_bytes", "device_tokens", "cache_tokens",
+        "layer_buffer_blocks", "max_span_tokens", "working_bytes",
     }  # fmt: skip
     assert set(report["request"]) == {
         "output_len", "num_blocks", "kv_bytes", "resident_bytes", "streamed_bytes", "prefill", "decode",
+        "layer_by_layer_tokens",
     }  # fmt: skip
     for phase in ("prefill", "decode"):
         assert set(report["request"][phase]) == PHASE_KEYS
@@ -96,12 +99,20 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert report["engine"]["enable_cpu_offload"] and report["engine"]["kvcache_block_size"] == 4096
     budget = int(48e9 * 0.9) - report["model"]["weight_bytes"] - report["memory"]["activation_peak"]
     block_bytes = 4096 * 57_344
+    # For spans an eighth: one layer of all blocks, and 3584 hidden values and an id of the tokens of each.
+    spans = SpanMemory(cache["layer_buffer_blocks"], cache["max_span_tokens"])
+    span_bytes = spans.buffer_blocks * block_bytes // 28 + spans.max_tokens * (2 * 3584 + 8)
+    assert spans.buffer_blocks >= 1_000_000 // 4096 and 0.99 * budget < 8 * span_bytes <= budget
+    assert cache["working_bytes"] == report["memory"]["activation_peak"] + span_bytes
+    budget -= span_bytes
     assert report["engine"]["num_gpu_blocks"] == budget // block_bytes == cache["resident_blocks"] + 1
     assert cache["device_bytes"] == cache["resident_blocks"] * block_bytes + cache["ring_slots"] * block_bytes // 28
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 4096, 2)
-    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, spans=spans)
+    assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
+    assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes
     assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}
     assert request["prefill"]["limit"] == "compute" and request["decode"]["limit"] == "link"
     # Each token loads what does not stay, and nothing is known that would make it wait longer.

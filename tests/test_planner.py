@@ -93,11 +93,11 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
         assert stats.transfers == request.prefill_transfers + request.decode_transfers
         assert (stats.device_bytes, stats.host_bytes) == (plan.device_kv_bytes, plan.host_kv_bytes)
         assert plan.network.weight_bytes == llm._runner.model.weight_bytes
-    starts = [*range(0, prompt_len, chunk), *range(prompt_len, prompt_len + output_len - 1)]
-    ends = [*starts[1:], prompt_len + output_len - 1]
     resident = plan.kv.split.resident_blocks
-    steps = zip(starts, ends, strict=True)
-    assert len(visits) == sum(plan.network.visits(BLOCK, resident, start, end - start) for start, end in steps)
+    chunks = [(s.begin, s.end - s.begin) for s in plan.prefill_steps(prompt_len) if s.num_chunks == 1]
+    steps = [*chunks, *((context, 1) for context in range(prompt_len, prompt_len + output_len - 1))]
+    assert len(visits) == sum(plan.network.visits(BLOCK, resident, *step) for step in steps)
+    assert request.layer_by_layer == prompt_len - sum(size for _, size in chunks)
 
 
 def count_visits(llm: LLM) -> list[int]:

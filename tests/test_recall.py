@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from engines import greedy, offloaded, token_ids
+from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, token_ids, watch_spans
 
 from nanovllm import LLM
 from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
@@ -22,7 +22,9 @@ def positions_to_ask(length: int, block: int, chunk: int, seed: int) -> list[int
     return sorted({1, *edges, *random})
 
 
-def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, **arguments: object) -> None:
+def ask_everything(
+    path: Path, length: int, block: int, chunk: int, dtype: str, way: str, **arguments: object
+) -> None:
     vocab = length + 2
     max_len = length + 1 + ANSWER_TOKENS
     write_recall_checkpoint(path, vocab, max_len, seed=1, dtype=dtype)
@@ -31,22 +33,27 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
     num_blocks = -(-max_len // block)
     engine = offloaded(block, num_gpu_blocks=max(4, num_blocks // 8), num_cpu_blocks=num_blocks + len(positions))
     with LLM(path, max_model_len=max_len, max_num_batched_tokens=chunk, **{**engine, **arguments}) as llm:
+        set_prefill(llm, way)
+        spans = watch_spans(llm)
         assert llm.kv_stats().device_bytes * 4 <= num_blocks * llm.kv_stats().bytes_per_block
         # The first pays the prefill; the others find the document cached, most of it on the host.
         prompts = [make_prompt(document, position) for position in positions]
         answers = token_ids(llm, prompts[:1], greedy(ANSWER_TOKENS))
+        assert bool(spans) == (way == "layer-major")
         answers += token_ids(llm, prompts[1:], greedy(ANSWER_TOKENS))
     wrong = [p for p, a in zip(positions, answers, strict=True) if a != expected_answer(document, p, ANSWER_TOKENS)]
     assert not wrong, f"{len(wrong)} of {len(positions)} wrong, at {wrong[:10]}"
 
 
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("block", "chunk", "cpu_attention"), [(256, 1024, True), (128, 700, False)])
-def test_4k(tmp_path: Path, block: int, chunk: int, cpu_attention: bool, dtype: str) -> None:
-    ask_everything(tmp_path, 4096, block, chunk, dtype, cpu_attention=cpu_attention)
+def test_4k(tmp_path: Path, block: int, chunk: int, cpu_attention: bool, dtype: str, way: str) -> None:
+    ask_everything(tmp_path, 4096, block, chunk, dtype, way, cpu_attention=cpu_attention)
 
 
-def test_several_documents_at_once_and_short_requests_between(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", PREFILL_WAYS)
+def test_several_documents_at_once_and_short_requests_between(tmp_path: Path, way: str) -> None:
     """Long prompts larger than the device in one batch with ones that fit, each with its own document."""
     vocab, block = 6000, 64
     write_recall_checkpoint(tmp_path, vocab, 4096, seed=1)
@@ -57,16 +64,19 @@ def test_several_documents_at_once_and_short_requests_between(tmp_path: Path) ->
             prompts.append(make_prompt(document, position))
             expected.append(expected_answer(document, position, ANSWER_TOKENS))
     with LLM(tmp_path, max_model_len=2100, max_num_batched_tokens=500, **offloaded(block, 6, 180)) as llm:
+        set_prefill(llm, way)
         assert token_ids(llm, prompts, greedy(ANSWER_TOKENS)) == expected
         assert token_ids(llm, prompts[::-1], greedy(ANSWER_TOKENS)) == expected[::-1]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_32k(tmp_path: Path, dtype: str) -> None:
-    ask_everything(tmp_path, 32768, 1024, 4096, dtype)
+def test_32k(tmp_path: Path, dtype: str, way: str) -> None:
+    ask_everything(tmp_path, 32768, 1024, 4096, dtype, way)
 
 
 @pytest.mark.slow
-def test_128k(tmp_path: Path) -> None:
-    ask_everything(tmp_path, 131072, 4096, 16384, "bfloat16")
+@pytest.mark.parametrize("way", PREFILL_WAYS)
+def test_128k(tmp_path: Path, way: str) -> None:
+    ask_everything(tmp_path, 131072, 4096, 16384, "bfloat16", way)

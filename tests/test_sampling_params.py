@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import FrozenInstanceError, fields
+import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -194,9 +196,20 @@ def test_beam_search_with_what_belongs_to_it() -> None:
     assert (params.num_sequences, params.length_penalty, params.early_stopping) == (4, 0.5, "never")
 
 
-def test_parameters_cannot_be_changed_or_given_by_position() -> None:
-    with pytest.raises(FrozenInstanceError):
-        SamplingParams().top_k = 3  # type: ignore[misc]
+def test_a_change_is_checked_with_all_the_rest() -> None:
+    params = SamplingParams(temperature=0.0)
+    params.max_tokens, params.stop, params.seed = 3, "end", -1
+    assert (params.max_tokens, params.stop, params.seed) == (3, ("end",), None)
+    for name, value, says in [("top_p", 2, "top_p=2"), ("n", 2, "n=2.*greedy"), ("max_token", 3, "'max_tokens'")]:
+        with pytest.raises(RequestError, match=says):
+            setattr(params, name, value)
+    assert params == SamplingParams(temperature=0.0, max_tokens=3, stop="end")
+    copied = pickle.loads(pickle.dumps(copy.copy(params)))
+    copied.max_tokens = 4
+    assert (params.max_tokens, copied.max_tokens) == (3, 4)
+
+
+def test_parameters_cannot_be_given_by_position() -> None:
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(RequestError, match="unknown sampling parameter 'temprature': did you mean 'temperature'"):

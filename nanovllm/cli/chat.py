@@ -24,7 +24,6 @@ from nanovllm.cli.arguments import (
 from nanovllm.cli.interrupt import Interrupt
 from nanovllm.cli.status import LONG_PROMPT, StatusLine, prefill_share
 from nanovllm.cli.templates import ChatTemplate, read_template
-from nanovllm.engine.progress import Progress
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
@@ -206,7 +205,7 @@ class Answers:
             engine.abort_request(request_id)
 
     def _show_progress(self, step_share: float) -> None:
-        running = Progress.of(self._llm.engine.scheduler.running)
+        running = self._llm.engine.progress()
         if running.prompt_tokens >= LONG_PROMPT and self._status.is_due():
             left = running.prompt_tokens - running.prompt_tokens_done
             in_step = step_share * min(left, self._llm.config.max_num_batched_tokens)

@@ -172,7 +172,7 @@ class Requests:
             return [output for output in error.outputs if isinstance(output, RequestOutput)]
 
     def progress(self) -> Progress:
-        return Progress.of(self._llm.engine.scheduler.running)
+        return self._llm.engine.progress()
 
     def in_step(self, share: float) -> float:
         """Prompt tokens that a step has computed once so much of it is done."""

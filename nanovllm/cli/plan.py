@@ -15,14 +15,14 @@ import torch
 from nanovllm.config import DTYPES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import activation_peak, measure_memory, sized_from_memory
+from nanovllm.engine.profiling import measure_memory, span_row_bytes, step_bytes
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.dummy import fill_with_random_weights
 from nanovllm.models.hf_config import read_decoder_spec
-from nanovllm.ops import select_backend
+from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.planner.network import Network
@@ -161,8 +161,14 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
     if weights >= gpu_mem:
         raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
     model = Decoder(network.spec, getattr(torch, network.dtype), META)
-    peak = activation_peak(model, config) if sized_from_memory(config) else 0
-    return MemoryFacts(gpu_mem, gpu_mem - weights, host_mem, tiers_share_memory=False, activation_peak=peak)
+    return MemoryFacts(
+        device_total=gpu_mem,
+        device_free=gpu_mem - weights,
+        host_free=host_mem,
+        tiers_share_memory=False,
+        activation_peak=step_bytes(model, config),
+        span_row_bytes=span_row_bytes(model, select_cpu_backend(network.spec.head_dim), config),
+    )
 
 
 def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.prefill_plan import SpanSlice
 
 
 def token_array(token_ids: Iterable[int] = ()) -> array[int]:
@@ -91,7 +92,8 @@ class ScheduledSequence:
     """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
 
     `samples`: the tokens to draw from the last row's logits; none while the prompt is not complete, several where
-    sequences that share the prompt begin.
+    sequences that share the prompt begin. With a `span`, whose tokens these are, the step computes only those of its
+    units; without, all layers.
     """
 
     seq_id: int
@@ -101,18 +103,33 @@ class ScheduledSequence:
     block_table: Sequence[int]  # places, covering every position up to the last computed one
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None
+    span: SpanSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: first the block moves, in order, then one forward pass over all sequences."""
+    """One step: first the block moves, in order, then one forward pass over all sequences.
+
+    At most one of them is in the middle of a span; it is the last, and its units run after the others' pass.
+    """
 
     sequences: Sequence[ScheduledSequence]
     moves: Sequence[BlockMove] = ()
 
     @property
+    def whole(self) -> Sequence[ScheduledSequence]:
+        """Those that go through all layers."""
+        return self.sequences if self.span is None else self.sequences[:-1]
+
+    @property
+    def span(self) -> ScheduledSequence | None:
+        """The one that goes layer by layer."""
+        return self.sequences[-1] if self.sequences and self.sequences[-1].span is not None else None
+
+    @property
     def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
+        """Tokens that go through all layers."""
+        return sum(len(s.token_ids) for s in self.whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ class BlockManager:
             self._drop_reference(block_id)
         seq.block_table = []
         seq.num_computed = 0
+        seq.span, seq.span_units = None, 0
 
     # ---- sequences of one request
 
@@ -172,6 +173,7 @@ class BlockManager:
             for block_id in seq.block_table[len(table) :]:
                 self._drop_reference(block_id)
             seq.block_table = [swapped[block_id] for block_id in table]
+            seq.span, seq.span_units = None, 0
         self._moves += moves
         return {move.src: move.dst for move in moves}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
@@ -17,6 +18,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine_metrics import EngineMetrics, engine_metrics
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.logprob_outputs import TokenTexts
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.request_outputs import request_output
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
@@ -104,6 +106,7 @@ class LLMEngine:
             raise RequestError(f"arrival_time={arrival_time!r}: must be seconds on the time.monotonic clock")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={cache_salt!r}: must be None or a string that is not empty")
+        params = copy.copy(params)  # the caller's may change
         token_ids = self.check_prompt(prompt, prompt_token_ids)
         number = next(self._numbers)
         request = Request(
@@ -157,6 +160,10 @@ class LLMEngine:
 
     def metrics(self) -> EngineMetrics:
         return engine_metrics(self.scheduler)
+
+    def progress(self) -> Progress:
+        """How far the running requests are, in tokens."""
+        return Progress.of(self.scheduler.running, self.limits.num_layers)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()

@@ -13,10 +13,11 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
 from nanovllm.device.trace import TracedDevice
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import draw_samples, prompt_logprobs
+from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
@@ -76,23 +77,31 @@ class ModelRunner:
         if config.trace is not None:
             self.device = TracedDevice(self.device, config.trace)
         self.kv_cache = _make_room(self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks)
+        self._spans: SpanRunner | None = None
+        if isinstance(self.kv_cache, OffloadedKVCache):
+            self._spans = SpanRunner(self.model, self.kv_cache.spans)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; what the step was writing is undefined."""
         if self._closed:
             raise EngineError("the engine is closed: make a new LLM")
-        slices = _slices(batch.sequences)
+        slices = _slices(batch.whole)
         try:
             with self.device.compute():
                 traffic = self.kv_cache.begin_step(slices, batch.moves)
-                hidden = self.model(self._input_ids(batch), self._context(slices, batch.sequences))
-                starts = [s.query_start for s in slices]
-                of_prompts = prompt_logprobs(self.model, hidden, batch.sequences, starts)
-                samples = draw_samples(self.model, hidden, batch.sequences, starts)
+                if self._spans is not None:
+                    self._spans.begin_step(batch.span, traffic)
+                samples, of_prompts = self._run_whole(batch.whole, slices)
+                if self._spans is not None and batch.span is not None:
+                    hidden = self._spans.run(batch.span)
+                    more = self._score(hidden, [batch.span], [hidden.shape[0] - len(batch.span.token_ids)])
+                    samples, of_prompts = samples + more[0], of_prompts + more[1]
                 self.kv_cache.end_step()
         except BaseException:
             self.kv_cache.abandon_step()
+            if self._spans is not None:
+                self._spans.drop()
             raise
         return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
 
@@ -115,7 +124,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache
+                del self.model, self.kv_cache, self._spans
 
     def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
         ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
@@ -125,8 +134,23 @@ class ModelRunner:
         for line in log_lines(self.whole_plan(rates)):
             logger.info("%s", line)
 
-    def _input_ids(self, batch: Batch) -> Tensor:
-        token_ids = [token for seq in batch.sequences for token in seq.token_ids]
+    def _run_whole(
+        self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceSlice, ...]
+    ) -> tuple[list[list[Sample]], list[list[TokenLogprobs]]]:
+        """Take sequences through all layers: what was drawn for each, and log-probabilities of its prompt."""
+        if not sequences:
+            return [], []
+        hidden = self.model(self._input_ids(sequences), self._context(slices, sequences))
+        return self._score(hidden, sequences, [s.query_start for s in slices])
+
+    def _score(
+        self, hidden: Tensor, sequences: Sequence[ScheduledSequence], starts: Sequence[int]
+    ) -> tuple[list[list[Sample]], list[list[TokenLogprobs]]]:
+        of_prompts = prompt_logprobs(self.model, hidden, sequences, starts)
+        return draw_samples(self.model, hidden, sequences, starts), of_prompts
+
+    def _input_ids(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
+        token_ids = [token for seq in sequences for token in seq.token_ids]
         return upload(torch.tensor(token_ids, dtype=torch.int64), self.device.torch_device)
 
     def _context(self, slices: tuple[SequenceSlice, ...], sequences: Sequence[ScheduledSequence]) -> ForwardContext:
@@ -183,7 +207,7 @@ def _make_room(
     geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
     if not config.enable_cpu_offload:
         return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
-    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks)
+    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.spans)
     arm = _make_arm(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
 

@@ -22,6 +22,7 @@ from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
 _META = torch.device("meta")
@@ -31,7 +32,7 @@ class _NoKVCache:
     """Takes what attention takes per query row, and keeps nothing."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        return AttentionState.empty(q).out.to(q.dtype)
+        return AttentionState.empty(q).output(q)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -69,12 +70,12 @@ class _LiveBytes(TorchDispatchMode):
 def measure_memory(
     device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
 ) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if a tier is sized from memory.
+    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory.
 
     to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
     """
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
-    peak = _peak(device, model, backend, config) if sized_from_memory(config) else 0
+    peak = _peak(device, model, backend, config) if sized_from_memory(config) else step_bytes(model, config)
     shared = device.torch_device.type == "cpu"
     return MemoryFacts(
         device_total=device.total_memory(),
@@ -82,12 +83,28 @@ def measure_memory(
         host_free=device.free_host_memory() - (to_load if shared else 0),
         tiers_share_memory=shared,
         activation_peak=peak,
+        span_row_bytes=span_row_bytes(model, backend, config),
     )
 
 
 def sized_from_memory(config: EngineConfig) -> bool:
     """Whether the blocks of either tier follow from the memory there is."""
     return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
+
+
+def step_bytes(model: Decoder, config: EngineConfig) -> int:
+    """The activation peak of the largest batch if a tier, or memory for spans, is sized from memory, else 0."""
+    return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
+
+
+def span_row_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+    """What layer-major prefill keeps for each token, its residual stream and id; 0 where all prefill is chunk-major.
+
+    With a backend whose bits depend on the chunks, answers would depend on which way the memory allows.
+    """
+    if not config.enable_cpu_offload or not is_chunk_invariant(backend):
+        return 0
+    return model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +14,12 @@ class Progress:
 
     num_requests: int = 0
     prompt_tokens: int = 0
-    prompt_tokens_done: int = 0  # in the KV cache, computed or found there
+    prompt_tokens_done: int = 0  # in the KV cache, computed or found there; of a span, by the layers that it is through
     computed_tokens: int = 0  # prompt tokens computed
     output_tokens: int = 0
 
     @classmethod
-    def of(cls, running: Iterable[Request]) -> Progress:
+    def of(cls, running: Iterable[Request], num_layers: int) -> Progress:
         requests = list(running)
         live = [seq for request in requests for seq in request.live]
         computing = [seq for request in requests for seq in request.computing]  # a prompt of several sequences once
@@ -27,7 +27,14 @@ class Progress:
         return cls(
             num_requests=len(requests),
             prompt_tokens=sum(seq.prompt_len for seq in prefills),
-            prompt_tokens_done=sum(seq.num_computed for seq in prefills),
+            prompt_tokens_done=sum(seq.num_computed + _through_layers(seq, num_layers) for seq in prefills),
             computed_tokens=sum(request.metrics.prefill_tokens for request in requests),
             output_tokens=sum(seq.num_output_tokens for seq in live),
         )
+
+
+def _through_layers(seq: Sequence, num_layers: int) -> int:
+    """What has been done of a sequence's span, in tokens through all layers."""
+    if seq.span is None:
+        return 0
+    return (seq.span.end - seq.span.begin) * seq.span_units // (seq.span.num_chunks * num_layers)

@@ -10,11 +10,13 @@ from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence,
 from nanovllm.engine.beams import advance_beams
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.limits import SchedulerLimits
+from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, scheduled_slice, take_slice
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.engine.step_chunks import StepChunks, is_prefill
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.kvcache.prefill_plan import PrefillSpan
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +26,11 @@ class Scheduler:
 
     A step is filled in this order: requests that decode (one token of each sequence, so that a long prefill never
     stalls them), running prefills, swapped requests unless one was swapped out in this step, then waiting ones, as far
-    as blocks and budgets allow. A request gets the blocks of its whole prompt when it is admitted, and grows block by
-    block after that. The sequences of a request run together or not at all. When a running request cannot grow, the
-    last one in order (itself last) is preempted: it is swapped out and waits for room, or its blocks are freed, it
-    waits in front, and it is recomputed from whatever the prefix cache still holds.
+    as blocks and budgets allow; a prompt that takes several steps shares them with the others (`long_prefill.py`). A
+    request gets the blocks of its whole prompt when it is admitted, and grows block by block after that. The sequences
+    of a request run together or not at all. When a running request cannot grow, the last one in order (itself last) is
+    preempted: it is swapped out and waits for room, or its blocks are freed, it waits in front, and it is recomputed
+    from whatever the prefix cache still holds.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -63,16 +66,20 @@ class Scheduler:
         limits = self.limits
         seats = limits.max_num_seqs - sum(request.num_seats for request in self.running)
         step = StepChunks(limits.max_num_batched_tokens, seats, limits.long_prefill_token_threshold)
-        for request in sorted(self.running, key=is_prefill):  # which keeps the order within both kinds
+        for request in [request for request in self.running if not is_prefill(request)]:
             step.give(request)
-        while not swapped_out and self._can_swap_in(step):
-            step.join(self._swap_in())
-        while step.left > 0 and self._can_admit(step):
-            step.join(self._admit(now))
+        long = self._give_beside_long_prefill(step, swapped_out, now)
+        step.release()
+        span = long.computing[0].span if long is not None else None
+        if long is not None and span is None:
+            step.give(long)
         self.block_manager.promote(seq for seq, _ in step.chunks)
         moves = self.block_manager.take_moves()
-        assert step.chunks or not moves, "whoever runs alone is in every step"
-        return Batch([self._scheduled(seq, chunk) for seq, chunk in step.chunks], moves)
+        sequences = [self._scheduled(seq, chunk) for seq, chunk in step.chunks]
+        if long is not None and span is not None:
+            sequences.append(self._scheduled_slice(long.computing[0], span, step.left))
+        assert sequences or not moves, "whoever runs alone is in every step"
+        return Batch(sequences, moves)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
         """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the requests."""
@@ -82,6 +89,8 @@ class Scheduler:
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             computed, metrics = len(scheduled.token_ids), seq.request.metrics
+            if scheduled.span is not None:
+                computed = take_slice(seq, scheduled.span, self.limits.num_layers)
             seq.num_computed += computed
             metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
             metrics.h2d_bytes += h2d_bytes
@@ -202,27 +211,51 @@ class Scheduler:
         self.block_manager.grow(request.computing)
         return request
 
-    def _can_admit(self, step: StepChunks) -> bool:
-        """Whether the first waiting request can begin. Nobody passes a request of his order that is swapped out."""
-        if not self.waiting or (self.swapped and self.swapped[0].order < self.waiting[0].order):
-            return False
-        request = self.waiting[0]
-        if request.num_seats > step.seats:
-            return False
-        beside = blocks_beside(request, self.block_manager.block_size)
-        return self.block_manager.can_allocate(request.computing[0], beside) is AllocStatus.OK
+    def _give_beside_long_prefill(self, step: StepChunks, swapped_out: bool, now: float) -> Request | None:
+        """Give prefills their shares, running and admitted now, but for the long one, of which half is held back."""
+        long = long_prefill(self.running, step.left)
+        if long is not None:
+            if long.computing[0].span is None:
+                plan_span(long.computing[0], self.block_manager, self.limits)
+            step.hold_half()
+        for request in [r for r in self.running if is_prefill(r) and r is not long]:
+            step.give(request)
+        while not swapped_out and self._can_swap_in(step):
+            step.join(self._swap_in())
+        while step.left > 0 and (admissible := self._admissible(step, beside_long=long is not None)) is not None:
+            self._admit(admissible, now)
+            if admissible.computing[0].span is None:
+                step.join(admissible)
+            else:
+                step.seats -= admissible.num_seats
+                long = admissible
+                step.hold_half()
+        return long
 
-    def _admit(self, now: float) -> Request:
-        request = self.waiting[0]
+    def _admissible(self, step: StepChunks, beside_long: bool) -> Request | None:
+        """The request to admit next, if it can begin: the first that waits, or the first that passes a long prefill.
+
+        Nobody passes a request of his order that is swapped out.
+        """
+        manager, chunk = self.block_manager, self.limits.chunk
+        request = next((r for r in self.waiting if not beside_long or passes(r, manager, chunk)), None)
+        if request is None or (self.swapped and self.swapped[0].order < request.order):
+            return None
+        if request.num_seats > step.seats:
+            return None
+        beside = blocks_beside(request, manager.block_size)
+        return request if manager.can_allocate(request.computing[0], beside) is AllocStatus.OK else None
+
+    def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
         self.block_manager.allocate(seq)
+        plan_span(seq, self.block_manager, self.limits)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
         request.status = RequestStatus.RUNNING
         bisect.insort(self.running, request, key=lambda r: r.order)
-        del self.waiting[0]  # last, so that a request is in one of the lists whenever an interrupt comes
-        return request
+        self.waiting.remove(request)  # last, so that a request is in one of the lists whenever an interrupt comes
 
     def _grow_running(self) -> bool:
         """Give each running request the blocks of its next tokens, first in order first.
@@ -247,6 +280,10 @@ class Scheduler:
         queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
         bisect.insort(queue, request, key=lambda r: r.order)
         self.running.remove(request)
+
+    def _scheduled_slice(self, seq: Sequence, span: PrefillSpan, tokens: int) -> ScheduledSequence:
+        whole = self._scheduled(seq, span.end - span.begin)
+        return scheduled_slice(whole, seq, span, min(tokens, self.limits.chunk), self.limits.num_layers)
 
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
         end = seq.num_computed + chunk

@@ -28,4 +28,4 @@ class ScratchKVCache:
         """See `forward_context.KVCache`; k and v are not stored."""
         state = AttentionState.empty(q)
         self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
-        return state.out.to(q.dtype)
+        return state.output(q)

@@ -8,7 +8,8 @@ from nanovllm.engine.request import Request, Sequence
 class StepChunks:
     """`chunks`: (sequence, tokens to compute), in the order of the step.
 
-    `left`: tokens that may still be given. `seats`: sequences that may still join those that run.
+    `left`: tokens that may still be given; `held`: kept for the long prefill, see `long_prefill.py`. `seats`: sequences
+    that may still join those that run.
     """
 
     def __init__(self, budget: int, seats: int, max_prefill_chunk: int = 0) -> None:
@@ -16,6 +17,7 @@ class StepChunks:
         self.chunks: list[tuple[Sequence, int]] = []
         self.left = budget
         self.seats = seats
+        self.held = 0
         self._max_prefill_chunk = max_prefill_chunk or budget
 
     def share_of(self, request: Request) -> list[tuple[Sequence, int]]:
@@ -42,6 +44,15 @@ class StepChunks:
         """A request begins to run, or runs again, with a share of this step."""
         self.seats -= request.num_seats
         self.give(request)
+
+    def hold_half(self) -> None:
+        """From now on keep half of what is left."""
+        self.held = self.left // 2
+        self.left -= self.held
+
+    def release(self) -> None:
+        """What was kept may be given."""
+        self.left, self.held = self.left + self.held, 0
 
     def give(self, request: Request) -> None:
         """Put the request's share into the step."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, prefill_steps
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead
 MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
@@ -118,12 +119,17 @@ def predict_request(
     output_len: int,
     max_num_batched_tokens: int,
     arm: ArmUse | None = None,
+    spans: SpanMemory = NO_SPANS,
 ) -> TransferCount:
-    """`predict_transfers` summed over a whole request: its prefill chunks, then one step for each further token."""
+    """`predict_transfers` summed over a whole request: its prefill, then one step for each further token.
+
+    A span that is prefilled layer-major moves what one chunk of its length would.
+    """
     total = TransferCount()
-    for start in range(0, prompt_len, max_num_batched_tokens):
-        chunk = min(max_num_batched_tokens, prompt_len - start)
-        total += predict_transfers(layout, resident_blocks, start, chunk, arm=arm)
+    host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))
+    for step in prefill_steps(host_blocks, layout.block_size, prompt_len, max_num_batched_tokens, spans):
+        taking = arm if step.num_chunks == 1 else None
+        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, arm=taking)
     for context_len in range(prompt_len, prompt_len + output_len - 1):
         total += predict_transfers(layout, resident_blocks, context_len, 1, arm=arm)
     return total

@@ -4,6 +4,9 @@ The device holds *resident* blocks (all layers) and a *ring* of slots (one layer
 the rest. A forward pass visits host blocks in an order that is known when it begins, layer after layer, so loads run
 ahead through the ring, across layer boundaries too: visit i uses slot i % N, and its load is issued as soon as visit
 i - N has let go of that slot.
+
+Besides, the device may hold a *layer buffer* for layer-major prefill: one layer of the first blocks of one sequence.
+Its slots, numbered after the ring's, live by the same order; `span_cache.py` says when each is filled and released.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
 
 
@@ -45,13 +49,16 @@ class OffloadEngine:
         split: DeviceSplit,
         num_host_blocks: int,
         num_swap_blocks: int = 0,
+        spans: SpanMemory = NO_SPANS,
     ) -> None:
         self.device = device
         self.layout = layout
         self.split = split
         self.num_host_blocks = num_host_blocks
+        self.spans = spans
         self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
+        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(spans.buffer_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
         self._order = TransferOrder(device, split.ring_slots)
@@ -103,23 +110,49 @@ class OffloadEngine:
         self._order.reset()
 
     def _fill(self, index: int) -> None:
-        use, slot = self._uses[index], index % self.split.ring_slots
+        self._fill_slot(index % self.split.ring_slots, self._uses[index])
+
+    def _fill_slot(self, slot: int, use: RingUse) -> None:
         stream = self._order.before_fill(slot)
         if use.stored_tokens:
             self._order.before_load(stream, use.host_block)
             self.load_to_slot_layer(slot, use.layer, use.host_block, use.stored_tokens, stream)
         self._order.after_fill(slot)
 
+    # ---- the layer buffer, by index of the block in its sequence
+
+    def fill_buffer(self, index: int, use: RingUse) -> None:
+        """Start a layer of the block: load what the host holds of it, after compute's last use of the slot."""
+        self._fill_slot(self.split.ring_slots + index, use)
+
+    def buffered(self, index: int) -> Tensor:
+        """The block's memory `[2, kv_heads, block_size, head_dim]`, ready for compute."""
+        self._order.before_compute(self.split.ring_slots + index)
+        return self.layer_buffer[index]
+
+    def store_buffered(self, index: int, layer: int, host_block: int, first_token: int, num_tokens: int) -> None:
+        """Copy tokens just written into the buffer's block to its host block."""
+        self.offload_slot_layer(self.split.ring_slots + index, layer, host_block, first_token, num_tokens)
+
+    def release_buffer(self, index: int) -> None:
+        """What compute does with the block's layer was put on the compute stream."""
+        self._order.after_compute(self.split.ring_slots + index)
+
     # ---- copies of one layer of one block
 
+    def _slot(self, slot: int) -> Tensor:
+        """A slot's memory: the ring's come first, then the layer buffer's."""
+        in_buffer = slot - self.split.ring_slots
+        return self.ring[slot] if in_buffer < 0 else self.layer_buffer[in_buffer]
+
     def load_to_slot_layer(self, slot: int, layer: int, host_block: int, num_tokens: int, stream: Stream) -> None:
-        """Copy the first `num_tokens` tokens of a host block's layer into a ring slot."""
-        self._copy_tokens(self.ring[slot], self.host[host_block, layer], 0, num_tokens, "h2d", stream)
+        """Copy the first `num_tokens` tokens of a host block's layer into a slot."""
+        self._copy_tokens(self._slot(slot), self.host[host_block, layer], 0, num_tokens, "h2d", stream)
 
     def offload_slot_layer(self, slot: int, layer: int, host_block: int, first_token: int, num_tokens: int) -> None:
-        """Copy tokens just written into a ring slot, `[first_token, first_token + num_tokens)`, to their host block."""
+        """Copy tokens just written into a slot, `[first_token, first_token + num_tokens)`, to their host block."""
         stream = self._order.before_store(slot, host_block)
-        self._copy_tokens(self.host[host_block, layer], self.ring[slot], first_token, num_tokens, "d2h", stream)
+        self._copy_tokens(self.host[host_block, layer], self._slot(slot), first_token, num_tokens, "d2h", stream)
         self._order.after_store(slot, host_block)
 
     def _copy_tokens(self, dst: Tensor, src: Tensor, first: int, count: int, kind: CopyKind, stream: Stream) -> None:

@@ -12,6 +12,7 @@ from nanovllm.kvcache.host_arm import HostArm
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
+from nanovllm.kvcache.span_cache import SpanKVCache
 from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, HostVisit, LayerPlan, ResidentRun, group_visits, plan_visits
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
@@ -33,6 +34,7 @@ class OffloadedKVCache(KVRoom):
         self._geometry = geometry
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
+        self.spans = SpanKVCache(engine, geometry, backend)
         self._plans: dict[int | None, LayerPlan] = {}  # of this step, by sliding window
 
     # ---- steps
@@ -73,7 +75,7 @@ class OffloadedKVCache(KVRoom):
                 self._attend_host(layer, item, q, k, v, ctx, state)
         if self.arm is not None:
             self.arm.merge(plan, state)
-        return state.out.to(q.dtype)
+        return state.output(q)
 
     def end_step(self) -> None:
         if self.arm is not None:
@@ -96,6 +98,8 @@ class OffloadedKVCache(KVRoom):
             host_bytes=engine.host.nbytes,
             swap_bytes=engine.swap.nbytes,
             transfers=engine.transfers,
+            spans=engine.spans,
+            layer_buffer_bytes=engine.layer_buffer.nbytes,
         )
 
     # ---- helpers

@@ -71,7 +71,7 @@ class PagedKVCache(KVRoom):
         self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
-        return state.out.to(q.dtype)
+        return state.output(q)
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:
         first = first_visible_block(seq.context_len, window, self.layout.block_size)

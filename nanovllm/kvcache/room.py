@@ -12,6 +12,7 @@ from nanovllm.forward_context import ForwardContext, SequenceSlice
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class KVStats:
     host_bytes: int
     swap_bytes: int  # on the host too, for preempted requests
     transfers: TransferCount
+    spans: SpanMemory = NO_SPANS  # what prompts may go layer by layer
+    layer_buffer_bytes: int = 0  # really allocated for that, beyond num_gpu_blocks
 
 
 class KVRoom(ABC):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, span_memory
+
+SPAN_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class MemoryFacts:
     host_free: int
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch; 0 when nothing had to be sized from memory
+    span_row_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class KVPlan:
     num_cpu_blocks: int
     split: DeviceSplit
     max_model_len: int
+    spans: SpanMemory  # what prompts may go layer by layer
+    working_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
 
     @property
     def num_sequence_blocks(self) -> int:
@@ -56,14 +62,25 @@ def plan_kv_cache(
         )
     # More blocks than max_num_seqs sequences of full length can use would only take memory from others.
     useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
-    num_gpu_blocks = _device_blocks(config, layout, memory, useful)
+    spans = _span_memory(config, layout, memory, wanted_len)
+    span_bytes = spans.num_bytes(layout, memory.span_row_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
+    num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers)
-        num_cpu_blocks = _host_blocks(config, layout, memory, num_gpu_blocks, max(useful - split.resident_blocks, 0))
+        num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
     else:
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
     capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
-    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, min(wanted_len, capacity))
+    longest = min(wanted_len, capacity)
+    if span_bytes and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
+        return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
+    if span_bytes and num_cpu_blocks:
+        spans = span_memory(layout, memory.span_row_bytes, span_bytes, longest, config.max_num_batched_tokens)
+    else:  # nothing ever leaves the device
+        spans = NO_SPANS
+    working_bytes = memory.activation_peak + spans.num_bytes(layout, memory.span_row_bytes)
+    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, spans, working_bytes)
     _check_capacity(config, layout, plan)
     return plan
 
@@ -73,13 +90,38 @@ def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
     return (num_blocks - int(watermark * num_blocks)) * block_size
 
 
+def _span_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> SpanMemory:
+    """What is kept for spans, so that the longest prompt is prefilled layer-major if memory allows.
+
+    Where KV blocks are still to be sized from the same memory, spans take at most an eighth of what there is for both,
+    and leave the smallest cache; where all sizes were named, what those leave.
+    """
+    if not config.enable_cpu_offload or not memory.span_row_bytes:
+        return NO_SPANS
+    left = _budget(config, memory)
+    shared = memory.tiers_share_memory
+    if shared:  # what is set aside for swapping is the host's
+        left -= max(0, memory.device_free - memory.host_free)
+    named = [config.num_gpu_blocks, *([config.num_cpu_blocks] if shared else [])]
+    left -= sum(max(blocks, 0) for blocks in named) * layout.block_bytes
+    if -1 in named:
+        smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
+        left = min(left // SPAN_SHARE, left - smallest)
+    return span_memory(layout, memory.span_row_bytes, left, longest, config.max_num_batched_tokens)
+
+
+def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
+    """Device memory for the KV cache: total * gpu_memory_utilization - what is held - what a step needs."""
+    held = memory.device_total - memory.device_free
+    return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
+
+
 def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int) -> int:
-    """blocks = (total * gpu_memory_utilization - peak) // bytes per block; peak: what is held, plus activations."""
+    """blocks = (total * gpu_memory_utilization - peak) // bytes per block; peak: what is held, and what steps need."""
     if config.num_gpu_blocks != -1:
         _check_fits("num_gpu_blocks", config.num_gpu_blocks, layout, memory.device_free, "the device has")
         return config.num_gpu_blocks
-    held = memory.device_total - memory.device_free
-    budget = int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
+    held, budget = memory.device_total - memory.device_free, _budget(config, memory)
     if memory.tiers_share_memory and config.enable_cpu_offload:
         budget //= 2
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)

@@ -23,7 +23,8 @@ def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts,
     taken = plan.num_cpu_blocks
     if memory.tiers_share_memory:
         taken += plan.num_gpu_blocks
-    left = max(0, memory.host_free - taken * layout.block_bytes)
+    working_bytes = plan.working_bytes if memory.tiers_share_memory else 0
+    left = max(0, memory.host_free - taken * layout.block_bytes - working_bytes)
     if config.swap_space is None:
         return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
     asked = asked_swap_bytes(config)

@@ -43,12 +43,15 @@ class EventsByKey:
 
 
 class TransferOrder:
-    """One transfer stream per slot, one for block moves, two for an arm beside the device, and its compute stream."""
+    """Streams for slots, one for block moves, two for an arm beside the device, and the device's compute stream.
+
+    Slot i always uses stream i % num_slots: ring slots have one each, the layer buffer's share those.
+    """
 
     def __init__(self, device: Device, num_slots: int) -> None:
         self._device = device
         self._compute = device.compute_stream
-        self._slot_streams = [device.new_stream(f"kv-slot-{slot}") for slot in range(num_slots)]
+        self._slot_streams = [device.new_stream(f"kv-slot-{index}") for index in range(num_slots)]
         self._move_stream = device.new_stream("kv-moves")
         self._arm: Stream = self._compute  # where host blocks are attended
         self._streams = [*self._slot_streams, self._move_stream]
@@ -63,11 +66,14 @@ class TransferOrder:
         self._queries_written, self._queries_arrived = self._device.new_event(), self._device.new_event()
         self._partial_written, self._partial_arrived = self._device.new_event(), self._device.new_event()
 
+    def _stream(self, slot: int) -> Stream:
+        return self._slot_streams[slot % len(self._slot_streams)]
+
     # ---- a slot's life, in order
 
     def before_fill(self, slot: int) -> Stream:
         """The slot may be overwritten by what is put on the returned stream."""
-        stream = self._slot_streams[slot]
+        stream = self._stream(slot)
         self._ring_slot_compute_done.wait(stream, slot)
         return stream
 
@@ -76,7 +82,7 @@ class TransferOrder:
         self._host_ready.wait(stream, host_block)
 
     def after_fill(self, slot: int) -> None:
-        self._ring_slot_ready.record(self._slot_streams[slot], slot)
+        self._ring_slot_ready.record(self._stream(slot), slot)
 
     def before_compute(self, slot: int) -> None:
         """Compute uses the slot next: what was loaded has arrived, what was stored out has left."""
@@ -84,14 +90,14 @@ class TransferOrder:
 
     def before_store(self, slot: int, host_block: int) -> Stream:
         """New K/V were written into the slot; the returned stream may copy them to `host_block`."""
-        stream = self._slot_streams[slot]
+        stream = self._stream(slot)
         self._kv_written.record(self._compute, slot)
         self._kv_written.wait(stream, slot)
         self._host_ready.wait(stream, host_block)
         return stream
 
     def after_store(self, slot: int, host_block: int) -> None:
-        self._host_ready.record(self._slot_streams[slot], host_block)
+        self._host_ready.record(self._stream(slot), host_block)
 
     def after_compute(self, slot: int) -> None:
         """Attention over the slot was put on the compute stream."""

@@ -114,10 +114,23 @@ class Decoder:
         The KV cache gets contiguous q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim]. Apart
         from attention a row depends on its own token alone.
         """
-        x = F.embedding(input_ids, self.embedding)
+        x = self.embed(input_ids)
         cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
         for layer in self.layers:
             layer.forward_(x, cos, sin, ctx, self.chunk_rows)
+        return self.normalize_(x)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
+        return F.embedding(input_ids, self.embedding)
+
+    def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
+        """Take the residual stream x [tokens, hidden] through one layer, in place."""
+        cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
+        self.layers[index].forward_(x, cos, sin, ctx, self.chunk_rows)
+
+    def normalize_(self, x: Tensor) -> Tensor:
+        """The final norm, in place: [tokens, hidden]."""
         for rows in row_chunks(x.shape[0], self.chunk_rows):
             x[rows] = self.norm(x[rows])
         return x

@@ -13,6 +13,15 @@ from nanovllm.models.family import Family, decoder_spec
 from nanovllm.models.registry import FAMILIES
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
+# What generation_config.json may recommend, and the sampling parameter that it is.
+SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 def load_decoder_spec(model_dir: str | Path) -> DecoderSpec:
     """The network that `model_dir`/config.json describes.
@@ -41,6 +50,13 @@ def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
         sources = [{"eos_token_id": _hf_config(raw, _family(raw)).eos_token_id}]
     ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
     return tuple(dict.fromkeys(ids))
+
+
+def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
+    """What generation_config.json recommends, under the names of SamplingParams; as vLLM, whatever its do_sample."""
+    path = Path(model_dir) / "generation_config.json"
+    raw = _read_json(path) if path.is_file() else {}
+    return {name: raw[key] for key, name in SAMPLING_DEFAULTS.items() if raw.get(key) is not None}
 
 
 def _spec(path: Path) -> DecoderSpec:

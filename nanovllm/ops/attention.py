@@ -115,6 +115,10 @@ class AttentionState:
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
         return cls(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse)
 
+    def output(self, q: Tensor) -> Tensor:
+        """The output in the dtype of the queries and in their memory: they are not needed any more."""
+        return q.copy_(self.out)
+
 
 class AttentionBackend(Protocol):
     """Attention over KV blocks. A row's result depends on its own query and keys only: not on the batch, not on where

@@ -36,6 +36,11 @@ def select_cpu_backend(head_dim: int, num_threads: int | None = None) -> Attenti
     return NativeAttention(num_threads) if supports_head_dim(head_dim) else TorchAttention()
 
 
+def is_chunk_invariant(backend: AttentionBackend) -> bool:
+    """Whether a row's bits stay the same however a prompt is cut into chunks. torch's operator sums by their shape."""
+    return not isinstance(backend, TorchAttention)
+
+
 def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]:
     """What is there on a CUDA device, the preferred one first."""
     own: AttentionBackend | None = None

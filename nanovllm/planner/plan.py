@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.prefill_plan import PrefillSpan, prefill_steps
 from nanovllm.kvcache.sizing import KVPlan, longest_sequence
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
@@ -28,6 +29,7 @@ class RequestPlan:
     decode_transfers: TransferCount  # of all output tokens after the first
     prefill: Prediction
     decode: Prediction  # of one token, on average
+    layer_by_layer: int = 0  # tokens of the prompt that go so
 
     @property
     def streamed_bytes(self) -> int:
@@ -95,6 +97,12 @@ class Plan:
         """Engine arguments each set of which makes the prompt fit; see `KVSizing.changes_for`."""
         return self.sizing.changes_for(prompt_len)
 
+    def prefill_steps(self, prompt_len: int) -> list[PrefillSpan]:
+        """Spans and chunks of a lone prompt with nothing cached; see `kvcache.prefill_plan`."""
+        block_size, first = self.sizing.layout.block_size, self.kv.split.resident_blocks
+        on_host = range(first, -(-prompt_len // block_size))
+        return prefill_steps(on_host, block_size, prompt_len, self.chunk, self.kv.spans)
+
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
         """One prompt that fits. Both lengths are at least 1."""
         assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
@@ -104,8 +112,13 @@ class Plan:
             self.network, KVPlacement(layout.block_size, split.resident_blocks, split.ring_slots), self.rates
         )
         computed = prompt_len + output_len - 1
-        starts = range(0, prompt_len, self.chunk)
-        chunks = [(start, min(self.chunk, prompt_len - start)) for start in starts]
+        steps = self.prefill_steps(prompt_len)
+        prefill = [
+            model.prefill_span(step, step.end == prompt_len)
+            if step.num_chunks > 1
+            else model.prefill_chunk(step.begin, step.end - step.begin, step.end == prompt_len)
+            for step in steps
+        ]
         contexts = range(prompt_len, computed)
         return RequestPlan(
             prompt_len=prompt_len,
@@ -113,9 +126,10 @@ class Plan:
             num_blocks=-(-computed // layout.block_size),
             kv_bytes=computed * layout.token_bytes,
             resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
-            prefill_transfers=sum((model.transfers(start, size) for start, size in chunks), TransferCount()),
+            prefill_transfers=sum((model.transfers(s.begin, s.end - s.begin) for s in steps), TransferCount()),
             decode_transfers=sum((model.transfers(context, 1) for context in contexts), TransferCount()),
-            prefill=total([model.prefill_chunk(start, size, start + size == prompt_len) for start, size in chunks]),
+            prefill=total(prefill),
+            layer_by_layer=sum(step.end - step.begin for step in steps if step.num_chunks > 1),
             decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
         )
 

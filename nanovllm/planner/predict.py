@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.prefill_plan import PrefillSpan
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 
@@ -83,13 +84,27 @@ class StepModel:
         net, rates = self.network, self.rates
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
-        matrices = net.matrix_operations(query_len) / rates.compute
-        if rates.weight_bandwidth is not None:
-            matrices = max(matrices, net.spec.num_layers * net.layer_weight_bytes / rates.weight_bandwidth)
+        matrices = self._matrix_seconds(query_len, rates.compute)
         attention = net.attention_operations(context_len, query_len) / rates.attention
-        head = net.head_bytes / rates.head_bandwidth if samples and rates.head_bandwidth is not None else 0.0
         # Attention to resident blocks needs no slot either, but next to a chunk's products it is short.
-        return self._step(DeviceWork(COMPUTE, matrices + attention, matrices, head), context_len, query_len)
+        work = DeviceWork(COMPUTE, matrices + attention, matrices, self._head_seconds(samples))
+        return self._step(work, context_len, query_len)
+
+    def prefill_span(self, span: PrefillSpan, samples: bool) -> Prediction:
+        """A part of the prompt that goes layer by layer: the work of all its chunks, beside the copies of one step.
+
+        The layer buffer holds all that a layer needs, so that the link never waits for a slot.
+        """
+        query_len = span.end - span.begin
+        missing = self._missing(span.begin, query_len, "compute", "attention")
+        rates = self.rates
+        if rates.compute is None or rates.attention is None or missing:
+            return Prediction(missing=missing)
+        lengths = [len(span.positions(unit)) for unit in range(span.num_chunks)]
+        matrices = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
+        attention = self.network.attention_operations(span.begin, query_len) / rates.attention
+        work = DeviceWork(COMPUTE, matrices + attention, 0.0, self._head_seconds(samples))
+        return self._step(work, span.begin, query_len, steps=span.num_chunks)
 
     def decode(self, context_len: int) -> Prediction:
         """One token after `context_len` stored ones.
@@ -108,12 +123,21 @@ class StepModel:
 
     # ---- helpers
 
-    def _step(self, work: DeviceWork, context_len: int, query_len: int) -> Prediction:
+    def _matrix_seconds(self, tokens: int, compute: float) -> float:
+        net, bandwidth = self.network, self.rates.weight_bandwidth
+        reading = net.spec.num_layers * net.layer_weight_bytes / bandwidth if bandwidth is not None else 0.0
+        return max(net.matrix_operations(tokens) / compute, reading)
+
+    def _head_seconds(self, samples: bool) -> float:
+        bandwidth = self.rates.head_bandwidth
+        return self.network.head_bytes / bandwidth if samples and bandwidth is not None else 0.0
+
+    def _step(self, work: DeviceWork, context_len: int, query_len: int, steps: int = 1) -> Prediction:
         """The device's work beside the copies, and what nothing hides."""
         net, place, rates = self.network, self.placement, self.rates
         num_layers = net.spec.num_layers
         visits = net.visits(place.block_size, place.resident_blocks, context_len, query_len)
-        fixed = rates.step_seconds + num_layers * rates.layer_seconds + visits * rates.visit_seconds
+        fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + visits * rates.visit_seconds
         terms = {work.resource: work.layers + work.head, FIXED: fixed}
         moved, link = self.transfers(context_len, query_len), rates.link
         if link is None or not moved:

@@ -68,6 +68,9 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "host_bytes": plan.host_kv_bytes,
             "device_tokens": plan.device_tokens,
             "cache_tokens": plan.cache_tokens,
+            "layer_buffer_blocks": kv.spans.buffer_blocks,
+            "max_span_tokens": kv.spans.max_tokens,
+            "working_bytes": kv.working_bytes,
         },
         "longest_prompt": {"tokens": kv.max_model_len, "limit": plan.longest_limit},
         "chunk_that_hides_the_link": plan.hiding_chunk,
@@ -81,6 +84,7 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
 def _request_json(request: RequestPlan) -> dict[str, Any]:
     return {
         "output_len": request.output_len,
+        "layer_by_layer_tokens": request.layer_by_layer,
         "num_blocks": request.num_blocks,
         "kv_bytes": request.kv_bytes,
         "resident_bytes": request.resident_bytes,
@@ -149,6 +153,9 @@ def _memory(plan: Plan) -> list[str]:
     ]
     if memory.activation_peak:
         rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
+    if kv.spans.max_tokens:
+        note = f"prefill layer by layer, {kv.spans.max_tokens:,} tokens at a time"
+        rows.append(_row("and for long prompts", show_bytes(kv.working_bytes - memory.activation_peak), note))
     note = f"{kv.split.resident_blocks:,} resident blocks of {layout.block_size:,} tokens"
     ring = f", {kv.split.ring_slots} ring slots" if kv.split.ring_slots else ""
     rows.append(_row("KV cache on the device", show_bytes(plan.device_kv_bytes), note + ring))
@@ -186,6 +193,8 @@ def _request(request: RequestPlan, wanted: int) -> list[str]:
         *_moves("prefill", request.prefill_transfers, 1),
         *_moves("a decoded token", request.decode_transfers, request.output_len - 1),
     ]
+    if request.layer_by_layer:
+        rows.append(_row("goes layer by layer", f"{request.layer_by_layer:,}", "tokens of the prompt"))
     prefill, decode = request.prefill, request.decode
     if prefill.seconds is not None:
         rate = f"{request.prompt_len / prefill.seconds:,.1f} tok/s"

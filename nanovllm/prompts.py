@@ -1,0 +1,196 @@
+"""What callers give as prompts, in its many forms: text, token ids, conversations; with parameters for each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from nanovllm.errors import RequestError, unknown_name_message
+from nanovllm.outputs import RequestOutputKind
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+# vLLM's arguments for what is not here; None asks for nothing.
+NOT_HERE = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
+
+
+class PromptParts(NamedTuple):
+    """A prompt as the engine takes it: text, or token ids, or both where the ids are known to be the text's."""
+
+    text: str | None
+    token_ids: Sequence[int] | None
+    cache_salt: str | None = None
+
+
+def prompt_parts(prompts: Prompt | Sequence[Prompt]) -> list[PromptParts]:
+    """The parts of one prompt or many. Raises RequestError."""
+    return [_parts(prompt) for prompt in _as_list(prompts)]
+
+
+def params_for_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """One SamplingParams for each prompt. Raises RequestError."""
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.100}")
+    params = list(sampling_params)
+    if len(params) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts and {len(params)} sampling_params: give one SamplingParams for all, or one for each"
+        )
+    for param in params:
+        if not isinstance(param, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {param!r:.100}")
+    return params
+
+
+def priority_for_each(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
+    """One priority for each prompt, 0 where none are given. Raises RequestError."""
+    if priority is None:
+        return [0] * num_prompts
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise RequestError(f"priority must be a list with a whole number for each prompt, got {priority!r:.100}")
+    if len(priority) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts and {len(priority)} priorities: give one for each")
+    return list(priority)
+
+
+def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """The same parameters for who looks at nothing before the end."""
+    changed = {id(param): replace(param, output_kind=RequestOutputKind.FINAL_ONLY) for param in params}
+    return [changed[id(param)] for param in params]
+
+
+def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise RequestError for keyword arguments that `method` does not have."""
+    for name, value in arguments.items():
+        if name not in NOT_HERE or value is not None:
+            raise RequestError(unknown_name_message(f"argument of {method}", name, list(known)))
+
+
+class ChatTemplate:
+    """The tokenizer's chat template, or `template` in its place: conversations to prompts.
+
+    Raises RequestError where there is none, for template arguments that are not the template's, and for conversations
+    that it cannot or will not take.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise RequestError(
+                "the model directory has no tokenizer files, so messages cannot be read: give token ids to generate, "
+                "or add the tokenizer's files to the directory"
+            )
+        if template is not None and not isinstance(template, str):
+            raise RequestError(f"chat_template={template!r:.100}: must be the text of a Jinja template")
+        if template is None and not tokenizer.tokenizer.chat_template:
+            raise RequestError(
+                "the tokenizer has no chat template, which says how messages become a prompt: give one as "
+                "chat_template, or the finished prompt to generate"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message=True: needs add_generation_prompt=False, as an answer that goes on has begun"
+            )
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = {
+            "chat_template": template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": None if tools is None else list(tools),
+            "tokenize": False,
+        }
+        self._variables = dict(template_kwargs or {})
+        for name in inspect.signature(tokenizer.tokenizer.apply_chat_template).parameters:
+            if name in self._variables and name != "documents":
+                raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
+
+    def prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[PromptParts]:
+        """The prompt of one conversation, or of each of several."""
+        return [self._render(conversation) for conversation in _conversations(messages)]
+
+    def _render(self, conversation: list[dict[str, Any]]) -> PromptParts:
+        try:
+            text = self._tokenizer.tokenizer.apply_chat_template(conversation, **self._options, **self._variables)
+        except Exception as error:  # whatever a template raises
+            raise RequestError(f"the chat template cannot take the messages: {error}") from error
+        return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be text, token ids, a dict or a sequence of those, got {prompts!r:.100}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _parts(prompt: Prompt) -> PromptParts:
+    if isinstance(prompt, str):
+        return PromptParts(prompt, None)
+    if isinstance(prompt, Mapping):
+        keys, salt = set(prompt) - {"cache_salt"}, prompt.get("cache_salt")
+        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+            return PromptParts(prompt["prompt"], None, salt)
+        if keys == {"prompt_token_ids"}:
+            return PromptParts(None, prompt["prompt_token_ids"], salt)
+        raise RequestError(
+            "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), beside 'cache_salt', "
+            f"got {prompt!r:.100}"
+        )
+    if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        return PromptParts(None, cast(Sequence[int], prompt))
+    raise RequestError(f"a prompt must be text, a list of token ids or a dict, got {prompt!r:.100}")
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
+    """One conversation or many: a list that begins with a message is one."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list of messages or a list of such lists, got {messages!r:.100}")
+    several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    return [_conversation(conversation) for conversation in several]
+
+
+def _conversation(messages: Any) -> list[dict[str, Any]]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"a conversation must be a list of at least one message, got {messages!r:.100}")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """The message with its content as one text, which is what templates of text models expect."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"a message must be a dict with a role and a content, got {message!r:.100}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "\n".join(_text_of(part) for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"the content of a message must be text or a list of text parts, got {message!r:.100}")
+    return {**message, "content": content}
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RequestError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {part!r:.100}")

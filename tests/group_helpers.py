@@ -1,0 +1,30 @@
+"""Requests of several sequences on the model of KV content. No torch."""
+
+from __future__ import annotations
+
+from content_model import expected_output
+from engine_helpers import Bench
+
+
+def seeds(seed: int, count: int) -> list[int]:
+    """The sequences' seeds: the first has the request's own."""
+    return [seed, *(hash((seed, index)) for index in range(1, count))]
+
+
+def expected_group(prompt: list[int], count: int, max_tokens: int, seed: int = 7) -> list[list[int]]:
+    return [expected_output(prompt, max_tokens, seed=own) for own in seeds(seed, count)]
+
+
+def sampled(bench: Bench, name: str, prompt: list[int], max_tokens: int, **params: object) -> None:
+    bench.add(name, prompt, max_tokens, temperature=1.0, **{"seed": 7, **params})
+
+
+def outputs(bench: Bench, name: str) -> list[list[int]]:
+    return [output.token_ids for output in bench.finished[name].outputs]
+
+
+def beam_bench(
+    bench: Bench, name: str, prompt: list[int], max_tokens: int, width: int = 3, priority: int = 0, **params: object
+) -> None:
+    everything = {"temperature": 0.0, "n": width, "use_beam_search": True, **params}
+    bench.add(name, prompt, max_tokens, priority, **everything)

@@ -1,0 +1,270 @@
+"""Prompts that go layer by layer through a whole engine: cached prefixes, aborts, failures, moved blocks, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ROPES, make_checkpoint
+from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_spans
+
+from nanovllm import LLM
+from nanovllm.device.ordering import OrderingError
+from nanovllm.engine.profiling import _LiveBytes, activation_peak
+from nanovllm.engine.span_runner import SpanRunner, SpanState
+from nanovllm.errors import EngineError
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.prefill_plan import SpanMemory
+from nanovllm.kvcache.span_cache import SpanKVCache
+from nanovllm.recall import make_document, make_prompt, write_recall_checkpoint
+
+BLOCK, VOCAB, LAYERS = 16, 97, 3
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, layers=LAYERS, dtype="float32")
+    return path
+
+
+def open_llm(model_dir: Path, num_gpu_blocks: int = 4, num_cpu_blocks: int = 60, chunk: int = 40, **more: Any) -> LLM:
+    return LLM(model_dir, **offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=chunk, **more))
+
+
+def expected_tokens(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    with LLM(model_dir, kvcache_block_size=BLOCK, num_gpu_blocks=100) as llm:
+        return token_ids(llm, prompts, greedy(max_tokens))
+
+
+def state_of(llm: LLM) -> SpanState | None:
+    spans = llm._runner._spans
+    assert isinstance(spans, SpanRunner)
+    return spans.state
+
+
+# ---- what is computed
+
+
+def test_a_cached_prefix_comes_in_once_per_layer(model_dir: Path) -> None:
+    document = random_prompt(6 * BLOCK, VOCAB, 1)
+    question = document + random_prompt(90, VOCAB, 2)
+    (expected,) = expected_tokens(model_dir, [question], 1)
+    with open_llm(model_dir, chunk=20) as llm:
+        token_ids(llm, [*document, 1], greedy(1))
+        spans, before = watch_spans(llm), llm.kv_stats().transfers
+        (output,) = llm.generate(question, greedy(1), use_tqdm=False)
+        moved, stats = llm.kv_stats().transfers - before, llm.kv_stats()
+    assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 6 * BLOCK
+    assert len(spans) == 5 and spans[0].context_len == 6 * BLOCK
+    on_host = [place >= stats.resident_blocks for place in spans[0].block_table]
+    assert sum(on_host[:6]) >= 4, "most of the document is on the host"
+    assert moved.h2d_copies == LAYERS * sum(on_host[:6])
+    assert moved.h2d_bytes == sum(on_host[:6]) * stats.bytes_per_block
+    assert moved.d2h_copies == LAYERS * sum(on_host[6:])
+    assert moved.h2d_bytes == output.metrics.h2d_bytes and moved.d2h_bytes == output.metrics.d2h_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {"rope": ROPES["dynamic"], "max_positions": 128}),  # K/V depend on the length of the whole prompt
+        ("mistral", {"sliding_window": 21}),
+        ("qwen2", {"sliding_window": 40, "max_window_layers": 2}),  # full attention below, windows above
+    ],
+)
+@pytest.mark.parametrize("chunk", [7, 33])
+def test_same_tokens_as_transformers(tmp_path: Path, family: str, options: dict[str, Any], chunk: int) -> None:
+    reference = make_checkpoint(tmp_path, family, seed=3, vocab=VOCAB, layers=LAYERS, **options)
+    prompts = [random_prompt(length, VOCAB, 5) for length in (230, 97, 12)]
+    prompts.append(prompts[0][: 5 * BLOCK] + random_prompt(120, VOCAB, 6))
+    expected = [greedy_reference(reference, prompt, 5) for prompt in prompts]
+    with open_llm(tmp_path, chunk=chunk, dtype="float32", max_model_len=240 if family == "qwen2" else None) as llm:
+        spans = watch_spans(llm)
+        for _ in range(2):
+            assert token_ids(llm, prompts, greedy(5)) == expected
+        assert spans
+
+
+def test_logits_are_computed_for_the_last_row_alone(model_dir: Path) -> None:
+    with open_llm(model_dir) as llm:
+        rows: list[int] = []
+        compute_logits = llm._runner.model.compute_logits
+        llm._runner.model.compute_logits = lambda hidden: (rows.append(len(hidden)), compute_logits(hidden))[1]  # type: ignore[method-assign, func-returns-value]
+        token_ids(llm, random_prompt(200, VOCAB, 1), greedy(3))
+    assert rows == [1, 1, 1]
+
+
+# ---- what is kept
+
+
+def test_the_hidden_states_are_there_while_the_span_runs_and_no_longer(model_dir: Path) -> None:
+    with open_llm(model_dir) as llm:
+        llm.engine.add_request("long", None, greedy(2), random_prompt(200, VOCAB, 1))
+        while not llm.engine.step()[0].outputs[0].token_ids:
+            state = state_of(llm)
+            assert state is not None and state.x.shape == (200, 64)
+        assert state_of(llm) is None
+
+
+def test_aborts_at_every_step_of_a_span_leave_others_alone(model_dir: Path) -> None:
+    prompts = [random_prompt(length, VOCAB, 4) for length in (150, 140, 30)]
+    expected = expected_tokens(model_dir, prompts, 6)
+    with open_llm(model_dir, num_gpu_blocks=5, num_cpu_blocks=26) as llm:
+        for steps in range(1, 6):
+            for index, prompt in enumerate(prompts):
+                llm.engine.add_request(str(index), None, greedy(6), prompt)
+            for _ in range(steps):
+                llm.engine.step()
+            aborted = llm.engine.abort_request("0")
+            assert aborted is not None and aborted.finished
+            finished = {}
+            while llm.engine.has_unfinished_requests():
+                finished |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step() if o.finished}
+            assert [finished["1"], finished.get("2", expected[2])] == expected[1:]
+            assert state_of(llm) is None and llm.engine.scheduler.block_manager.num_used == 0
+            llm.engine.scheduler.block_manager.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_failure_within_a_span_ends_it_and_not_the_engine(
+    model_dir: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(180, VOCAB, 8)
+    expected = expected_tokens(model_dir, [prompt], 5)
+    with open_llm(model_dir) as llm:
+        forward, calls = llm._runner.model.forward_layer_, []
+
+        def fail_once(*arguments: Any) -> None:
+            calls.append(arguments)
+            if len(calls) == 7:
+                raise error
+            forward(*arguments)
+
+        monkeypatch.setattr(llm._runner.model, "forward_layer_", fail_once)
+        with pytest.raises((EngineError, KeyboardInterrupt)):
+            token_ids(llm, prompt, greedy(5))
+        assert state_of(llm) is None and llm.engine.scheduler.block_manager.num_used == 0
+        assert token_ids(llm, prompt, greedy(5)) == expected
+
+
+def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Path) -> None:
+    """Somebody who shares the prefix decodes, and a leaver makes room on the device: its host blocks move there."""
+    document = random_prompt(5 * BLOCK, VOCAB, 1)
+    prompts = [random_prompt(40, VOCAB, 9), document + random_prompt(150, VOCAB, 2), [*document, 1, 2, 3]]
+    expected = expected_tokens(model_dir, prompts, 12)
+    with open_llm(model_dir, num_gpu_blocks=5, chunk=24, enable_prefix_caching=True) as llm:
+        token_ids(llm, [*document, 1], greedy(1))
+        llm.engine.scheduler.block_manager.stats.hit_tokens = 0
+        spans, moved_in = watch_spans(llm), 0
+        execute = llm.engine.executor.execute
+
+        def watch(batch: Any) -> Any:
+            nonlocal moved_in
+            resident = llm.kv_stats().resident_blocks
+            if batch.span is not None and batch.span.span.first_unit > 0:
+                moved_in += sum(move.src >= resident and move.dst in batch.span.block_table for move in batch.moves)
+            return execute(batch)
+
+        llm.engine.executor.execute = watch  # type: ignore[method-assign]
+        finished = {}
+        for index, prompt in enumerate(prompts):
+            llm.engine.add_request(str(index), None, greedy(12), prompt)
+            for _ in range(1 + index):
+                finished |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step() if o.finished}
+        llm.engine.abort_request("0")
+        while llm.engine.has_unfinished_requests():
+            finished |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step() if o.finished}
+    assert moved_in > 0 and spans
+    assert [finished["1"], finished["2"]] == expected[1:]
+
+
+# ---- memory
+
+
+def test_memory_for_spans_is_what_was_planned(model_dir: Path) -> None:
+    with open_llm(model_dir, max_model_len=200) as llm:
+        stats, runner = llm.kv_stats(), llm._runner
+        assert stats.spans == runner.plan.spans == llm.engine.limits.spans == SpanMemory(-(-200 // BLOCK), 200)
+        assert stats.layer_buffer_bytes == stats.spans.buffer_blocks * stats.bytes_per_block // LAYERS
+        assert stats.device_bytes <= stats.num_gpu_blocks * stats.bytes_per_block
+
+
+@pytest.mark.parametrize("length", [32768, pytest.param(131072, marks=pytest.mark.slow)])
+def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length: int) -> None:
+    """Every tensor made while the prompt runs is counted; the layer buffer and the KV pools were made before."""
+    write_recall_checkpoint(tmp_path, length + 2, length + 4, seed=1, dtype="bfloat16")
+    prompt, blocks = make_prompt(make_document(length + 2, length, seed=2), length // 3), -(-(length + 4) // 1024)
+    memory = offloaded(1024, blocks // 8, blocks, max_num_batched_tokens=4096, max_model_len=length + 4)
+    with LLM(tmp_path, **memory) as llm:
+        spans, plan, stats = watch_spans(llm), llm._runner.plan, llm.kv_stats()
+        with _LiveBytes() as counter:
+            llm.generate(prompt, greedy(1), use_tqdm=False)
+        activations, hidden_size = activation_peak(llm._runner.model, llm.config), llm._runner.spec.hidden_size
+    assert len(spans[0].token_ids) == length + 1, "all of it is one span"
+    hidden_states = (length + 1) * hidden_size * 2
+    assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
+    assert plan.working_bytes == activations + (length + 4) * (hidden_size * 2 + 8) + stats.layer_buffer_bytes
+
+
+def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:
+    prompt = random_prompt(200, VOCAB, 1)
+    expected = expected_tokens(model_dir, [prompt], 4)
+    with open_llm(model_dir) as llm:
+        set_prefill(llm, "chunk-major")
+        spans = watch_spans(llm)
+        assert token_ids(llm, prompt, greedy(4)) == expected and not spans
+
+
+# ---- order
+
+
+def run_spans(model_dir: Path) -> None:
+    """A cached document on the host, and spans behind it that end or are aborted within a layer, one after another."""
+    document = random_prompt(6 * BLOCK, VOCAB, 1)
+    with open_llm(model_dir, chunk=24) as llm:
+        llm.engine.add_request("talker", None, greedy(150), random_prompt(5, VOCAB, 3))
+        llm.engine.add_request("document", None, greedy(1), [*document, 1])
+        for _ in range(8):
+            llm.engine.step()
+        for index in range(5):
+            llm.engine.add_request(str(index), None, greedy(2), document + random_prompt(100, VOCAB, index))
+            for _ in range(1 + index):
+                llm.engine.step()
+            if index % 2 == 0:
+                llm.engine.abort_request(str(index))
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+
+
+def without_wait(engine: OffloadEngine, index: int) -> torch.Tensor:
+    return engine.layer_buffer[index]
+
+
+def fill_before_release(cache: SpanKVCache, layer: int) -> None:
+    if (layer + 1) * cache._part.span.num_chunks < cache._part.end_unit:
+        cache._fill(layer + 1)
+    cache._release()
+
+
+MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "blocks are used before they have arrived": (OffloadEngine, "buffered", without_wait),
+    "blocks are never let go of": (OffloadEngine, "release_buffer", lambda *_: None),
+    "the next layer is loaded before this one is let go of": (SpanKVCache, "_end_layer", fill_before_release),
+    "a slice that ends within a layer lets go of nothing": (SpanKVCache, "end_slice", lambda *_: None),
+}
+
+
+def test_spans_are_ordered(model_dir: Path) -> None:
+    run_spans(model_dir)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_spans_out_of_order_are_noticed(model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises(EngineError) as failed:
+        run_spans(model_dir)
+    assert isinstance(failed.value.__cause__, OrderingError)

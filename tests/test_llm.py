@@ -1,0 +1,316 @@
+"""The offline face: vLLM's basic scripts, conversations, streams, refusals by name, what a person sees meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_config, make_checkpoint
+from engines import random_prompt
+from tokenizer_files import CHAT_TEMPLATE, END, write_byte_level
+
+from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import EngineError, RequestError
+
+VOCAB = 300
+CONVERSATION = [
+    {"role": "system", "content": "You are a helpful assistant"},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello! How can I assist you today?"},
+    {"role": "user", "content": "Write an essay about the importance of higher education."},
+]
+RENDERED = "".join(f"<{message['role']}>{message['content']}\n" for message in CONVERSATION) + "<assistant>"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, max_positions=4200)
+    write_byte_level(path, chat_template=CHAT_TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(model=str(model_dir), dtype="float32", num_gpu_blocks=80, kvcache_block_size=64) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Without a tokenizer."""
+    path = tmp_path_factory.mktemp("bare")
+    make_checkpoint(path, vocab=VOCAB)
+    with LLM(path, num_gpu_blocks=16) as made:
+        yield made
+
+
+def text_of(llm: LLM, output: RequestOutput) -> str:
+    return str(llm.get_tokenizer().decode(output.outputs[0].token_ids, skip_special_tokens=True))
+
+
+# ---- vLLM's scripts for offline use, in short
+
+
+def test_the_basic_script(llm: LLM) -> None:
+    prompts = [
+        "Hello, my name is",
+        "The president of the United States is",
+        "The capital of France is",
+        "The future of AI is",
+    ]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(prompts, sampling_params)
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs:
+        assert output.finished and output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
+        assert len(output.outputs[0].token_ids) == 16, "vLLM's default"
+        assert output.outputs[0].text == text_of(llm, output)
+
+
+def test_the_script_that_changes_the_default_parameters(llm: LLM) -> None:
+    sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = 5
+    sampling_params.temperature = 0.0
+    sampling_params.top_k = 3
+    (output,) = llm.generate("Hello, my name is", sampling_params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
+
+
+def test_the_script_that_gives_token_ids(llm: LLM) -> None:
+    texts = ["Hello", "one two"]
+    by_text = llm.generate(texts, GREEDY, use_tqdm=False)
+    ids = [llm.get_tokenizer().encode(text) for text in texts]
+    for prompts in (ids, [{"prompt_token_ids": tokens} for tokens in ids], [{"prompt": text} for text in texts]):
+        outputs = llm.generate(prompts, [GREEDY, GREEDY], use_tqdm=False, lora_request=None)
+        assert [out.outputs[0].text for out in outputs] == [out.outputs[0].text for out in by_text]
+
+
+def test_the_chat_script(llm: LLM) -> None:
+    outputs = llm.chat(CONVERSATION, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == [RENDERED]
+    assert outputs[0].prompt_token_ids == llm.get_tokenizer().encode(RENDERED, add_special_tokens=False)
+    (by_text,) = llm.generate(RENDERED, GREEDY, use_tqdm=False)
+    assert outputs[0].outputs[0].text == by_text.outputs[0].text
+    many = llm.chat([CONVERSATION for _ in range(10)], GREEDY, use_tqdm=True)
+    assert [output.outputs[0].text for output in many] == [by_text.outputs[0].text] * 10
+    (short,) = llm.chat(CONVERSATION, GREEDY, False, chat_template="{{ messages[1].content }}")
+    assert short.prompt == "Hello"
+
+
+# ---- conversations
+
+
+def test_what_a_template_is_given(llm: LLM) -> None:
+    def prompt(**options: Any) -> str | None:
+        messages = options.pop("messages", CONVERSATION[1:2])
+        return llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False, **options)[0].prompt
+
+    assert prompt() == "<user>Hello\n<assistant>"
+    assert prompt(add_generation_prompt=False) == "<user>Hello\n"
+    assert prompt(tools=[{"type": "function", "function": {"name": "f"}}]) == "<user>Hello\n[1 tools]<assistant>"
+    assert prompt(chat_template_kwargs={"shout": True}) == "<user>Hello\n!<assistant>"
+    begun = [*CONVERSATION[1:2], {"role": "assistant", "content": "Well"}]
+    continued = prompt(messages=begun, add_generation_prompt=False, continue_final_message=True)
+    assert continued == "<user>Hello\n<assistant>Well"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert prompt(messages=parts) == "<user>a\nb\n<assistant>"
+    assert llm.chat([], GREEDY, use_tqdm=False) == []
+
+
+def test_special_tokens_of_the_template_are_read_and_none_are_added(llm: LLM) -> None:
+    (output,) = llm.chat(CONVERSATION[1:2], GREEDY, False, chat_template=END + "{{ messages[0].content }}" + END)
+    end = llm.get_tokenizer().convert_tokens_to_ids(END)
+    assert output.prompt_token_ids == [end, *llm.get_tokenizer().encode("Hello"), end]
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+BAD_CHATS: list[tuple[Any, dict[str, Any], str]] = [
+    ("Hello", {}, "messages must be a list.*'Hello'"),
+    ([["Hello"]], {}, "a message must be a dict with a role and a content, got 'Hello'"),
+    ([[]], {}, "at least one message"),
+    (["Hello"], {}, "a conversation must be a list"),
+    ([{"content": "Hello"}], {}, "with a role and a content"),
+    ([{"role": "user"}], {}, "the content of a message must be text"),
+    ([{"role": "user", "content": 5}], {}, "the content of a message must be text"),
+    ([IMAGE], {}, "a part of a message must be .*image_url"),
+    ([{"role": "pirate", "content": "Arr"}], {}, "the chat template cannot take the messages: unknown role"),
+    (CONVERSATION, {"chat_template": "{% for"}, "the chat template cannot take the messages: "),
+    (CONVERSATION, {"chat_template": 5}, "chat_template=5: must be the text"),
+    (CONVERSATION, {"continue_final_message": True}, "continue_final_message=True: needs add_generation_prompt=False"),
+    (CONVERSATION, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs='tokenize': must hold"),
+    (CONVERSATION, {"chat_tempalte": "x"}, "unknown argument of chat 'chat_tempalte': did you mean 'chat_template'"),
+    (CONVERSATION, {"lora_request": object()}, "unknown argument of chat 'lora_request'"),
+    ([CONVERSATION] * 2, {"sampling_params": [GREEDY]}, "2 prompts and 1 sampling_params"),
+]
+
+
+@pytest.mark.parametrize("messages, options, says", BAD_CHATS, ids=[says for *_, says in BAD_CHATS])
+def test_conversations_that_are_refused(llm: LLM, messages: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as refusal:
+        llm.chat(messages, use_tqdm=False, **options)
+    assert "\n" not in str(refusal.value)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_without_tokenizer_or_template(bare: LLM, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no tokenizer files, so messages cannot be read"):
+        bare.chat(CONVERSATION)
+    with pytest.raises(RequestError, match="no tokenizer files"):
+        bare.get_tokenizer()
+    with pytest.raises(RequestError, match=r"stop=\['x'\]: stop strings cannot be told without a tokenizer"):
+        bare.generate([[1]], SamplingParams(stop="x"), use_tqdm=False)
+    make_checkpoint(tmp_path, vocab=VOCAB)
+    write_byte_level(tmp_path)
+    with LLM(tmp_path, num_gpu_blocks=8) as plain:
+        with pytest.raises(RequestError, match=r"the tokenizer has no chat template.*chat_template"):
+            plain.chat(CONVERSATION)
+        (output,) = plain.chat(CONVERSATION, GREEDY, False, chat_template="{{ messages[1].content }}")
+        assert output.prompt == "Hello"
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("name", ["lora_request", "prompt_token_ids", "guided_options_request", "use_tqmd"])
+def test_arguments_that_do_not_exist_are_refused_by_name(llm: LLM, name: str) -> None:
+    with pytest.raises(RequestError, match=f"unknown argument of generate '{name}': (did you mean|the valid names)"):
+        llm.generate("Hello", GREEDY, **{name: [1]})
+
+
+def test_prompts_run_in_the_order_of_their_priorities(model_dir: Path) -> None:
+    with LLM(model_dir, max_num_seqs=1, num_gpu_blocks=16) as one_at_a_time:
+        prompts = ["a", "b", "c"]
+        outputs = one_at_a_time.generate(prompts, GREEDY, use_tqdm=False, priority=[2, 3, 1])
+        starts = [output.metrics.first_scheduled_time or 0.0 for output in outputs]
+        assert [output.prompt for output in outputs] == prompts
+        assert starts[2] < starts[0] < starts[1]
+        for priority, says in ([[1]], "3 prompts and 1 priorities"), ([1], "priority must be a list"):
+            with pytest.raises(RequestError, match=says):
+                one_at_a_time.generate(prompts, GREEDY, use_tqdm=False, priority=priority[0])
+        with pytest.raises(RequestError, match="priority='x'"):
+            one_at_a_time.generate(prompts, GREEDY, use_tqdm=False, priority=[1, "x", 2])  # type: ignore[list-item]
+        assert not one_at_a_time.engine.has_unfinished_requests()
+
+
+def test_the_checkpoint_recommends_default_parameters(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, vocab=VOCAB)
+    with LLM(tmp_path, num_gpu_blocks=8) as plain:
+        assert plain.get_default_sampling_params() == SamplingParams()
+    edit_config(tmp_path, "generation_config.json", temperature=0.6, top_k=20, max_new_tokens=3, do_sample=True)
+    with LLM(tmp_path, num_gpu_blocks=8) as recommended:
+        assert recommended.get_default_sampling_params() == SamplingParams(temperature=0.6, top_k=20, max_tokens=3)
+        (output,) = recommended.generate([[1, 2]], use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+
+
+def test_the_engine_has_the_name_that_vllm_gives_it(llm: LLM) -> None:
+    assert isinstance(llm.llm_engine, LLMEngine) and llm.llm_engine is llm.engine
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text(llm: LLM, include: bool) -> None:
+    (free,) = llm.generate("Hello", GREEDY, use_tqdm=False)
+    text = free.outputs[0].text
+    stop = text[3:6]
+    at = text.index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop=[stop, "never"], include_stop_str_in_output=include)
+    (output,) = llm.generate("Hello", params, use_tqdm=False)
+    ended = output.outputs[0]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+    assert ended.text == text[: at + len(stop) if include else at]
+    assert (
+        ended.token_ids == free.outputs[0].token_ids[: len(ended.token_ids)] and text_of(llm, output).find(stop) == at
+    )
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_generate_gives_whole_outputs_whatever_the_kind(llm: LLM, kind: RequestOutputKind) -> None:
+    (expected,) = llm.generate("Hello", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1), use_tqdm=False)
+    params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, output_kind=kind)
+    (output,) = llm.generate("Hello", params, use_tqdm=False)
+    assert output.outputs == expected.outputs and output.prompt_logprobs == expected.prompt_logprobs
+    assert params.output_kind is kind, "the caller's own are not touched"
+
+
+# ---- streams
+
+
+def test_a_stream_gives_outputs_as_they_come(llm: LLM) -> None:
+    whole = llm.generate(["Hello", "one two"], GREEDY, use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
+    texts: dict[str, str] = {}
+    num_outputs = 0
+    for output in llm.stream(["Hello", "one two"], params):
+        num_outputs += 1
+        texts[output.request_id] = texts.get(output.request_id, "") + output.outputs[0].text
+    assert list(texts.values()) == [output.outputs[0].text for output in whole] and num_outputs == 24
+
+
+def test_a_bad_stream_is_refused_before_it_is_read(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm.stream([[]], GREEDY)
+
+
+def test_calls_within_a_stream_take_nothing_from_it(llm: LLM) -> None:
+    (hello,), (other,) = (llm.generate(text, GREEDY, use_tqdm=False) for text in ("Hello", "one two"))
+    lengths = []
+    for output in llm.stream("Hello", GREEDY):
+        if not lengths:
+            (inner,) = llm.generate("one two", GREEDY, use_tqdm=False)
+            assert inner.outputs == other.outputs
+        lengths.append(len(output.outputs[0].token_ids))
+        last = output
+    assert lengths == list(range(1, 13)) and last.outputs == hello.outputs
+
+
+def test_a_stream_that_is_left_aborts_its_requests(llm: LLM) -> None:
+    stream = llm.stream(["Hello", "one"], GREEDY)
+    assert not llm.engine.has_unfinished_requests(), "nothing is asked for yet"
+    next(stream)
+    assert llm.engine.has_unfinished_requests()
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
+
+
+def test_a_stream_whose_request_is_aborted_elsewhere_says_so(llm: LLM) -> None:
+    stream = llm.stream("Hello", GREEDY)
+    llm.engine.abort_request(next(stream).request_id)
+    with pytest.raises(EngineError, match="ended by another"):
+        next(stream)
+
+
+# ---- what a person sees, and what is counted
+
+
+def test_the_bar_shows_rates_and_how_far_a_long_prefill_is(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.progress_bar.REDRAW", 0.0)
+    with LLM(model_dir, num_gpu_blocks=80, kvcache_block_size=64, max_num_batched_tokens=1024) as chunked:
+        capsys.readouterr()
+        chunked.generate(random_prompt(4096, VOCAB, 1), SamplingParams(max_tokens=4, ignore_eos=True))
+        shown = capsys.readouterr().err
+        for part in ("Processed prompts", "prefill 25% of 4,096 tokens", "prefill 75%", "input ", "output ", "tok/s"):
+            assert part in shown, part
+        assert "prefill" not in shown.rsplit("\r", 1)[1] and "1/1" in shown.rsplit("\r", 1)[1]
+        chunked.generate("Hello", GREEDY, use_tqdm=False)
+        assert capsys.readouterr().err == ""
+
+
+def test_metrics_are_complete(llm: LLM) -> None:
+    (output,) = llm.generate(
+        random_prompt(100, VOCAB, 7), SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False
+    )
+    metrics = output.metrics
+    assert (metrics.prefill_tokens, metrics.decode_tokens, metrics.cached_tokens) == (100, 4, 0)
+    assert (metrics.preemptions, metrics.h2d_bytes, metrics.d2h_bytes) == (0, 0, 0)
+    assert metrics.queue_time is not None and metrics.ttft is not None and metrics.tpot is not None
+    assert 0 <= metrics.queue_time < metrics.ttft and metrics.tpot > 0

@@ -1,0 +1,262 @@
+"""Prompts that take several steps, layer by layer or chunk by chunk, and what others get beside them. No torch."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from content_model import expected_output
+from engine_helpers import BLOCK, Bench, prompt_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.batch import ScheduledSequence
+from nanovllm.errors import EngineError
+from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+
+LAYERS, BUDGET = 4, 24
+ANY_LENGTH = SpanMemory(buffer_blocks=250, max_tokens=1000)
+
+
+def bench_with_spans(device: int = 4, host: int = 96, **options: Any) -> Bench:
+    options = {"budget": BUDGET, "num_layers": LAYERS, "spans": ANY_LENGTH, **options}
+    return Bench(device, host, **options)
+
+
+def slices(bench: Bench, name: str) -> list[ScheduledSequence]:
+    """The steps in which a request went layer by layer."""
+    return [row for row in bench.rows(name) if row.span is not None]
+
+
+def units(bench: Bench, name: str) -> list[tuple[int, int]]:
+    return [(row.span.first_unit, row.span.end_unit) for row in slices(bench, name) if row.span is not None]
+
+
+# ---- one prompt
+
+
+def test_alone_a_span_advances_as_fast_as_chunks_would() -> None:
+    bench = bench_with_spans()
+    bench.add("long", prompt_of(5 * BUDGET), 1)
+    bench.run()
+    assert units(bench, "long") == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)], "a step is BUDGET tokens, all layers"
+    assert bench.tokens("long") == expected_output(prompt_of(5 * BUDGET), 1)
+
+
+def test_progress_counts_the_layers_that_a_span_is_through() -> None:
+    bench = bench_with_spans()
+    bench.add("long", prompt_of(5 * BUDGET), 1)
+    seen = []
+    while not bench.step()[0].finished:
+        seen.append((bench.engine.progress().prompt_tokens_done, bench.engine.progress().prompt_tokens))
+    assert seen == [(step * BUDGET, 5 * BUDGET) for step in range(1, 5)]
+
+
+def test_a_span_is_in_the_cache_when_its_last_layer_is_done_and_not_before() -> None:
+    bench = bench_with_spans()
+    bench.add("long", prompt_of(100), 3)
+    (seq,) = bench.scheduler.waiting[0].sequences
+    while bench.step()[0].outputs[0].token_ids == []:
+        assert seq.num_computed == 0 and not bench.manager.prefix_cache._by_hash
+    assert seq.num_computed == 100 and seq.span is None and len(bench.manager.prefix_cache._by_hash) == 100 // BLOCK
+    assert bench.run()["long"].metrics.prefill_tokens == 100
+    assert [bool(row.samples) for row in bench.rows("long")] == [False] * 4 + [True] * 3
+
+
+def test_what_fits_the_device_or_a_step_goes_by_chunks() -> None:
+    bench = bench_with_spans(device=30, host=30)
+    bench.add("fits the device", prompt_of(100), 1)
+    bench.add("a step", prompt_of(BUDGET, 1), 1)
+    bench.run()
+    assert not any(row.span for name in bench.names.values() for row in bench.rows(name))
+
+
+def test_a_prompt_beyond_the_memory_for_spans_goes_in_several_and_its_tail_by_chunks() -> None:
+    bench = bench_with_spans(spans=SpanMemory(buffer_blocks=43, max_tokens=60))  # 172 tokens; 2 chunks at a time
+    bench.add("long", prompt_of(200), 2)
+    bench.run()
+    rows = [(row.context_len, len(row.token_ids), row.span is not None) for row in bench.rows("long")]
+    spans = [(0, 48, True), (48, 48, True), (96, 48, True)]
+    assert rows == [
+        *(span for span in spans for _ in range(2)),
+        (144, 24, False),
+        (168, 24, False),
+        (192, 8, False),
+        (200, 1, False),
+    ]
+    assert bench.tokens("long") == expected_output(prompt_of(200), 2)
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    bench = bench_with_spans()
+    bench.add("first", prompt_of(80), 1)
+    bench.run()
+    bench.add("second", prompt_of(80) + prompt_of(61, 1), 2)
+    bench.run()
+    assert [(row.context_len, len(row.token_ids)) for row in slices(bench, "second")] == [(80, 61)] * 3
+    assert bench.tokens("second") == expected_output(prompt_of(80) + prompt_of(61, 1), 2)
+
+
+# ---- beside others
+
+
+def test_decodes_go_on_in_every_step() -> None:
+    bench = bench_with_spans()
+    bench.add("talker", prompt_of(5), 30)
+    bench.step()
+    bench.add("long", prompt_of(10 * BUDGET, 1), 1)
+    for step in range(2, 12):
+        outputs = {output.request_id: output for output in bench.step()}
+        assert len(outputs["talker"].outputs[0].token_ids) == step
+    assert units(bench, "long")[:3] == [(0, 4), (4, 8), (8, 12)], "the nearest to 23 tokens through 4 layers"
+    bench.run()
+    assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET, 1), 1)
+
+
+@pytest.mark.parametrize("spans", [NO_SPANS, ANY_LENGTH])
+def test_short_prompts_are_served_beside_a_long_one(spans: SpanMemory) -> None:
+    """At most half of a step goes to them: a prompt of that length is answered in the step after its arrival."""
+    bench = bench_with_spans(spans=spans)
+    bench.add("long", prompt_of(10 * BUDGET), 1)
+    bench.step()
+    for index in range(6):
+        bench.add(f"short {index}", prompt_of(BUDGET // 2, index + 1), 1)
+        bench.step()
+        assert f"short {index}" in bench.finished and "long" not in bench.finished
+        (row,) = [seq for seq in bench.executor.batches[-1].sequences if bench.names[seq.seq_id] == "long"]
+        worth = len(row.token_ids) * LAYERS if row.span is None else row.span.token_layers
+        assert worth == BUDGET // 2 * LAYERS, "half is the long one's"
+    bench.run()
+    assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET), 1)
+
+
+def test_many_short_prompts_do_not_starve_the_long_one() -> None:
+    bench = bench_with_spans(max_num_seqs=60, host=400)
+    bench.add("long", prompt_of(4 * BUDGET), 1, priority=1)
+    bench.step()
+    for index in range(60):
+        bench.add(f"short {index}", prompt_of(20, index + 1), 1)
+    for _ in bench.steps():
+        if "long" in bench.finished:
+            break
+    assert len(slices(bench, "long")) == 1 + 6 and len(bench.finished) < 61, "half of every step but the first"
+
+
+def test_a_span_gets_a_unit_even_when_decodes_fill_the_step() -> None:
+    bench = bench_with_spans(max_num_seqs=40, host=600)
+    bench.add("long", prompt_of(960), 1)
+    bench.step()
+    for index in range(30):
+        bench.add(f"talker {index}", prompt_of(2, index + 1), 40)
+    bench.run()
+    full = [batch for batch in bench.executor.batches if len(batch.whole) == BUDGET]
+    assert len(full) > 5 and all(batch.span is not None for batch in full[:5])
+    assert bench.tokens("long") == expected_output(prompt_of(960), 1)
+
+
+def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_left() -> None:
+    bench = bench_with_spans(device=90, host=10)
+    document = prompt_of(120)
+    for name, prompt in (("first", [*document, 1]), ("same document", [*document, 2]), ("short", [3] * 30)):
+        bench.add(name, prompt, 2)
+    bench.add("shorter", [4] * 10, 2)
+    bench.run()
+    assert bench.order == ["shorter", "first", "same document", "short"]
+    assert bench.finished["same document"].metrics.cached_tokens > 120 - BUDGET
+    assert not any(slices(bench, name) for name in bench.finished)
+    assert bench.tokens("same document") == expected_output([*document, 2], 2)
+
+
+def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
+    bench = bench_with_spans(host=200)
+    document = prompt_of(120)
+    bench.add("first", [*document, 1], 2)
+    bench.add("same document", [*document, 2], 2)
+    bench.add("another", prompt_of(110, 7), 2)
+    bench.add("short", prompt_of(5), 2)
+    bench.run()
+    assert bench.finished["same document"].metrics.cached_tokens == 120
+    assert not slices(bench, "same document"), "a token is left to compute"
+    steps = [[bench.names[seq.seq_id] for seq in batch.sequences if seq.span] for batch in bench.executor.batches]
+    assert all(len(names) <= 1 for names in steps)
+    order = [names[0] for names in steps if names]
+    assert order == ["first"] * order.count("first") + ["another"] * order.count("another")
+    assert bench.order[0] == "short"
+    for name, prompt in (("first", [*document, 1]), ("another", prompt_of(110, 7))):
+        assert bench.tokens(name) == expected_output(prompt, 2)
+
+
+def test_batches_with_spans_are_plain_data() -> None:
+    bench = bench_with_spans()
+    bench.add("long", prompt_of(100), 2)
+    bench.run()
+    assert any(batch.span for batch in bench.executor.batches)
+    for batch in bench.executor.batches:
+        assert pickle.loads(pickle.dumps(batch)) == batch
+
+
+# ---- when it does not end
+
+
+def test_an_aborted_span_leaves_nothing_and_the_next_one_starts() -> None:
+    bench = bench_with_spans()
+    for index in range(1, 5):
+        bench.add("long", prompt_of(100, index), 2)
+        bench.add("next", prompt_of(100, index + 10), 2)
+        for _ in range(index):
+            bench.step()
+        bench.engine.abort_request("long")
+        assert not bench.manager.prefix_cache._by_hash and bench.manager.num_used == 0
+        bench.run()
+        assert bench.tokens("next") == expected_output(prompt_of(100, index + 10), 2)
+        bench.manager.reset_prefix_cache()
+
+
+def test_a_preempted_span_begins_again() -> None:
+    bench = bench_with_spans(device=2, host=28, caching=False)
+    bench.add("talker", prompt_of(4), 40)
+    bench.step()
+    bench.add("long", prompt_of(110, 1), 2, priority=1)
+    bench.run()
+    assert bench.finished["long"].metrics.preemptions > 0
+    begun = [first for first, _ in units(bench, "long")]
+    assert begun.count(0) == 1 + bench.finished["long"].metrics.preemptions
+    assert bench.tokens("long") == expected_output(prompt_of(110, 1), 2)
+
+
+def test_a_failed_step_ends_the_span_and_the_engine_goes_on() -> None:
+    bench = bench_with_spans()
+    bench.add("long", prompt_of(100), 2)
+    bench.step()
+    bench.executor.error = RuntimeError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        bench.step()
+    bench.add("again", prompt_of(100), 2)
+    bench.run()
+    assert bench.tokens("again") == expected_output(prompt_of(100), 2)
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=8),
+    budget=st.integers(1, 30),
+    device=st.integers(0, 10),
+    num_layers=st.integers(1, 5),
+    spans=st.builds(SpanMemory, st.integers(1, 30), st.integers(1, 130)),
+)
+@settings(max_examples=80, deadline=None)
+def test_everybody_is_served_within_the_budget(
+    requests: list[tuple[int, int, int]], budget: int, device: int, num_layers: int, spans: SpanMemory
+) -> None:
+    bench = Bench(
+        device, 40 - device, budget=budget, num_layers=num_layers, spans=spans
+    )  # the executor checks every batch
+    for i, (length, max_tokens, priority) in enumerate(requests):
+        bench.add(str(i), prompt_of(length, i), max_tokens, priority)
+    bench.run(4000)
+    for i, (length, max_tokens, _) in enumerate(requests):
+        assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), max_tokens)
+        for earlier, later in pairwise(units(bench, str(i))):
+            assert later[0] in (earlier[1], 0), "units follow each other, or a span begins"
+    assert bench.manager.num_used == 0
