@@ -138,7 +138,7 @@ def log_lines(plan: Plan) -> list[str]:
         f"on the device {show_bytes(plan.device_kv_bytes)} in {kv.split.resident_blocks} resident blocks of "
         f"{layout.block_size} tokens and {kv.split.ring_slots} ring slots, on the host {host_bytes}",
         f"of the longest prompt's KV cache {show_bytes(request.resident_bytes)} stay on the device and "
-        f"{show_bytes(request.streamed_bytes)} stream{_left_to_arm(plan, request)}",
+        f"{show_bytes(request.streamed_bytes)} are on the host{_left_to_arm(plan, request)}",
     ]
     prefill, decode = request.prefill, request.decode
     if prefill.seconds and decode.seconds:
@@ -204,10 +204,10 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
         _row("fits", "yes", f"and {request.output_len:,} tokens out{cut}"),
         _row("KV cache", show_bytes(request.kv_bytes), f"{request.num_blocks:,} blocks"),
         _row("stays on the device", show_bytes(request.resident_bytes)),
-        _row("streams", show_bytes(request.streamed_bytes)),
+        _row("on the host", show_bytes(request.streamed_bytes)),
+        *([_arm(request)] if plan.cpu_attention else []),
         *_moves("prefill", request.prefill_transfers, 1),
         *_moves("a decoded token", request.decode_transfers, request.output_len - 1),
-        *([_arm(request)] if plan.cpu_attention else []),
     ]
     if request.layer_by_layer:
         rows.append(_row("goes layer by layer", f"{request.layer_by_layer:,}", "tokens of the prompt"))
@@ -240,7 +240,7 @@ def _arm(request: RequestPlan) -> str:
     label = "the CPU attends to"
     if request.arm_bytes is None:
         return _row(label, "not given", f"({_options(request.arm_missing)}): what follows is without the CPU")
-    return _row(label, show_bytes(request.arm_bytes), "of a decoded token's KV cache, on the host")
+    return _row(label, show_bytes(request.arm_bytes), "of these for a decoded token, where they lie")
 
 
 def _limit(phase: Prediction) -> str:
