@@ -3,8 +3,8 @@
     python -m benchmarks.plan_accuracy [--num-layers 2 4] [--prompt-len 2048 8192] [--output-json FILE]
 
 For every configuration the machine's rates are measured first, as `nanovllm plan` measures them, on layers with random
-weights; then the prediction is made, then the engine runs. Measured are medians over the repeats. Defaults take some
-three minutes on two cores.
+weights; then the prediction is made, then the engine runs. Offloaded decode runs with the CPU's share of it (`offload`)
+and without (`streamed`). Measured are medians over the repeats. Defaults take some five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nanovllm.planner.machine import Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.planner.plan import RequestPlan
 
-PLACEMENTS = ("resident", "offload")
+PLACEMENTS = ("resident", "offload", "streamed")  # offload with the CPU arm, and without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Result:
     placement: str
     prompt_len: int
     streamed_bytes: int
+    arm_bytes: float  # of them, what a decode step leaves to the CPU
     prefill: Phase
     decode: Phase
     rates: Rates
@@ -72,7 +73,7 @@ class Result:
 
 def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
     """Rates, prediction and runs of one configuration."""
-    rates = rates_for(work, placement)
+    rates = rates_for(work, offload=placement != "resident")
     (prompt,) = work.shape.prompts(1, work.prompt_len, args.seed)
     with work.open(**arguments_for(work, placement, args.device_share)) as llm:
         request = llm.plan(rates).request(work.prompt_len, work.output_len)
@@ -86,16 +87,17 @@ def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
         placement=placement,
         prompt_len=work.prompt_len,
         streamed_bytes=request.streamed_bytes,
+        arm_bytes=request.arm_bytes or 0.0,
         prefill=_phase(request, "prefill", prefill),
         decode=_phase(request, "decode", decode),
         rates=rates,
     )
 
 
-def rates_for(work: Work, placement: str) -> Rates:
+def rates_for(work: Work, *, offload: bool) -> Rates:
     """Measured as `nanovllm plan` does."""
     spec, sizes = work.shape.spec, ProbeSizes()
-    ring_slots = split_device(MIN_GPU_BLOCKS, spec.num_layers).ring_slots if placement == "offload" else 0
+    ring_slots = split_device(MIN_GPU_BLOCKS, spec.num_layers).ring_slots if offload else 0
     with closing(create_device(work.device)) as device:
         model = random_model(spec, work.shape.dtype, device, sizes)
         backend = select_backend(device.torch_device, spec.head_dim)
@@ -107,7 +109,8 @@ def arguments_for(work: Work, placement: str, device_share: Fraction) -> dict[st
     """Where the blocks live; under offload, never fewer on the device than the engine takes."""
     if placement == "resident":
         return work.on_device()
-    return work.offloaded(max(device_share, Fraction(MIN_GPU_BLOCKS, work.num_blocks)))
+    blocks = work.offloaded(max(device_share, Fraction(MIN_GPU_BLOCKS, work.num_blocks)))
+    return blocks | {"cpu_attention": placement == "offload"}
 
 
 def _phase(request: RequestPlan, name: str, measured: Spread) -> Phase:

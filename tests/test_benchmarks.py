@@ -265,12 +265,13 @@ def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys:
     assert script.main(["--model", str(model), *options, *SMALL]) == 0
     report = json.loads(output.read_text())
     cases = [(r["num_layers"], r["placement"], r["prompt_len"]) for r in report["results"]]
-    assert cases == [(n, p, length) for n in (2, 3) for p in ("resident", "offload") for length in (40, 100)]
+    assert cases == [(n, p, length) for n in (2, 3) for p in script.PLACEMENTS for length in (40, 100)]
     for result in report["results"]:
-        assert (result["streamed_bytes"] > 0) == (result["placement"] == "offload")
+        assert (result["streamed_bytes"] > 0) == (result["placement"] != "resident")
+        assert (result["arm_bytes"] > 0) == (result["placement"] == "offload" and result["prompt_len"] == 100)
         for phase in (result["prefill"], result["decode"]):
             assert phase["predicted"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
-    assert len(report["errors"]) == 16 and "within" in capsys.readouterr().out
+    assert len(report["errors"]) == 24 and "within" in capsys.readouterr().out
 
 
 # ---- bench_vllm.py

@@ -32,6 +32,7 @@ TORCH_FREE = (
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.prefill_plan",
     "nanovllm.kvcache.sizing",
+    "nanovllm.planner.arm",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
     "nanovllm.planner.units",

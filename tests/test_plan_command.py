@@ -82,7 +82,7 @@ def test_the_json_has_these_parts(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert set(report["request"]) == {
         "output_len", "num_blocks", "kv_bytes", "resident_bytes", "streamed_bytes", "prefill", "decode",
-        "layer_by_layer_tokens",
+        "layer_by_layer_tokens", "cpu_attention",
     }  # fmt: skip
     for phase in ("prefill", "decode"):
         assert set(report["request"][phase]) == PHASE_KEYS
@@ -121,6 +121,7 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
 
 
 def test_memory_and_transfers_do_not_depend_on_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for those that the CPU's share of decode hangs on, which is left out where they are not given."""
     known = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
     unknown = run_json(capsys, *QWEN_1M, *GIVEN[:4])
     for report in (known, unknown):
@@ -129,8 +130,30 @@ def test_memory_and_transfers_do_not_depend_on_rates(capsys: pytest.CaptureFixtu
             report["request"][phase] = part["transfers"]
             assert (part["seconds"] is None) == (part["limit"] is None) == bool(part["rates_not_known"])
             assert (part["seconds"] is None) == (report is unknown)
-        del report["rates"], report["chunk_that_hides_the_link"]
+        del report["rates"], report["chunk_that_hides_the_link"], report["request"]["cpu_attention"]
     assert known == unknown
+
+
+def test_the_cpu_takes_its_share_where_its_rate_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: the link's 50 GB/s and the CPU's 100 GB/s part what is on the host as one to two, all but."""
+    alone = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
+    assert alone["request"]["cpu_attention"] == {"bytes_per_decode_step": None, "rates_not_known": ["host_bandwidth"]}
+    shared = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--host-bandwidth", "100GB/s")
+    decode, arm_bytes = shared["request"]["decode"], shared["request"]["cpu_attention"]["bytes_per_decode_step"]
+    assert arm_bytes == pytest.approx(2 / 3 * alone["request"]["streamed_bytes"], rel=0.03)
+    assert decode["transfers"]["arm_bytes"] == pytest.approx(127 * arm_bytes)
+    assert decode["seconds"] == pytest.approx(alone["request"]["decode"]["seconds"] / 3, rel=0.05)
+    assert decode["seconds_by_resource"]["host memory bandwidth"] == pytest.approx(arm_bytes / 100e9)
+    assert shared["request"]["prefill"] == alone["request"]["prefill"], "its chunks are long"
+    streamed = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--host-bandwidth", "100GB/s", "--no-cpu-attention")
+    assert streamed["request"]["decode"] == alone["request"]["decode"]
+    assert not streamed["engine"]["cpu_attention"] and shared["engine"]["cpu_attention"]
+    assert streamed["request"]["cpu_attention"] == {"bytes_per_decode_step": 0, "rates_not_known": []}
+
+
+def test_the_cpus_share_is_the_users_to_refuse_before_offload_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    short = run_json(capsys, *QWEN_1M[:2], "--prompt-len", "4000", *GIVEN, "--no-cpu-attention")
+    assert not short["engine"]["enable_cpu_offload"] and short["fits"]
 
 
 def test_offload_is_planned_where_it_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +194,13 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1,010,000" in lines["longest prompt"] and "positions" in lines["longest prompt"]
     assert "yes" in lines["fits"] and "limit: compute" in lines["prefill"] and "limit: link" in lines["decode"]
     assert f"{1 / report['request']['decode']['seconds']:,.1f} tok/s" in lines["decode"]
+    assert "not given" in lines["the CPU attends to"] and "--host-bandwidth" in lines["host bandwidth"]
+    assert main(["plan", *QWEN_1M, *GIVEN, *SPEEDS, "--host-bandwidth", "100GB/s"]) == 0
+    shared = capsys.readouterr().out
+    lines |= {line[:30].strip(): line for line in shared.splitlines()}
+    assert "GiB" in lines["the CPU attends to"] and "100.0 GB/s" in lines["host bandwidth"]
+    assert ", host " in lines["decode"] and "limit: link" in lines["decode"]
+    table += shared
     assert all(len(line) <= 150 for line in table.splitlines())
 
 
@@ -180,6 +210,8 @@ def test_what_is_not_given_is_said_and_not_guessed(capsys: pytest.CaptureFixture
     assert table.count("not known") == 2
     for option in ("--compute", "--device-bandwidth", "--link"):
         assert option in table
+    (line,) = (line for line in table.splitlines() if "the CPU attends to" in line)
+    assert "not given" in line and "--host-bandwidth" in line and "without the CPU" in line
     assert "tok/s" not in table
 
 
@@ -207,7 +239,8 @@ def test_this_machine_is_planned_as_the_engine_runs(
     arguments = offloaded(16, 5, 9, max_num_batched_tokens=50)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items() if value is not True]
     report = run_json(capsys, "--model", str(model_dir), "--prompt-len", "150", *options)
-    assert report["engine"] == arguments | {"dtype": "float32", "max_num_seqs": 512}
+    assert report["engine"] == arguments | {"dtype": "float32", "max_num_seqs": 512, "cpu_attention": True}
+    assert report["rates"]["host_bandwidth"] > 0 and report["request"]["cpu_attention"]["bytes_per_decode_step"] > 0
     with LLM(model_dir, load_format="dummy", **arguments) as llm:
         stats = llm.kv_stats()
         assert report["longest_prompt"]["tokens"] == llm.max_model_len
@@ -323,6 +356,7 @@ def test_rates_are_measured_on_any_network(model_dir: Path, ring_slots: int, loa
         assert getattr(rates, name) > 0
     assert min(rates.step_seconds, rates.layer_seconds) >= 0
     assert (rates.visit_seconds > 0) == (rates.link is not None) == (ring_slots > 0)
+    assert ((rates.host_bandwidth or 0) > 0) == (ring_slots > 0)
     if rates.link is not None:
         assert rates.link.h2d > 0 and rates.link.d2h > 0 and 0 <= rates.link.overlap <= 1
         assert not rates.link.duplex, "copies of both directions share the cores"

@@ -13,14 +13,12 @@ from checkpoints import FAMILIES, make_checkpoint
 from engines import greedy, offloaded, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plans import GIB, RATES, sizing_for
 
 from nanovllm import LLM
-from nanovllm.config import engine_config
-from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -30,7 +28,6 @@ from nanovllm.planner.plan import make_plan
 from nanovllm.planner.predict import COMPUTE, DEVICE, FIXED, LINK, KVPlacement, StepModel
 
 BLOCK, VOCAB, LAYERS, MAX_LEN = 16, 97, 3, 256
-GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +69,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     output_len=st.integers(1, 20),
     num_gpu_blocks=st.integers(4, 9),
     chunk=st.integers(5, 100),
+    cpu_attention=st.booleans(),
 )
 def test_the_engine_allocates_and_moves_what_the_plan_says(
     tmp_path_factory: pytest.TempPathFactory,
@@ -80,11 +78,13 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     output_len: int,
     num_gpu_blocks: int,
     chunk: int,
+    cpu_attention: bool,
 ) -> None:
     path = tmp_path_factory.getbasetemp() / f"windows-{windows}"
     if not path.exists():
         make_checkpoint(path, vocab=VOCAB, layers=LAYERS, **WINDOWS[windows])
-    with LLM(path, **offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk, cpu_attention=False)) as llm:
+    sizes = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": 40, "max_num_batched_tokens": chunk}
+    with LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm:
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)
         visits = count_visits(llm)
@@ -96,7 +96,9 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     resident = plan.kv.split.resident_blocks
     chunks = [(s.begin, s.end - s.begin) for s in plan.prefill_steps(prompt_len) if s.num_chunks == 1]
     steps = [*chunks, *((context, 1) for context in range(prompt_len, prompt_len + output_len - 1))]
-    assert len(visits) == sum(plan.network.visits(BLOCK, resident, *step) for step in steps)
+    seen = sum(plan.network.visits(BLOCK, resident, *step) for step in steps)
+    assert len(visits) + stats.transfers.arm_blocks == seen
+    assert cpu_attention or not stats.transfers.arm_blocks
     assert request.layer_by_layer == prompt_len - sum(size for _, size in chunks)
 
 
@@ -237,12 +239,6 @@ def big_spec(spec: DecoderSpec) -> DecoderSpec:
     )
 
 
-def sizing_for(network: Network, gpu_mem: int, host_mem: int, **arguments: Any) -> KVSizing:
-    config = engine_config(Path(__file__).parent, arguments)
-    memory = MemoryFacts(gpu_mem, gpu_mem - network.weight_bytes, host_mem, False, activation_peak=GIB)
-    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
-
-
 def longest(sizing: KVSizing) -> int:
     try:
         return sizing.plan().max_model_len
@@ -291,12 +287,6 @@ def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
 
 def step_model(spec: DecoderSpec, resident: int, ring_slots: int, rates: Rates) -> StepModel:
     return StepModel(Network(spec, "float32"), KVPlacement(BLOCK, resident, ring_slots), rates)
-
-
-RATES = Rates(
-    compute=1e9, attention=5e8, weight_bandwidth=1e9, head_bandwidth=2e9, device_bandwidth=4e8, link=Link(1e8, 5e7),
-    step_seconds=1e-3, layer_seconds=1e-4, visit_seconds=1e-5,
-)  # fmt: skip
 
 
 def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpec) -> None:

@@ -39,6 +39,7 @@ ENGINE_OPTIONS = (  # that go to the engine under their own names, where they ar
     "max_num_seqs",
     "num_gpu_blocks",
     "num_cpu_blocks",
+    "cpu_attention",
     "gpu_memory_utilization",
 )
 META = torch.device("meta")
@@ -77,6 +78,9 @@ def _add_engine_options(group: Any) -> None:
     group.add_argument(
         "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: where the prompt needs it"
     )
+    group.add_argument(
+        "--cpu-attention", action=argparse.BooleanOptionalAction, help="CPU cores share decode (default: they do)"
+    )
 
 
 def _add_machine_options(group: Any) -> None:
@@ -86,6 +90,7 @@ def _add_machine_options(group: Any) -> None:
     add("--link", type=_quantity(parse_byte_rate), metavar="50GB/s", help="between host and device, each way")
     add("--compute", type=_quantity(parse_compute_rate), metavar="400TFLOPS", help="of matrix products and attention")
     add("--device-bandwidth", type=_quantity(parse_byte_rate), metavar="3TB/s", help="of reading device memory")
+    add("--host-bandwidth", type=_quantity(parse_byte_rate), metavar="100GB/s", help="of CPU attention in host memory")
     add("--layer-overhead", type=_quantity(parse_seconds), metavar="20us", help="fixed cost of a layer in a step")
     add("--measure", action=argparse.BooleanOptionalAction, default=True, help="this machine's rates")
 
@@ -145,6 +150,8 @@ def _longest(sizing: KVSizing) -> int:
 
 def _sizing(args: argparse.Namespace, network: Network, device: Device | None, offload: bool) -> KVSizing:
     arguments = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    if not offload and args.enable_cpu_offload is None:
+        arguments.pop("cpu_attention", None)  # it is about offload, should that be needed
     path = Path(args.model)
     config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
@@ -199,6 +206,8 @@ def _rates(args: argparse.Namespace, network: Network, sizing: KVSizing, device:
     if args.device_bandwidth is not None:
         names = ("weight_bandwidth", "head_bandwidth", "device_bandwidth")
         given |= dict.fromkeys(names, args.device_bandwidth)
+    if args.host_bandwidth is not None:
+        given["host_bandwidth"] = args.host_bandwidth
     if args.link is not None:
         given["link"] = Link(args.link, args.link)
     if args.layer_overhead is not None:

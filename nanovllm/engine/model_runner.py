@@ -22,7 +22,7 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.host_arm import BalancedShare, HostArm
+from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -34,7 +34,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import select_backend, select_cpu_backend
+from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Rates
@@ -213,9 +213,7 @@ def _make_room(
 
 
 def _make_arm(engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend) -> HostArm:
-    # An arm beside the device leaves a core to the thread that drives it.
-    threads = None if engine.device.shares_host else max(1, torch.get_num_threads() - 1)
-    host_backend = select_cpu_backend(model.spec.head_dim, threads)
+    host_backend = arm_backend(engine.device, model.spec.head_dim)
     with engine.device.compute():
         measured = measure_bandwidths(engine, geometry, backend, host_backend)
     gb_s = (rate / 1e9 for rate in (measured.link, measured.host, measured.device))

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.device import Busy, BusyMeter, PitchedCopy, Stream
+from nanovllm.device import Busy, BusyMeter, Device, PitchedCopy, Stream
 from nanovllm.forward_context import SequenceSlice
 from nanovllm.kvcache.decode_shares import (
     MAX_ARM_TOKENS,
@@ -30,10 +30,17 @@ from nanovllm.kvcache.decode_shares import (
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, LayerPlan, arm_candidates, leading_short
+from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 from nanovllm.ops.merge import merge_states_
 
 _GRANULE = 16  # bytes that partial states are padded to
+
+
+def arm_backend(device: Device, head_dim: int) -> AttentionBackend:
+    """The CPU backend of an arm. Beside the device it leaves a core to the thread that drives it."""
+    threads = None if device.shares_host else max(1, torch.get_num_threads() - 1)
+    return select_cpu_backend(head_dim, threads)
 
 
 class SharePolicy(Protocol):

@@ -19,6 +19,7 @@ from torch import Tensor
 from nanovllm.device import CopyKind, Device
 from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
 from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.host_arm import arm_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -238,7 +239,7 @@ class _NoRoom:
 
 
 def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
-    """The rates with `visit_seconds` and `link`."""
+    """The rates with `visit_seconds`, `link` and `host_bandwidth`."""
     layout = probe.layout
     visit = _visit_seconds(probe.cut(1))
     blocks = min(MOST_BLOCKS, max(2, probe.sizes.kv_bytes // layout.block_bytes))
@@ -246,6 +247,7 @@ def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
     moved = blocks * layout.block_bytes
     loads = probe.seconds(lambda: _copy_all(room.engine, "h2d"))
     stores = probe.seconds(lambda: _copy_all(room.engine, "d2h"))
+    host = moved / _host_attention_seconds(probe, room.engine)
     context_len = blocks * layout.block_size - 1
     step = probe.seconds(lambda: _step(probe, room, 1, range(blocks), context_len))
     assert rates.device_bandwidth is not None
@@ -253,7 +255,8 @@ def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
     beside = step - layout.num_layers * blocks * visit
     duplex = probe.device.torch_device.type != "cpu"
     link = Link(h2d=moved / loads, d2h=moved / stores, duplex=duplex)
-    return replace(rates, visit_seconds=visit, link=beside_computing(link, moved, computing, beside))
+    link = beside_computing(link, moved, computing, beside)
+    return replace(rates, visit_seconds=visit, link=link, host_bandwidth=host)
 
 
 def beside_computing(link: Link, moved: int, computing: float, measured: float) -> Link:
@@ -282,6 +285,21 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
             engine.offload_slot_layer(slot, use.layer, use.host_block, 0, tokens)
         engine.release(slot)
     engine.synchronize()
+
+
+def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
+    """Attention of one row to all layers of the host pool where it lies, as the CPU arm makes it."""
+    layout, backend = engine.layout, arm_backend(engine.device, engine.layout.head_dim)
+    keys = engine.num_host_blocks * layout.block_size
+    table = SegmentTable([KVSegment(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
+    q = torch.randn(1, probe.model.spec.num_heads, layout.head_dim).to(probe.model.dtype)
+
+    def attend() -> None:
+        for layer in range(layout.num_layers):
+            state = AttentionState.empty(q)
+            backend.attend(q, engine.host[:, layer], table, state, layout.head_dim**-0.5, None)
+
+    return probe.seconds(attend)
 
 
 def _visit_seconds(probe: Probe) -> float:

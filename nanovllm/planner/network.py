@@ -10,6 +10,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import TransferCount, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+from nanovllm.planner.arm import ArmModel
 
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -88,12 +89,15 @@ class Network:
         tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.sliding_windows)
         return tokens * 2 * self.spec.kv_size * self.itemsize
 
-    def transfers(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> TransferCount:
-        """`predict_transfers`, each layer with its own window."""
+    def transfers(
+        self, block_size: int, resident_blocks: int, context_len: int, query_len: int, arm: ArmModel | None = None
+    ) -> TransferCount:
+        """`predict_transfers`, each layer with its own window, and with the share of the arm that it makes best."""
         total = TransferCount()
         for window, num_layers in Counter(self.spec.sliding_windows).items():
             layout = KVLayout(num_layers, self.spec.num_kv_heads, self.spec.head_dim, block_size, self.itemsize)
-            total += predict_transfers(layout, resident_blocks, context_len, query_len, window)
+            use = arm.use(layout, resident_blocks, context_len, window) if arm is not None else None
+            total += predict_transfers(layout, resident_blocks, context_len, query_len, window, use)
         return total
 
     def visits(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> int:

@@ -29,7 +29,9 @@ class RequestPlan:
     decode_transfers: TransferCount  # of all output tokens after the first
     prefill: Prediction
     decode: Prediction  # of one token, on average
-    layer_by_layer: int = 0  # tokens of the prompt that go so
+    layer_by_layer: int  # tokens of the prompt that go so
+    arm_bytes: float | None  # of a decode step, on average, that the CPU reads where they lie; None: not known
+    arm_missing: tuple[str, ...]  # the rates that this takes; transfers and times are then those without the CPU
 
     @property
     def streamed_bytes(self) -> int:
@@ -78,6 +80,11 @@ class Plan:
         return "positions" if self.kv.max_model_len == self.sizing.model_max_len else "max_model_len"
 
     @property
+    def cpu_attention(self) -> bool:
+        """Whether CPU cores attend to a share of the host blocks."""
+        return self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
+
+    @property
     def hiding_chunk(self) -> int | None:
         """Query tokens in a chunk from which on attention to a streamed block takes as long as its copy.
 
@@ -107,10 +114,8 @@ class Plan:
         """One prompt that fits. Both lengths are at least 1."""
         assert 0 < prompt_len <= self.kv.max_model_len and output_len > 0
         output_len = min(output_len, max(1, self.kv.max_model_len - prompt_len))
-        layout, split = self.sizing.layout, self.kv.split
-        model = StepModel(
-            self.network, KVPlacement(layout.block_size, split.resident_blocks, split.ring_slots), self.rates
-        )
+        layout = self.sizing.layout
+        model = self._steps()
         computed = prompt_len + output_len - 1
         steps = self.prefill_steps(prompt_len)
         prefill = [
@@ -120,18 +125,32 @@ class Plan:
             for step in steps
         ]
         contexts = range(prompt_len, computed)
+        decode = [model.transfers(context, 1) for context in contexts or [prompt_len]]
         return RequestPlan(
             prompt_len=prompt_len,
             output_len=output_len,
             num_blocks=-(-computed // layout.block_size),
             kv_bytes=computed * layout.token_bytes,
             resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
-            prefill_transfers=sum((model.transfers(s.begin, s.end - s.begin) for s in steps), TransferCount()),
-            decode_transfers=sum((model.transfers(context, 1) for context in contexts), TransferCount()),
+            prefill_transfers=sum(map(model.prefill_transfers, steps), TransferCount()),
+            decode_transfers=sum(decode[: len(contexts)], TransferCount()),
             prefill=total(prefill),
             layer_by_layer=sum(step.end - step.begin for step in steps if step.num_chunks > 1),
             decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
+            arm_bytes=None if model.arm_missing else sum(moved.arm_bytes for moved in decode) / len(decode),
+            arm_missing=model.arm_missing,
         )
+
+    def _steps(self) -> StepModel:
+        split = self.kv.split
+        placement = KVPlacement(
+            self.sizing.layout.block_size,
+            split.resident_blocks,
+            split.ring_slots,
+            cpu_attention=self.cpu_attention,
+            one_processor=self.sizing.memory.tiers_share_memory,
+        )
+        return StepModel(self.network, placement, self.rates)
 
 
 def _mean_decode(model: StepModel, contexts: range) -> Prediction:

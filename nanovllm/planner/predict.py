@@ -9,6 +9,11 @@ idle: loads run ahead only as far as the ring is deep. While a layer computes wh
 lost to it. Not hidden at all are the output projection and the fixed costs:
 
     step = beside(device, link) + head + step + layers * layer + visits * visit
+
+Blocks that the CPU arm attends to take neither link nor device. The arm works beside the device's attention, or in turn
+with it where both are one processor:
+
+    device = products + max(attention, arm), or products + attention + arm
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.decode_shares import Bandwidths, arm_query_len
 from nanovllm.kvcache.prefill_plan import PrefillSpan
+from nanovllm.planner.arm import ONE_PROCESSOR, ArmModel
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 
@@ -51,16 +58,24 @@ class KVPlacement:
     block_size: int
     resident_blocks: int
     ring_slots: int
+    cpu_attention: bool = False  # the CPU arm attends to a share of the latter
+    one_processor: bool = False  # device and host are the same cores and memory
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """Seconds that a step takes on the device."""
+class StepWork:
+    """Seconds that a step takes on the device, and on the CPU arm."""
 
-    resource: str  # that they wait for
-    layers: float
-    quiet: float  # of the layers', in which no ring slot is needed
+    resource: str  # that the device waits for
+    products: float
+    attention: float
+    quiet: float  # of both, in which no ring slot is needed
     head: float  # the output projection, after the layers
+    arm: float = 0.0
+
+    @property
+    def device(self) -> float:
+        return self.products + self.attention + self.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,57 +86,105 @@ class StepModel:
     placement: KVPlacement
     rates: Rates
 
+    @property
+    def arm_missing(self) -> tuple[str, ...]:
+        """Rates without which the arm's share is not known. Transfers and times are then those without the arm."""
+        if not self.placement.cpu_attention or self.placement.one_processor:
+            return ()
+        names = ("link", "host_bandwidth", "device_bandwidth")
+        return tuple(name for name in names if getattr(self.rates, name) is None)
+
     def transfers(self, context_len: int, query_len: int) -> TransferCount:
         place = self.placement
-        return self.network.transfers(place.block_size, place.resident_blocks, context_len, query_len)
+        return self.network.transfers(place.block_size, place.resident_blocks, context_len, query_len, self._arm())
+
+    def prefill_transfers(self, step: PrefillSpan) -> TransferCount:
+        """Of one of `Plan.prefill_steps`. The arm has no part in what goes layer by layer."""
+        if step.num_chunks == 1:
+            return self.transfers(step.begin, step.end - step.begin)
+        place = self.placement
+        return self.network.transfers(place.block_size, place.resident_blocks, step.begin, step.end - step.begin)
 
     def prefill_chunk(self, context_len: int, query_len: int, samples: bool) -> Prediction:
         """A chunk of the prompt; `samples`: the last one, after which the first token is due.
 
         device = max(operations / compute, weights / weight bandwidth) + attention operations / attention.
         """
-        missing = self._missing(context_len, query_len, "compute", "attention")
+        moved = self.transfers(context_len, query_len)
+        missing = self._missing(moved, "compute", "attention")
         net, rates = self.network, self.rates
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
-        matrices = self._matrix_seconds(query_len, rates.compute)
-        attention = net.attention_operations(context_len, query_len) / rates.attention
+        products = self._matrix_seconds(query_len, rates.compute)
+        operations, arm = net.attention_operations(context_len, query_len), 0.0
+        if not self.placement.one_processor:  # there the arm's operations take the same cores
+            arm_keys = moved.arm_bytes // (2 * net.spec.kv_size * net.itemsize)
+            operations = max(0, operations - 4 * net.spec.q_size * query_len * arm_keys)
+            arm = self._arm_seconds(moved)
         # Attention to resident blocks needs no slot either, but next to a chunk's products it is short.
-        work = DeviceWork(COMPUTE, matrices + attention, matrices, self._head_seconds(samples))
-        return self._step(work, context_len, query_len)
+        head = self._head_seconds(samples)
+        work = StepWork(COMPUTE, products, operations / rates.attention, quiet=products, head=head, arm=arm)
+        return self._step(work, moved, context_len, query_len)
 
     def prefill_span(self, span: PrefillSpan, samples: bool) -> Prediction:
         """A part of the prompt that goes layer by layer: the work of all its chunks, beside the copies of one step.
 
         The layer buffer holds all that a layer needs, so that the link never waits for a slot.
         """
-        query_len = span.end - span.begin
-        missing = self._missing(span.begin, query_len, "compute", "attention")
+        query_len, moved = span.end - span.begin, self.prefill_transfers(span)
+        missing = self._missing(moved, "compute", "attention")
         rates = self.rates
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
         lengths = [len(span.positions(unit)) for unit in range(span.num_chunks)]
         matrices = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
         attention = self.network.attention_operations(span.begin, query_len) / rates.attention
-        work = DeviceWork(COMPUTE, matrices + attention, 0.0, self._head_seconds(samples))
-        return self._step(work, span.begin, query_len, steps=span.num_chunks)
+        work = StepWork(COMPUTE, matrices, attention, quiet=0.0, head=self._head_seconds(samples))
+        return self._step(work, moved, span.begin, query_len, steps=span.num_chunks)
 
     def decode(self, context_len: int) -> Prediction:
         """One token after `context_len` stored ones.
 
-        device = weights / weight bandwidth + attended KV bytes / device bandwidth, streamed bytes being attended too.
+        products = weights / weight bandwidth, attention = KV bytes / device bandwidth, streamed bytes being attended
+        too, and arm = its bytes / host bandwidth.
         """
-        missing = self._missing(context_len, 1, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
+        moved = self.transfers(context_len, 1)
+        missing = self._missing(moved, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
         net, rates = self.network, self.rates
         if rates.weight_bandwidth is None or rates.head_bandwidth is None or rates.device_bandwidth is None or missing:
             return Prediction(missing=missing)
         weights = net.spec.num_layers * net.layer_weight_bytes / rates.weight_bandwidth
         attended = net.attended_bytes(context_len, 1)
-        resident = max(0, attended - self.transfers(context_len, 1).h2d_bytes)
-        layers, quiet = (weights + size / rates.device_bandwidth for size in (attended, resident))
-        return self._step(DeviceWork(DEVICE, layers, quiet, net.head_bytes / rates.head_bandwidth), context_len, 1)
+        resident = max(0, attended - moved.without_arm.h2d_bytes)
+        on_device = max(0, attended - moved.arm_bytes)
+        work = StepWork(
+            DEVICE,
+            products=weights,
+            attention=on_device / rates.device_bandwidth,
+            quiet=weights + resident / rates.device_bandwidth,
+            head=net.head_bytes / rates.head_bandwidth,
+            arm=self._arm_seconds(moved),
+        )
+        return self._step(work, moved, context_len, 1)
 
     # ---- helpers
+
+    def _arm(self) -> ArmModel | None:
+        if not self.placement.cpu_attention or self.arm_missing:
+            return None
+        net, rates, known = self.network, self.rates, ONE_PROCESSOR
+        if not self.placement.one_processor:
+            assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
+            known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
+        return ArmModel(known, net.layer_weight_bytes, arm_query_len(net.spec.num_heads, net.spec.num_kv_heads))
+
+    def _arm_seconds(self, moved: TransferCount) -> float:
+        if not moved.arm_bytes:
+            return 0.0
+        # One processor reads all memory at one rate, so either measurement of it will do.
+        rate = self.rates.host_bandwidth or self.rates.device_bandwidth
+        assert rate is not None, "the arm takes nothing before its rate is known"
+        return moved.arm_bytes / rate
 
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
         net, bandwidth = self.network, self.rates.weight_bandwidth
@@ -132,25 +195,28 @@ class StepModel:
         bandwidth = self.rates.head_bandwidth
         return self.network.head_bytes / bandwidth if samples and bandwidth is not None else 0.0
 
-    def _step(self, work: DeviceWork, context_len: int, query_len: int, steps: int = 1) -> Prediction:
-        """The device's work beside the copies, and what nothing hides."""
+    def _step(
+        self, work: StepWork, moved: TransferCount, context_len: int, query_len: int, steps: int = 1
+    ) -> Prediction:
+        """The work of device and arm beside the copies, and what nothing hides."""
         net, place, rates = self.network, self.placement, self.rates
         num_layers = net.spec.num_layers
-        visits = net.visits(place.block_size, place.resident_blocks, context_len, query_len)
+        visits = net.visits(place.block_size, place.resident_blocks, context_len, query_len) - moved.arm_blocks
         fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + visits * rates.visit_seconds
-        terms = {work.resource: work.layers + work.head, FIXED: fixed}
-        moved, link = self.transfers(context_len, query_len), rates.link
+        terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.arm} if work.arm else {})
+        attention = work.attention + work.arm if place.one_processor else max(work.attention, work.arm)
+        layers, link = work.products + attention, rates.link
         if link is None or not moved:
-            return Prediction(work.layers + work.head + fixed, terms)
+            return Prediction(layers + work.head + fixed, terms)
         copying = terms[LINK] = link.seconds(moved)
         ahead = place.ring_slots * net.layout(place.block_size).block_layer_bytes / link.h2d
         idle = num_layers * max(0.0, work.quiet / num_layers - ahead)
-        hidden, in_turn = max(work.layers, copying + idle), work.layers + copying
+        hidden, in_turn = max(layers, copying + idle), layers + copying
         beside = link.overlap * hidden + (1 - link.overlap) * in_turn
         return Prediction(beside + work.head + fixed, terms)
 
-    def _missing(self, context_len: int, query_len: int, *needed: str) -> tuple[str, ...]:
-        names = [*needed, "link"] if self.transfers(context_len, query_len) else needed
+    def _missing(self, moved: TransferCount, *needed: str) -> tuple[str, ...]:
+        names = [*needed, "link"] if moved else needed
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
 

@@ -16,6 +16,7 @@ RATE_OPTIONS = {  # what gives a rate for a machine that is not at hand
     "weight_bandwidth": "--device-bandwidth",
     "head_bandwidth": "--device-bandwidth",
     "device_bandwidth": "--device-bandwidth",
+    "host_bandwidth": "--host-bandwidth",
     "link": "--link",
 }
 RATE_UNITS = {
@@ -24,6 +25,7 @@ RATE_UNITS = {
     "weight_bandwidth": "B/s",
     "head_bandwidth": "B/s",
     "device_bandwidth": "B/s",
+    "host_bandwidth": "B/s",
 }
 
 
@@ -38,7 +40,9 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "num_gpu_blocks": plan.kv.num_gpu_blocks,
     }
-    return arguments | ({"num_cpu_blocks": plan.kv.num_cpu_blocks} if config.enable_cpu_offload else {})
+    if config.enable_cpu_offload:
+        arguments |= {"num_cpu_blocks": plan.kv.num_cpu_blocks, "cpu_attention": config.cpu_attention}
+    return arguments
 
 
 # ---- for programs
@@ -89,6 +93,10 @@ def _request_json(request: RequestPlan) -> dict[str, Any]:
         "kv_bytes": request.kv_bytes,
         "resident_bytes": request.resident_bytes,
         "streamed_bytes": request.streamed_bytes,
+        "cpu_attention": {
+            "bytes_per_decode_step": request.arm_bytes,
+            "rates_not_known": list(request.arm_missing),
+        },
         "prefill": _phase_json(request.prefill, request.prompt_len) | {"transfers": asdict(request.prefill_transfers)},
         "decode": _phase_json(request.decode, 1) | {"transfers": asdict(request.decode_transfers)},
     }
@@ -113,7 +121,7 @@ def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
     lines = [f"{spec.architecture}, {spec.num_layers} layers, {plan.network.dtype}", "", "Memory", *_memory(plan)]
     lines += ["", "Rates", *_rates(plan), "", f"A prompt of {prompt_len:,} tokens"]
     if plan.fits(prompt_len):
-        lines += _request(plan.request(prompt_len, output_len), output_len)
+        lines += _request(plan, plan.request(prompt_len, output_len), output_len)
     else:
         lines += [_row("fits", "no"), f"  {plan.sizing.advice(prompt_len)}"]
     return "\n".join(lines)
@@ -130,7 +138,7 @@ def log_lines(plan: Plan) -> list[str]:
         f"on the device {show_bytes(plan.device_kv_bytes)} in {kv.split.resident_blocks} resident blocks of "
         f"{layout.block_size} tokens and {kv.split.ring_slots} ring slots, on the host {host_bytes}",
         f"of the longest prompt's KV cache {show_bytes(request.resident_bytes)} stay on the device and "
-        f"{show_bytes(request.streamed_bytes)} stream",
+        f"{show_bytes(request.streamed_bytes)} are on the host{_left_to_arm(plan, request)}",
     ]
     prefill, decode = request.prefill, request.decode
     if prefill.seconds and decode.seconds:
@@ -139,6 +147,12 @@ def log_lines(plan: Plan) -> list[str]:
             f"decode {1 / decode.seconds:,.1f} tok/s (limit: {decode.limit})"
         )
     return lines
+
+
+def _left_to_arm(plan: Plan, request: RequestPlan) -> str:
+    if not plan.cpu_attention or request.arm_bytes is None:
+        return ""
+    return f", of which a decode step leaves {show_bytes(request.arm_bytes)} to the CPU"
 
 
 def _row(label: str, value: str, note: str = "") -> str:
@@ -171,7 +185,8 @@ def _rates(plan: Plan) -> list[str]:
     for name, unit in RATE_UNITS.items():
         rate = getattr(plan.rates, name)
         shown = "not given" if rate is None else show_rate(rate, unit)
-        rows.append(_row(name.replace("_", " "), shown, f"({RATE_OPTIONS[name]})" if rate is None else ""))
+        needed = rate is None and (name != "host_bandwidth" or plan.cpu_attention)
+        rows.append(_row(name.replace("_", " "), shown, f"({RATE_OPTIONS[name]})" if needed else ""))
     link = plan.rates.link
     if link is None:
         rows.append(_row("link", "not given", f"({RATE_OPTIONS['link']})" if plan.kv.num_cpu_blocks else ""))
@@ -183,13 +198,14 @@ def _rates(plan: Plan) -> list[str]:
     return [*rows, _row("fixed costs", "", each if any(fixed.values()) else "not given: speeds are upper bounds")]
 
 
-def _request(request: RequestPlan, wanted: int) -> list[str]:
+def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
     cut = f", not {wanted:,}: there the longest sequence ends" if request.output_len < wanted else ""
     rows = [
         _row("fits", "yes", f"and {request.output_len:,} tokens out{cut}"),
         _row("KV cache", show_bytes(request.kv_bytes), f"{request.num_blocks:,} blocks"),
         _row("stays on the device", show_bytes(request.resident_bytes)),
-        _row("streams", show_bytes(request.streamed_bytes)),
+        _row("on the host", show_bytes(request.streamed_bytes)),
+        *([_arm(request)] if plan.cpu_attention else []),
         *_moves("prefill", request.prefill_transfers, 1),
         *_moves("a decoded token", request.decode_transfers, request.output_len - 1),
     ]
@@ -219,10 +235,23 @@ def _moves(phase: str, moved: TransferCount, steps: int) -> list[str]:
     ]
 
 
+def _arm(request: RequestPlan) -> str:
+    """The CPU's share of a decode step."""
+    label = "the CPU attends to"
+    if request.arm_bytes is None:
+        return _row(label, "not given", f"({_options(request.arm_missing)}): what follows is without the CPU")
+    return _row(label, show_bytes(request.arm_bytes), "of these for a decoded token, where they lie")
+
+
 def _limit(phase: Prediction) -> str:
-    parts = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in phase.terms.items())
+    short = ((name.removesuffix(" memory bandwidth"), seconds) for name, seconds in phase.terms.items())
+    parts = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in short)
     return f"limit: {phase.limit} ({parts})"
 
 
 def _missing(phase: Prediction) -> str:
-    return f"not given: {', '.join(dict.fromkeys(RATE_OPTIONS[name] for name in phase.missing))}"
+    return f"not given: {_options(phase.missing)}"
+
+
+def _options(rates: tuple[str, ...]) -> str:
+    return ", ".join(dict.fromkeys(RATE_OPTIONS[name] for name in rates))

@@ -1,0 +1,28 @@
+"""What the tests of plans share: sizes of machines that are not here, and rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import engine_config
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.planner.machine import Link, Rates
+from nanovllm.planner.network import Network
+
+GIB = 1 << 30
+
+RATES = Rates(
+    compute=1e9, attention=5e8, weight_bandwidth=1e9, head_bandwidth=2e9, device_bandwidth=4e8, link=Link(1e8, 5e7),
+    step_seconds=1e-3, layer_seconds=1e-4, visit_seconds=1e-5,
+)  # fmt: skip
+
+
+def sizing_for(
+    network: Network, gpu_mem: int, host_mem: int, *, one_memory: bool = False, **arguments: Any
+) -> KVSizing:
+    config = engine_config(Path(__file__).parent, arguments)
+    memory = MemoryFacts(gpu_mem, gpu_mem - network.weight_bytes, host_mem, one_memory, activation_peak=GIB)
+    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
