@@ -190,7 +190,8 @@ def test_bench_offload_fails_when_transfers_are_not_as_predicted(
 ) -> None:
     script = importlib.import_module("bench_offload")
     predict = script.predict_request
-    monkeypatch.setattr(script, "predict_request", lambda *a, **k: predict(*a, **k) + script.TransferCount(h2d_copies=1))
+    more = script.TransferCount(h2d_copies=1)
+    monkeypatch.setattr(script, "predict_request", lambda *a, **k: predict(*a, **k) + more)
     assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 
