@@ -189,9 +189,8 @@ def test_bench_offload_fails_when_transfers_are_not_as_predicted(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = importlib.import_module("bench_offload")
-    predict = script.predict_request
-    more = script.TransferCount(h2d_copies=1)
-    monkeypatch.setattr(script, "predict_request", lambda *a, **k: predict(*a, **k) + more)
+    predict, one_more = script.predict_request, script.TransferCount(h2d_copies=1)
+    monkeypatch.setattr(script, "predict_request", lambda *a, **named: predict(*a, **named) + one_more)
     assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from arms import SHARES, DeviceOfItsOwn, SilentDevice, arm, force_share, put_arm_beside, room
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
+from engines import greedy, logits_by_request, offloaded, random_prompt, token_ids
 from torch import Tensor
 
 from nanovllm import LLM
@@ -44,11 +44,13 @@ def logits_of_run(path: Path, share: float | None, **arguments: Any) -> tuple[Te
     """All logits `[sampled rows, vocab]`, the tokens, and how often the arm attended to a block's layer."""
     prompts = [random_prompt(length, VOCAB, seed=4) for length in LENGTHS]
     arguments = {**offloaded(BLOCK, 6, 40, max_num_batched_tokens=40), **arguments}
-    with LLM(path, cpu_attention=share is not None, **arguments) as llm, recorded_logits(llm) as logits:
+    with LLM(path, cpu_attention=share is not None, **arguments) as llm:
         if share is not None:
             force_share(llm, share)
-        tokens = token_ids(llm, prompts, greedy(MAX_TOKENS))
-        return torch.cat(logits), tokens, llm.kv_stats().transfers.arm_blocks
+        found = logits_by_request(llm, prompts, MAX_TOKENS)
+        logits = torch.stack([found[key] for key in sorted(found)])
+        tokens = logits.argmax(dim=-1).unflatten(0, (len(prompts), MAX_TOKENS)).tolist()
+        return logits, tokens, llm.kv_stats().transfers.arm_blocks
 
 
 # ---- the same answer at every share

@@ -11,6 +11,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.prefill_plan import NO_SPANS
 from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
 from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 
@@ -24,7 +25,8 @@ def swap_blocks(
     config = EngineConfig(model=str(tmp_path), **arguments)
     total = int(host_gib * 2**30)
     memory = MemoryFacts(total, total, total, tiers_share_memory=shared, activation_peak=0)
-    return plan_swap_space(config, LAYOUT, memory, KVPlan(resident, host, DeviceSplit(0, resident), 1024))
+    plan = KVPlan(resident, host, DeviceSplit(0, resident), 1024, NO_SPANS, working_bytes=0)
+    return plan_swap_space(config, LAYOUT, memory, plan)
 
 
 def test_by_default_4_gib_or_half_of_what_is_left_or_the_whole_cache(tmp_path: Path) -> None:
