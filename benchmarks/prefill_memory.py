@@ -43,6 +43,7 @@ class Memory:
     weights: int
     kv_device: int
     kv_host: int
+    layer_buffer: int  # for layer-major prefill; of the step, as far as it was touched
 
     @property
     def beyond(self) -> int:
@@ -71,6 +72,7 @@ def measure(work: Work, device_share: Fraction | None) -> tuple[Memory, float]:
         weights=work.shape.weight_bytes,
         kv_device=stats.device_bytes,
         kv_host=stats.host_bytes,
+        layer_buffer=stats.layer_buffer_bytes,
     )
     return memory, timing.prefill_rate
 
@@ -83,7 +85,7 @@ def show(memory: Memory, prefill_rate: float) -> None:
     print_row("KV cache on the host", mib(memory.kv_host))
     print_row("beyond weights and KV cache", mib(memory.beyond))
     print_row("  interpreter and libraries", mib(memory.at_start))
-    print_row("  the step", mib(memory.of_the_step))
+    print_row("  the step", mib(memory.of_the_step), f"with a layer buffer of {mib(memory.layer_buffer)}")
     print_row("peak before the prefill", mib(memory.peak_before))
     print_row("prefill", f"{prefill_rate:,.1f} tok/s")
 
