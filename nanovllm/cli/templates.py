@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm import prompts
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.tokenizer import HuggingFaceTokenizer
 
@@ -29,27 +30,15 @@ class ChatTemplate:
     """Turns messages into token ids. `text` is used in place of the tokenizer's own template, where given."""
 
     def __init__(self, llm: LLM, text: str | None) -> None:
-        self._tokenizer = _hugging_face_tokenizer(llm)
-        self._text = text
-        if text is None and not self._tokenizer.chat_template:
+        tokenizer = llm.engine.tokenizer
+        if text is None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.tokenizer.chat_template:
             raise RequestError(
                 f"the tokenizer in {llm.config.model} has no chat template, which says how messages become a prompt: "
                 "name a Jinja template with --chat-template FILE"
             )
+        self._template = prompts.ChatTemplate(tokenizer, text)
 
     def token_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt that asks for the next answer. Raises RequestError for messages that the template refuses."""
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), chat_template=self._text, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # whatever a template raises
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _hugging_face_tokenizer(llm: LLM) -> Any:
-    tokenizer = llm.engine.tokenizer
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise RequestError(f"{llm.config.model} has no tokenizer files, so messages cannot be read: add them")
-    return tokenizer.tokenizer
+        (prompt,) = self._template.prompts(list(messages))
+        return list(prompt.token_ids or ())
