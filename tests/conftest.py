@@ -35,6 +35,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
+def torch_is_seeded() -> None:
+    """A test that draws numbers without a generator of its own draws the same ones in every run."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine that a test makes runs on a device that finds unordered accesses to KV memory.
 

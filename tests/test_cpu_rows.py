@@ -96,16 +96,18 @@ def test_heads_are_normalised_turned_and_placed(
 ) -> None:
     heads = bf16(seed, tokens, q_heads + 2 * kv_heads, head_dim, gap=gap)
     weight = bf16(seed + 1, q_heads + kv_heads, head_dim) if normed else None
-    angles = torch.randn(tokens, 1, head_dim // 2)
+    angles = torch.randn(tokens, 1, head_dim // 2, generator=torch.Generator().manual_seed(seed))
     cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
     q, k, v = (bf16(0, tokens, count, head_dim, gap=gap) for count in (q_heads, kv_heads, kv_heads))
     place_heads(heads, weight, EPS, cos, sin, q, k, v)
     to_turn, values = heads.split((q_heads + kv_heads, kv_heads), dim=1)
     turned = rotate(to_turn if weight is None else plain_norm(to_turn, weight), cos, sin)
-    # A neighbour's rounding in the norm is worth as much here as what it turns into.
+    # A neighbour's rounding in the norm is worth as much here as what it turns into. Without a norm it is the
+    # two float32 products that round, and where they cancel that is large beside the result.
+    inherited = ONE_ULP if normed else 2**-22
     for ours, expected in zip((q, k), turned.split((q_heads, kv_heads), dim=1), strict=True):
         size = expected.abs().amax(-1, keepdim=True) if expected.numel() else expected
-        assert torch.all((ours.float() - expected).abs() <= ONE_ULP * (expected.abs() + (size if normed else 0)))
+        assert torch.all((ours.float() - expected).abs() <= ONE_ULP * expected.abs() + inherited * size)
     assert same_bits(v, values)
 
 
