@@ -70,8 +70,9 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
         assert token_ids(llm, prompts, greedy(3)) == traced
     rows = rows_of(path)
     compute = rows.pop("compute")
-    assert {s["name"] for s in compute} == {"step", "write K/V", "attend", "attend on the host"}
-    assert all(s["args"]["bytes"] > 0 and s["args"]["declared"] > 0 for s in compute if s["name"] != "step")
+    assert {s["name"] for s in compute} == {"step", "wait", "write K/V", "attend", "attend on the host"}
+    kernels = [s["args"] for s in compute if s["name"] not in ("step", "wait")]
+    assert all(args["bytes"] > 0 and args["declared"] > 0 for args in kernels)
     assert set(rows) == {f"kv-slot-{slot}" for slot in range(4)} | {"kv-moves"}
     copies = [s for slices in rows.values() for s in slices]
     for kind, count, total in (("h2d", moved.h2d_copies, moved.h2d_bytes), ("d2h", moved.d2h_copies, moved.d2h_bytes)):
@@ -138,13 +139,27 @@ def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path
     device.end_kernel()
     device.close()
     kernels = rows_of(tmp_path / "trace.json")["compute"]
-    assert [(k["name"], k["args"]["declared"], k["args"]["bytes"]) for k in kernels] == [
+    assert [(k["name"], k["args"].get("declared"), k["args"].get("bytes")) for k in kernels] == [
         ("a", 2, 96),
         ("b", 1, 0),
         ("c", 1, 0),
+        ("wait", None, None),
         ("c", 1, 0),
     ]
     assert in_turn(kernels)
+
+
+def test_a_wait_lasts_as_long_as_what_it_waits_for(tmp_path: Path) -> None:
+    device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
+    calls, event = device.new_call_stream("calls"), device.new_event()
+    calls.launch(lambda: time.sleep(0.02))
+    calls.record(event)
+    device.compute_stream.wait(event)
+    device.close()
+    rows = rows_of(tmp_path / "trace.json")
+    (call,), (wait,) = rows["calls"], rows["compute"]
+    assert wait["name"] == "wait" and wait["dur"] >= 1e4
+    assert wait["ts"] + wait["dur"] >= call["ts"] + call["dur"] - 1e-2
 
 
 def test_marks_are_let_go_while_the_engine_runs(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A timeline of what a device did: copies and kernels, a row for each stream, as a Chrome trace.
 
-The file opens in https://ui.perfetto.dev and chrome://tracing. Copies are timed by marks on their stream before and
-after them; a kernel lasts from its declaration to `end_kernel`, or to the next thing that the device hears of on the
-compute stream. Marks are read once they are passed, so nothing waits for them.
+The file opens in https://ui.perfetto.dev and chrome://tracing. Copies, and waits of the compute stream, are timed by
+marks on their stream before and after them; a kernel lasts from its declaration to `end_kernel`, or to the next thing
+that the device hears of on the compute stream. Marks are read once they are passed, so nothing waits for them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TracedCallStream(TracedStream, CallStream):
 
 
 class TracedCompute(StreamWrapper):
-    """The compute stream: what it waits for is no part of the kernel before."""
+    """The compute stream: its waits are slices, and no part of the kernel before."""
 
     def __init__(self, device: TracedDevice) -> None:
         super().__init__(device.inner.compute_stream)
@@ -121,7 +121,9 @@ class TracedCompute(StreamWrapper):
 
     def wait(self, event: Event) -> None:
         self._device.end_kernel()
+        begin = self.inner.mark()
         super().wait(event)
+        self._device.add("wait", COMPUTE, begin, self.inner.mark())
 
 
 class TracedDevice(DeviceWrapper):
