@@ -1,6 +1,7 @@
 """Prefill and decode with the whole KV cache on the device: random weights, random prompts, no checkpoint needed.
 
     python bench.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
+    python bench.py --preset h200
 
 Each prompt length is run --repeats times after --warmup runs that do not count; figures are medians with the extremes
 beside them. Shares are of what torch.mm and torch.sum reach in the same run. Defaults take about a minute on two cores.
@@ -13,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from benchmarks.engine import Work, attention_backend, device_name, generate, timing_of
+from benchmarks.engine import Work, engine_facts, generate, timing_of
 from benchmarks.options import Parser, add_device_option, add_trace_option, exit_status
-from benchmarks.report import machine_facts
+from benchmarks.presets import RESIDENT, parse_with_preset
 from benchmarks.resident import Engine, add_options, report
 from benchmarks.shapes import open_shape
 
@@ -23,28 +24,19 @@ from benchmarks.shapes import open_shape
 def run(args: argparse.Namespace) -> int:
     """Measure all prompt lengths in one engine."""
     with ExitStack() as stack:
-        shape = stack.enter_context(open_shape(args.model, args.num_layers, args.dtype))
-        work = Work(
-            shape=shape,
-            prompt_len=max(args.prompt_len),
-            output_len=args.output_len,
-            num_prompts=args.num_prompts,
-            block_size=args.block_size,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            device=args.device,
-            seed=args.seed,
-        )
+        shape = stack.enter_context(open_shape(args.model, args.num_layers, args.dtype, args.load_format))
+        work = Work.of(shape, args, max(args.prompt_len), args.output_len, args.num_prompts)
 
         def open_engine() -> Engine:
             llm = stack.enter_context(work.open(**work.on_device(), trace=args.trace))
+            stats = llm.kv_stats()
             return Engine(
                 run=lambda prompts: timing_of(generate(llm, prompts, args.output_len)),
-                kv_device_bytes=llm.kv_stats().device_bytes,
+                kv_device_bytes=stats.device_bytes,
+                kv_host_bytes=stats.host_bytes + stats.swap_bytes,
             )
 
-        device = device_name(args.device)
-        facts = machine_facts(device) | {"attention": attention_backend(shape, device)}
-        report(args, shape, facts, open_engine)
+        report(args, shape, engine_facts(shape, args.device), open_engine)
     return 0
 
 
@@ -53,7 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_options(parser, block_size=256)
     add_device_option(parser)
     add_trace_option(parser, "all runs")
-    return parser.parse_args(argv)
+    return parse_with_preset(parser, argv, RESIDENT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The work of bench.py through vLLM's offline API, with the same report, to compare the two on one machine.
 
     python bench_vllm.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
+    python bench_vllm.py --preset h200
 
 Run it in an environment that has vLLM; of nanovllm it needs the source tree alone, not the extensions. The device is
 the one that the installed vLLM was built for. The engine runs in this process, so that the peak memory is its own.
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.options import Parser, exit_status
+from benchmarks.presets import NETWORK, parse_with_preset
 from benchmarks.report import machine_facts
 from benchmarks.resident import Engine, add_options, longest, report
 from benchmarks.shapes import Shape, open_shape
@@ -27,13 +29,13 @@ HOW_TO_GET_IT = (
 
 
 def open_vllm(args: argparse.Namespace, shape: Shape) -> Any:
-    """vllm.LLM with random weights, nothing cached between requests, and statistics of each request kept."""
+    """vllm.LLM, with nothing cached between requests, and statistics of each request kept."""
     from vllm import LLM
 
     sizes = {} if args.block_size is None else {"block_size": args.block_size}
     return LLM(
         model=str(shape.path),
-        load_format="dummy",
+        load_format=shape.load_format,
         skip_tokenizer_init=True,
         dtype=str(shape.dtype).removeprefix("torch."),
         max_model_len=longest(args.prompt_len, args.output_len),
@@ -76,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"bench_vllm.py: error: vLLM cannot be imported ({error}): {HOW_TO_GET_IT}", file=sys.stderr)
         return 2
 
-    with open_shape(args.model, args.num_layers, args.dtype) as shape:
+    with open_shape(args.model, args.num_layers, args.dtype, args.load_format) as shape:
 
         def open_engine() -> Engine:
             llm = open_vllm(args, shape)
-            return Engine(run=lambda prompts: generate(llm, prompts, args.output_len), kv_device_bytes=None)
+            return Engine(lambda prompts: generate(llm, prompts, args.output_len), None, None)
 
         facts = machine_facts(current_platform.device_type) | {"vllm": vllm.__version__}
         report(args, shape, facts, open_engine)
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="bench_vllm.py", description="The work of bench.py through vLLM, with the same report.")
     add_options(parser, block_size=None)
-    return parser.parse_args(argv)
+    return parse_with_preset(parser, argv, NETWORK)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

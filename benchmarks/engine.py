@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import machine_facts
 from benchmarks.shapes import Shape
 from benchmarks.timing import RequestTiming, RunTiming
 from nanovllm import LLM, RequestOutput, SamplingParams
@@ -33,6 +35,20 @@ class Work:
     device: str | None
     seed: int
 
+    @classmethod
+    def of(cls, shape: Shape, args: argparse.Namespace, prompt_len: int, output_len: int, num_prompts: int = 1) -> Work:
+        """The other sizes as the options that the benchmarks share say."""
+        return cls(
+            shape=shape,
+            prompt_len=prompt_len,
+            output_len=output_len,
+            num_prompts=num_prompts,
+            block_size=args.block_size,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            device=args.device,
+            seed=args.seed,
+        )
+
     @property
     def num_blocks(self) -> int:
         """KV blocks that hold all sequences at once, with those that the block manager keeps free."""
@@ -46,7 +62,7 @@ class Work:
         """An engine for it; `placement` says where its blocks live."""
         return LLM(
             self.shape.path,
-            load_format="dummy",
+            load_format=self.shape.load_format,
             dtype=str(self.shape.dtype).removeprefix("torch."),
             device=self.device,
             max_model_len=self.prompt_len + self.output_len,
@@ -99,6 +115,12 @@ def device_name(device: str | None) -> str:
 def attention_backend(shape: Shape, device: str) -> str:
     """What computes attention on a device, given by its name. Raises ConfigError where nothing does."""
     return select_backend(torch.device(device), shape.spec.head_dim).name
+
+
+def engine_facts(shape: Shape, device: str | None) -> dict[str, Any]:
+    """The machine's, for what --device names, and what computes attention there. Raises ConfigError."""
+    name = device_name(device)
+    return machine_facts(name) | {"attention": attention_backend(shape, name)}
 
 
 def generate(llm: LLM, prompts: list[list[int]], output_len: int) -> list[RequestOutput]:

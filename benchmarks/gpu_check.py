@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, in one command: build, tests, benchmarks, and what came of each.
 
-    python -m benchmarks.gpu_check --output-dir DIR [--only PART ...] [--skip PART ...] [--minutes 9]
+    python -m benchmarks.gpu_check --output-dir DIR [--only PART ...] [--skip PART ...] [--minutes 8]
 
 Needs no network and installs nothing: it says which packages are missing. Each part runs in a process of its own, with
 a time limit; what one does to itself, or how it fails, does not stop the others. DIR gets `gpu-check.json` with all
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from benchmarks.options import Parser, positive
+from benchmarks.presets import PROMPT_32K, PROMPT_128K
 from benchmarks.report import ROOT, machine_facts, write_json
 
 PACKAGES = ("pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors", "tokenizers", "xxhash")
 PACKAGES += ("numpy", "tqdm", "triton")
 KEPT_OUTPUT = 6000  # characters of a part's output that are kept, from its end
-MODEL = ("--model", "llama-3.1-8b", "--device", "cuda")
+PRESET = ("--preset", "h200")  # what a part does not say is as in the full table
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,10 @@ class Part:
     figures: bool = True
 
 
-def offload(name: str, prompt_len: int, block_size: int, seconds: int, *options: str) -> Part:
+def offload(name: str, prompt_len: int, seconds: int, *options: str) -> Part:
     """A prompt on the device and offloaded, in turns."""
-    sizes = ("--prompt-len", str(prompt_len), "--block-size", str(block_size), "--max-num-batched-tokens", "16384")
-    runs = ("--num-layers", "32", "--output-len", "17", "--repeats", "1", "--warmup", "1")
-    return Part(name, ("bench_offload.py", *MODEL, *sizes, *runs, *options), seconds)
+    runs = ("--prompt-len", str(prompt_len), "--output-len", "17", "--repeats", "1")
+    return Part(name, ("bench_offload.py", *PRESET, *runs, *options), seconds)
 
 
 PARTS = (
@@ -62,13 +62,9 @@ PARTS = (
         90,
         figures=False,
     ),
-    offload("offload-32k", 32768, 1024, 120, "--no-cpu-attention"),
-    Part(
-        "resident",
-        ("bench.py", *MODEL, "--prompt-len", "2048", "32768", "--output-len", "33", "--repeats", "2"),
-        90,
-    ),
-    offload("offload-128k", 131072, 4096, 240, "--decode-steps", "0"),
+    offload("offload-32k", PROMPT_32K, 120, "--no-cpu-attention"),
+    Part("resident", ("bench.py", *PRESET, "--prompt-len", "2048", str(PROMPT_32K), "--repeats", "2"), 90),
+    offload("offload-128k", PROMPT_128K, 240, "--decode-steps", "0", "--against", "on-device"),
 )
 
 
@@ -177,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output-dir", type=Path, required=True, help="where the JSON files go; made if it is not there")
     add("--only", nargs="+", choices=names, help="run these parts only")
     add("--skip", nargs="+", choices=names, default=[], help="leave these parts out")
-    add("--minutes", type=positive, default=9, help="for all parts together (default: %(default)s)")
+    add("--minutes", type=positive, default=8, help="for all parts together (default: %(default)s)")
     return run(parser.parse_args(argv))
 
 

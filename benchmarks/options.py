@@ -25,8 +25,13 @@ def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
     kept = "all" if num_layers is None else str(num_layers)
-    add("--num-layers", type=positive, default=num_layers, help=f"layers to keep of the model (default: {kept})")
+    add("--num-layers", type=layers, default=num_layers, help=f"layers to keep, or all (default: {kept})")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")
+
+
+def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    told = "dummy: random weights; auto: those of the checkpoint in --model, with all its layers (default: %(default)s)"
+    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy", help=told)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, block_size: int | None, max_batched: int) -> None:
@@ -56,6 +61,11 @@ def add_run_options(parser: argparse.ArgumentParser, *, output_len: int, repeats
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-json", type=new_file, help="file to write all figures to")
+
+
+def layers(text: str) -> int | None:
+    """How many to keep; None for "all"."""
+    return None if text == "all" else positive(text)
 
 
 def positive(text: str) -> int:

@@ -166,16 +166,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> list[Result]:
     results = []
     for placement in PLACEMENTS:
         for prompt_len in args.prompt_len:
-            work = Work(
-                shape=shape,
-                prompt_len=prompt_len,
-                output_len=args.output_len,
-                num_prompts=1,
-                block_size=args.block_size,
-                max_num_batched_tokens=args.max_num_batched_tokens,
-                device=args.device,
-                seed=args.seed,
-            )
+            work = Work.of(shape, args, prompt_len, args.output_len)
             results.append(measure(work, placement, args))
             show(results[-1])
     return results

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from benchmarks.engine import Work, attention_backend, device_name, generate, timing_of
+from benchmarks.engine import Work, engine_facts, generate, timing_of
 from benchmarks.options import (
     Parser,
     add_device_option,
@@ -27,7 +27,7 @@ from benchmarks.options import (
     share,
 )
 from benchmarks.other_load import OtherLoad
-from benchmarks.report import machine_facts, mib, peak_rss_bytes, print_facts, print_other_load, print_row, write_json
+from benchmarks.report import mib, peak_rss_bytes, print_facts, print_other_load, print_row, write_json
 from benchmarks.shapes import open_shape
 from nanovllm.device.memory import rss_bytes
 
@@ -92,18 +92,8 @@ def show(memory: Memory, prefill_rate: float) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with open_shape(args.model, args.num_layers, args.dtype) as shape:
-        work = Work(
-            shape=shape,
-            prompt_len=args.prompt_len,
-            output_len=1,
-            num_prompts=1,
-            block_size=args.block_size,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            device=args.device,
-            seed=args.seed,
-        )
-        device = device_name(args.device)
-        facts = machine_facts(device) | {"attention": attention_backend(shape, device)}
+        work = Work.of(shape, args, args.prompt_len, output_len=1)
+        facts = engine_facts(shape, args.device)
         print_facts(facts, shape.facts())
         print(f"{args.prompt_len:,} tokens in, {args.max_num_batched_tokens:,} in a step\n", flush=True)
         load = OtherLoad()

@@ -20,7 +20,7 @@ import nanovllm
 from benchmarks.timing import Rates, Spread
 
 MIB = 1 << 20
-FILE_ARGUMENTS = ("output_json", "output_dir", "trace")
+FILE_ARGUMENTS = ("output_json", "output_dir", "trace", "plot")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -101,7 +101,8 @@ def print_row(label: str, value: str, note: str = "") -> None:
 def print_facts(facts: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """The head of a report."""
     network = f"{model['name']}, {model['num_layers']} layers, {model['dtype']}"
-    print(f"{network}, random weights of {mib(model['weight_bytes'])}")
+    weights = "random weights" if model["load_format"] == "dummy" else "weights"
+    print(f"{network}, {weights} of {mib(model['weight_bytes'])}")
     gpu = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}; " if "gpu" in facts else ""
     print(f"{facts['device']}: {gpu}{facts['cpu']}, {facts['threads']} threads; {facts['date']}")
     engine = f"nanovllm {facts['nanovllm']} ({facts['commit'] or 'no git commit'})"
@@ -140,13 +141,18 @@ def mib(num_bytes: float) -> str:
 # ---- for programs
 
 
+def plain(args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
+    """One object of what JSON knows: arguments, machine, and the parts."""
+    # Where files go says nothing about what was measured.
+    arguments = {name: value for name, value in vars(args).items() if name not in FILE_ARGUMENTS}
+    report: dict[str, Any] = json.loads(json.dumps({"arguments": arguments, "machine": facts, **parts}, default=_plain))
+    return report
+
+
 def write_json(path: Path | None, args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> None:
-    """One object: arguments, machine, and the parts; nothing where no path was given."""
+    """What `plain` makes of it; nothing where no path was given."""
     if path is not None:
-        # Where files go says nothing about what was measured.
-        arguments = {name: value for name, value in vars(args).items() if name not in FILE_ARGUMENTS}
-        report = {"arguments": arguments, "machine": facts, **parts}
-        path.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
+        path.write_text(json.dumps(plain(args, facts, **parts), indent=2) + "\n")
 
 
 def _plain(value: object) -> Any:

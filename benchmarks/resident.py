@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.options import add_engine_options, add_model_options, add_run_options, positive
+from benchmarks.options import add_engine_options, add_model_options, add_run_options, add_weights_option, positive
 from benchmarks.other_load import OtherLoad
 from benchmarks.peaks import matmul_gflop_s, read_gb_s
 from benchmarks.report import (
@@ -30,6 +30,7 @@ class Engine:
 
     run: Callable[[list[list[int]]], RunTiming]
     kv_device_bytes: int | None  # allocated, where the engine tells
+    kv_host_bytes: int | None  # the same; on a GPU all of it is pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +119,24 @@ def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], ope
     print_row("torch.sum", f"{peaks.read_gb_s:,.1f} GB/s")
     if engine.kv_device_bytes is not None:
         print_row("KV memory on the device", mib(engine.kv_device_bytes))
+    if engine.kv_host_bytes is not None:
+        pinned = "pinned, for swapping" if device == "cuda" else "for swapping"
+        print_row("KV memory on the host", mib(engine.kv_host_bytes), pinned)
     weights = f"{mib(shape.weight_bytes)} of it weights"
     if device_peak is not None:
         print_row("peak device memory", mib(device_peak), weights)
     print_row("peak process memory", mib(peak_rss), weights if device_peak is None else "")
     print_other_load(other_load)
-    parts = {"peaks": peaks, "kv_device_bytes": engine.kv_device_bytes, "results": results, "other_load": other_load}
-    memory = {"peak_rss_bytes": peak_rss, "peak_device_bytes": device_peak}
+    kv_memory = {"kv_device_bytes": engine.kv_device_bytes, "kv_host_bytes": engine.kv_host_bytes}
+    memory = {"peak_rss_bytes": peak_rss, "peak_device_bytes": device_peak, **kv_memory}
+    parts = {"peaks": peaks, "results": results, "other_load": other_load}
     write_json(args.output_json, args, facts, model=shape.facts(), **memory, **parts)
 
 
 def add_options(parser: argparse.ArgumentParser, *, block_size: int | None) -> None:
     """Options of the work; `block_size` is the engine's default, None where it chooses."""
     add_model_options(parser, num_layers=None)
+    add_weights_option(parser)
     add = parser.add_argument
     add("--prompt-len", type=positive, nargs="+", default=[512, 2048], help="tokens; several are run in turn")
     add("--num-prompts", type=positive, default=1, help="requests at once (default: %(default)s)")

@@ -32,12 +32,13 @@ def shape_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model directory without weights or tokenizer, and the network that it describes."""
+    """A model directory, without weights unless `load_format` says so, and the network that it describes."""
 
     name: str
     path: Path
     spec: DecoderSpec
     dtype: torch.dtype
+    load_format: str = "dummy"  # the engine's argument
 
     @property
     def network(self) -> Network:
@@ -75,6 +76,7 @@ class Shape:
             "head_dim": self.spec.head_dim,
             "dtype": str(self.dtype).removeprefix("torch."),
             "weight_bytes": self.weight_bytes,
+            "load_format": self.load_format,
         }
 
     def prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
@@ -84,12 +86,15 @@ class Shape:
 
 
 @contextmanager
-def open_shape(model: str, num_layers: int | None, dtype: str) -> Iterator[Shape]:
+def open_shape(model: str, num_layers: int | None, dtype: str, load_format: str = "dummy") -> Iterator[Shape]:
     """The shape called `model`, or that of the directory `model`, in a directory that goes when the context closes.
 
-    num_layers: keep so many layers, or all. dtype: a torch dtype's name, or "auto" for the config's.
-    Raises ConfigError or ModelError.
+    num_layers: keep so many layers, or all. dtype: a torch dtype's name, or "auto" for the config's. load_format:
+    "dummy", or "auto" for the directory `model` itself, with its weights. Raises ConfigError or ModelError.
     """
+    if load_format == "auto":
+        yield _checkpoint(model, num_layers, dtype)
+        return
     config = _load_config(model)
     if num_layers is not None:
         _cut(config, num_layers)
@@ -97,7 +102,21 @@ def open_shape(model: str, num_layers: int | None, dtype: str) -> Iterator[Shape
         path = Path(directory)
         (path / "config.json").write_text(json.dumps(config))
         spec = load_decoder_spec(path)
-        yield Shape(Path(model).name, path, spec, getattr(torch, spec.dtype if dtype == "auto" else dtype))
+        yield Shape(Path(model).name, path, spec, _dtype(dtype, spec))
+
+
+def _checkpoint(model: str, num_layers: int | None, dtype: str) -> Shape:
+    if num_layers is not None:
+        raise ConfigError(f"--num-layers {num_layers}: --load-format auto takes them all: say --num-layers all")
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--model {model!r}: --load-format auto needs the directory of a checkpoint")
+    spec = load_decoder_spec(Path(model))
+    return Shape(Path(model).resolve().name, Path(model), spec, _dtype(dtype, spec), "auto")
+
+
+def _dtype(name: str, spec: DecoderSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype if name == "auto" else name)
+    return dtype
 
 
 def _load_config(model: str) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 Eight layers take a prompt in 16 chunks of one block each, on the CPU device. As a benchmark, with 16,384 tokens:
 
-    python -m pytest -s --run-slow tests/test_attention_offload.py
+    python tests/test_attention_offload.py
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -124,3 +125,7 @@ def test_copies_calls_and_merges_follow_the_formula(
     print(f"  attention {watch.seconds['attend']:.3f} s, of which merges {watch.seconds['merge']:.3f} s")
     print(f"  writes and waits {watch.seconds['layer'] - watch.seconds['attend']:.3f} s")
     print(f"  copies, alongside, {watch.seconds['copy']:.3f} s for {moved:.3f} GB in {watch.calls['copy']}")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-q", "-s", *(sys.argv[1:] or ["-m", "slow"])]))

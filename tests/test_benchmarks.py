@@ -8,86 +8,42 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmark_helpers import (
+    HEAD_DIM,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    LAYERS,
+    MACHINE_FIELDS,
+    OUTPUT_LEN,
+    PROMPT_LEN,
+    ROOT,
+    SMALL,
+    TOKEN_BYTES,
+    VOCAB,
+    check_rates,
+    main_of,
+    make_config,
+    make_scripts_small,
+    report_of,
+)
 
 from nanovllm.ops.cpu_linear import available
-from nanovllm.planner.measure import ProbeSizes
-
-ROOT = Path(__file__).resolve().parent.parent
-PROMPT_LEN, OUTPUT_LEN, LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 160, 5, 3, 2, 16, 101, 64, 96
-TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2  # bfloat16
-MACHINE_FIELDS = {"date", "device", "cpu", "threads", "python", "torch", "nanovllm", "commit"}
-SMALL = ["--output-len", str(OUTPUT_LEN), "--repeats", "2", "--warmup", "1", "--dtype", "bfloat16"]
 
 
 @pytest.fixture(autouse=True)
-def scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-
-
-@pytest.fixture(autouse=True)
-def small_peaks(scripts_can_be_imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's peaks are not what is tested, and take a second each."""
-    peaks = importlib.import_module("benchmarks.peaks")
-    for name, value in (("MATRIX", 64), ("BUFFER_BYTES", 4096), ("ROUNDS", 1)):
-        monkeypatch.setattr(peaks, name, value)
-    sizes = ProbeSizes(weight_bytes=1 << 16, kv_bytes=1 << 16, keys=128, rounds=2, seconds=0.01)
-    monkeypatch.setattr(importlib.import_module("benchmarks.plan_accuracy"), "ProbeSizes", lambda: sizes)
+def scripts_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_scripts_small(monkeypatch)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A directory that holds nothing but a config."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    }
-    path = tmp_path / "tiny"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-def main_of(script: str) -> Callable[[list[str]], int]:
-    main: Callable[[list[str]], int] = importlib.import_module(script).main
-    return main
-
-
-def report_of(script: str, model: Path, *options: str) -> dict[str, Any]:
-    """Run a script to its end and return what it wrote."""
-    output = model.parent / f"{script}.json"
-    status = main_of(script)(["--model", str(model), "--output-json", str(output), *options])
-    assert status == 0
-    report: dict[str, Any] = json.loads(output.read_text())
-    assert set(report["machine"]) >= MACHINE_FIELDS
-    assert report["model"]["num_layers"] <= LAYERS
-    assert 0 <= report["other_load"] <= 1
-    return report
-
-
-def check_rates(rates: dict[str, Any], prompt_len: int) -> None:
-    """Each figure lies between its extremes, and prefill and TTFT tell of the same seconds."""
-    for name in ("prefill_tok_s", "decode_tok_s", "ttft_s", "tpot_s"):
-        assert 0 < rates[name]["low"] <= rates[name]["median"] <= rates[name]["high"]
-    assert prompt_len / rates["prefill_tok_s"]["high"] <= rates["ttft_s"]["low"]
-    assert rates["decode_tok_s"]["high"] == pytest.approx(1 / rates["tpot_s"]["low"])
+    return make_config(tmp_path / "tiny")
 
 
 # ---- bench.py
@@ -124,75 +80,6 @@ def test_bench_has_no_decode_for_one_token(model: Path) -> None:
     report = report_of("bench", model, "--prompt-len", "20", *SMALL, "--output-len", "1")
     (result,) = report["results"]
     assert result["rates"]["decode_tok_s"] is None and result["rates"]["tpot_s"] is None
-
-
-# ---- bench_offload.py
-
-OFFLOAD = ["--prompt-len", str(PROMPT_LEN), "--block-size", "16", "--max-num-batched-tokens", "48", "--num-layers", "3"]
-OFFLOAD += ["--decode-steps", "0"]
-
-
-def test_bench_offload_compares_and_counts(model: Path) -> None:
-    report = report_of("bench_offload", model, *OFFLOAD, "--device-share", "0.4", *SMALL)
-    assert report["outputs_equal"] is True
-    for name in ("on device", "resident", "offload", "offload, chunk-major"):
-        check_rates(report["rates"][name], PROMPT_LEN)
-    for other in ("on device", "resident", "offload, chunk-major"):
-        for phase in ("prefill", "decode"):
-            ratio = report["ratios"][other][phase]
-            assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert report["kv"]["on device"]["host_bytes"] == report["kv"]["resident"]["host_bytes"] == 0
-    assert report["kv"]["offload"]["num_gpu_blocks"] == 4  # 0.4 of the 11 that hold prompt and output
-    counts = {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks", "d2h_bytes": None, "d2h_copies": None}
-    on_host = PROMPT_LEN + OUTPUT_LEN - 1 - report["kv"]["offload"]["resident_blocks"] * 16
-    for traffic in report["traffic"].values():
-        counted = traffic["counted"]
-        for name, spared in counts.items():
-            assert counted[name] + counted.get(spared, 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
-        assert counted["arm_blocks"] > 0
-        assert counted["d2h_bytes"] == on_host * TOKEN_BYTES
-        assert traffic["copy_peak_gb_s"]["h2d"] > 0 and traffic["copy_peak_gb_s"]["d2h"] > 0
-    loads = {name: traffic["prefill"]["h2d_bytes"] for name, traffic in report["traffic"].items()}
-    assert loads["offload"] == 0 < loads["offload, chunk-major"], "layer-major prefill loads nothing"
-
-
-def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--decode-steps", "2"]
-    by_share = report_of("bench_offload", model, *options)["by_share"]
-    assert by_share["outputs_equal"] is True
-    on_device, *results = by_share["results"]
-    names = [result["name"] for result in results]
-    assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
-    assert on_device["h2d_bytes"] == on_device["arm_bytes"] == 0 and on_device["taken"] is None
-    arm = [result["arm_bytes"] for result in results[:5]]
-    assert arm == sorted(set(arm)) and arm[0] == 0, "more blocks with every share"
-    assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
-    assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"
-    assert "DIFFERS" not in (shown := capsys.readouterr().out) and "automatic takes 100%" in shown
-
-
-def test_bench_offload_fails_when_outputs_differ(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = importlib.import_module("bench_offload")
-    generate = script.generate
-
-    def lie_once(llm: Any, *rest: Any) -> Any:
-        outputs = generate(llm, *rest)
-        if llm.kv_stats().host_bytes:
-            outputs[0].outputs[0].token_ids[-1] += 1
-        return outputs
-
-    monkeypatch.setattr(script, "generate", lie_once)
-    assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
-
-
-def test_bench_offload_fails_when_transfers_are_not_as_predicted(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = importlib.import_module("bench_offload")
-    predict, one_more = script.predict_request, script.TransferCount(h2d_copies=1)
-    monkeypatch.setattr(script, "predict_request", lambda *a, **named: predict(*a, **named) + one_more)
-    assert script.main(["--model", str(model), *OFFLOAD, "--device-share", "2/5", *SMALL]) == 1
-    assert "DIFFERS" in capsys.readouterr().out
 
 
 # ---- prefill memory
@@ -421,9 +308,21 @@ def test_both_stream_layouts_are_measured(model: Path, tmp_path: Path) -> None:
     assert {result["streams"] for result in results} == {"a stream for each slot", "a stream for each direction"}
 
 
-def test_bench_offload_writes_a_timeline(model: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    quick = [*SMALL, "--repeats", "1", "--warmup", "0", "--output-len", "2"]
-    report_of("bench_offload", model, *OFFLOAD, "--device-share", "2/5", *quick, "--trace", str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert {"h2d copy", "d2h copy", "attend", "step"} <= {event["name"] for event in events}
+@pytest.mark.parametrize(
+    ("script", "options", "shown"),
+    [
+        ("test_sgdma.py", ["--mib", "1", "--row-bytes", "4096", "--repeats", "1", "--device", "cpu"], "row by row"),
+        ("test_attention_offload.py", ["-k", "32 and Native", "-p", "no:cacheprovider"], "of which merges"),
+    ],
+)
+def test_some_tests_are_benchmarks_by_hand(script: str, options: list[str], shown: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / script), *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shown in done.stdout

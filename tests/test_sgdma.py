@@ -1,4 +1,9 @@
-"""The pitched copy: what it moves, what it leaves alone, what it refuses, and how it is built."""
+"""The pitched copy: what it moves, what it leaves alone, what it refuses, and how it is built.
+
+As a benchmark, on a GPU where there is one, with the options of benchmarks/copy_bandwidth.py:
+
+    python tests/test_sgdma.py
+"""
 
 from __future__ import annotations
 
@@ -306,3 +311,10 @@ def test_pageable_memory_is_refused() -> None:
     device, host = torch.zeros(64, device="cuda"), torch.zeros(64)
     with pytest.raises(CopyError, match="needs src in pinned host memory"):
         memcpy_2d_async(device, host, 8, 8, 8, 4, "h2d")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+    from benchmarks.copy_bandwidth import main
+
+    sys.exit(main())

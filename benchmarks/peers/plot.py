@@ -8,18 +8,17 @@ from typing import Any
 
 from benchmarks.peers.driver import Findings, Plan
 from benchmarks.peers.summary import Roofline, Row
+from benchmarks.plotting import load_pyplot
 from benchmarks.shapes import Shape
+from nanovllm.errors import ConfigError
 
 
 def draw(shape: Shape, plan: Plan, findings: Findings, rows: Sequence[Row], path: Path) -> bool:
     """Write a picture to `path`; returns False, with nothing written, where there is no matplotlib."""
     try:
-        import matplotlib
-    except ImportError:
+        pyplot = load_pyplot()
+    except ConfigError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (prefill, decode) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     _lines(prefill, rows, [(row, row.prefill_tok_s.median) for row in rows])
     _lines(decode, rows, [(row, 1 / row.tpot_s.median) for row in rows if row.tpot_s is not None])

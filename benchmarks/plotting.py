@@ -1,0 +1,22 @@
+"""matplotlib, where there is one: it is an optional part of the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.errors import ConfigError
+
+
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, which then draws into files. Raises ConfigError where it cannot be imported."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            f"a picture needs matplotlib, which cannot be imported ({error}): pip install 'nanovllm[plot]', or do"
+            " without the picture"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,173 @@
+"""What a trace tells of an engine's steps: what ran on which stream and when, what overlapped, what was waited for.
+
+Traces are the files of `LLM(trace=...)`, and of torch's profiler for the gaps between kernels. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.device.trace import COMPUTE
+from nanovllm.errors import ConfigError
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that a stream did."""
+
+    name: str
+    stream: str
+    begin: float
+    end: float
+    num_bytes: int
+
+    @property
+    def is_copy(self) -> bool:
+        return self.name.endswith(" copy")
+
+    @property
+    def span(self) -> Interval:
+        return self.begin, self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The forward passes of an engine, in order, and everything else that its streams did."""
+
+    streams: list[str]
+    steps: list[Slice]
+    slices: list[Slice]
+
+    @classmethod
+    def read(cls, path: Path) -> Timeline:
+        """Raises ConfigError where the file is not a trace of an engine. Steps that measure bandwidths are left out."""
+        try:
+            events = json.loads(path.read_text())["traceEvents"]
+            names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+            found = [_slice(event, names) for event in events if event["ph"] == "X"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{str(path)!r} is not a trace that nanovllm wrote: {error!r}") from error
+        attends = [piece.begin for piece in found if piece.name.startswith("attend")]
+        steps = [s for s in found if s.name == "step" and any(s.begin <= begin < s.end for begin in attends)]
+        if not steps:
+            raise ConfigError(f"{str(path)!r} has no forward pass in it: trace a run that computes something")
+        return cls(list(names.values()), steps, [piece for piece in found if piece.name != "step"])
+
+    def within(self, begin: float, end: float) -> list[Slice]:
+        """What lies in that time at least in part."""
+        return [piece for piece in self.slices if piece.begin < end and piece.end > begin]
+
+    def copied_bytes(self, step: Slice) -> int:
+        """Bytes of the copies that lie in a step at least in part."""
+        return sum(piece.num_bytes for piece in self.within(*step.span) if piece.is_copy)
+
+
+def _slice(event: dict[str, Any], streams: dict[int, str]) -> Slice:
+    begin = event["ts"] / 1e6
+    num_bytes = event["args"].get("bytes", 0)
+    return Slice(event["name"], streams[event["tid"]], begin, begin + event["dur"] / 1e6, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How much of a phase's copies was hidden behind computation."""
+
+    steps_s: float
+    copied_bytes: int  # both ways
+    copies_s: float  # in which at least one copy was under way
+    hidden_s: float  # of those, within a step in which the compute stream did not wait
+    waits_s: float  # of the compute stream: for copies, and for the CPU where it attends to a share
+
+    @property
+    def hidden_share(self) -> float | None:
+        """None where nothing was copied."""
+        return self.hidden_s / self.copies_s if self.copies_s else None
+
+    @classmethod
+    def of(cls, timeline: Timeline, steps: Sequence[Slice], until: float) -> Overlap:
+        """Of consecutive steps, and of copies from the first one's begin to `until`."""
+        begin = steps[0].begin
+        found = timeline.within(begin, until)
+        copied_bytes = sum(s.num_bytes for s in found if s.is_copy and s.begin >= begin)
+        copies = [(max(begin, s.begin), min(until, s.end)) for s in found if s.is_copy]
+        waits = [s.span for s in found if s.stream == COMPUTE and s.name == "wait"]
+        inside = seconds(step.span for step in steps) + seconds(copies) - seconds([*copies, *(s.span for s in steps)])
+        waited = seconds(copies) + seconds(waits) - seconds([*copies, *waits])
+        hidden = max(0.0, inside - waited)
+        return cls(seconds(s.span for s in steps), copied_bytes, seconds(copies), hidden, seconds(waits))
+
+
+def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
+    """Of one request alone, which decoded for the last `decode_steps` steps."""
+    first = len(timeline.steps) - decode_steps
+    prefill, decode = timeline.steps[:first], timeline.steps[first:]
+    end = max(piece.end for piece in [*timeline.steps, *timeline.slices])
+    found = {"prefill": Overlap.of(timeline, prefill, decode[0].begin if decode else end)}
+    return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
+
+
+def seconds(spans: Iterable[Interval]) -> float:
+    """Seconds that lie in at least one of them."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+# ---- between kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Of a GPU, from a phase's first kernel to its last."""
+
+    kernels: int
+    span_s: float
+    idle_s: float  # in which no kernel ran
+
+    @classmethod
+    def read(cls, path: Path) -> Gaps | None:
+        """From a trace of torch's profiler; None where it saw no kernel."""
+        events = json.loads(path.read_text())["traceEvents"]
+        spans = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e.get("cat") == "kernel"]
+        if not spans:
+            return None
+        span = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        return cls(len(spans), span, span - seconds(spans))
+
+
+def kernel_gaps(llm: LLM, prompt: list[int], output_len: int) -> dict[str, Gaps | None]:
+    """Prefill and decode of one request on a GPU, each under torch's profiler, which must not see the other."""
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    llm.engine.add_request("gaps", None, params, prompt)
+
+    def prefill() -> None:
+        while not any(output.outputs[0].token_ids for output in llm.engine.step()):
+            pass
+
+    def decode() -> None:
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+
+    return {name: _gaps_of(phase) for name, phase in (("prefill", prefill), ("decode", decode))}
+
+
+def _gaps_of(phase: Callable[[], None]) -> Gaps | None:
+    with TemporaryDirectory(prefix="nanovllm-bench-") as directory:
+        path = Path(directory) / "kernels.json"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            phase()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(path))
+        return Gaps.read(path)
