@@ -1,14 +1,17 @@
-"""What the tests of the command line share: a checkpoint with a tokenizer, and standard input."""
+"""What the tests of the command line share: a checkpoint with a tokenizer, `generate`, and standard input."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
 from tokenizer_files import write_byte_level
+
+from nanovllm.cli.main import main
 
 SMALL_CACHE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "80"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
@@ -24,6 +27,15 @@ def make_model(path: Path, *, template: bool = True) -> str:
     make_checkpoint(path, vocab=300, max_positions=1024)
     write_byte_level(path, chat_template=TEMPLATE if template else None)
     return str(path)
+
+
+def generate(model: str, *options: str) -> int:
+    """`nanovllm generate` in a small cache, greedy."""
+    return main(["generate", "--model", model, *SMALL_CACHE, *GREEDY, *options])
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, *, is_terminal: bool = False) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmark_helpers import (
     OFFLOAD,
     OUTPUT_LEN,
@@ -92,6 +95,38 @@ def test_bench_offload_keeps_the_trace_of_the_longest_prompt(model: Path, tmp_pa
     assert {"write K/V", "attend", "step"} <= {event["name"] for event in events}
     assert sum(event["name"] == "step" for event in events) >= 200 // 48
     assert longest["overlap"]["decode"]["steps_s"] > 0
+
+
+def test_gaps_between_kernels_are_measured_for_prefill_and_decode_apart(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a profiler that sees a kernel for each step, a millisecond long and two apart."""
+    engine, timeline = importlib.import_module("benchmarks.engine"), importlib.import_module("benchmarks.timeline")
+    steps: list[float] = []
+
+    class Profiler(AbstractContextManager[Any]):
+        def __init__(self, activities: Any) -> None:
+            steps.clear()
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+        def export_chrome_trace(self, path: str) -> None:
+            events = [{"cat": "kernel", "ts": at, "dur": 1e3} for at in steps]
+            Path(path).write_text(json.dumps({"traceEvents": events}))
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    args = argparse.Namespace(block_size=16, max_num_batched_tokens=48, device="cpu", seed=0)
+    with importlib.import_module("benchmarks.shapes").open_shape(str(model), None, "bfloat16") as shape:
+        work = engine.Work.of(shape, args, 100, 4)
+        with work.open(**work.on_device()) as llm:
+            step = llm.engine.step
+            monkeypatch.setattr(llm.engine, "step", lambda: (steps.append(len(steps) * 3e3), step())[1])
+            found = timeline.kernel_gaps(llm, shape.prompts(1, 100, 0)[0], 4)
+            assert not llm.engine.has_unfinished_requests()
+    assert {phase: gaps.kernels for phase, gaps in found.items()} == {"prefill": 3, "decode": 3}, "48 + 48 + 4 tokens"
+    assert found["decode"].idle_s == pytest.approx(4e-3) and found["decode"].span_s == pytest.approx(7e-3)
 
 
 def test_bench_offload_refuses_a_picture_before_the_work_without_matplotlib(

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
-from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, make_model, set_stdin, write_jsonl
+from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, generate, json_lines, make_model, set_stdin, write_jsonl
 
 import nanovllm.llm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.cli import generate as command
 from nanovllm.cli import status
-from nanovllm.cli.main import main
-from nanovllm.cli.prompts import Feed, Source
 from nanovllm.cli.results import text_result
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.outputs import RequestMetrics
@@ -44,14 +37,6 @@ def expected(model: str) -> Callable[[Any], str]:
 
 
 PROMPTS = ("one", "two words", "line 3", "ünïcode", "two\nlines", "<user>hi<assistant>")
-
-
-def generate(model: str, *options: str) -> int:
-    return main(["generate", "--model", model, *SMALL_CACHE, *GREEDY, *options])
-
-
-def json_lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 # ---- prompts in, results out
@@ -164,95 +149,6 @@ def test_a_chat_template_from_a_file(
     assert "has no chat template" in capsys.readouterr().err
 
 
-# ---- many
-
-
-class SlowestFirst:
-    """An engine that finishes requests in any order, and knows how many it held."""
-
-    def __init__(self) -> None:
-        self.tokenizer = object()
-        self.scheduler = SimpleNamespace(running=[])
-        self.waiting: dict[str, str] = {}
-        self.most = 0
-        self.random = random.Random(0)
-
-    def check_prompt(self, prompt: str, token_ids: None) -> list[int]:
-        return [1] * len(prompt)
-
-    def add_request(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:
-        self.waiting[request_id] = prompt
-        self.most = max(self.most, len(self.waiting))
-
-    def step(self) -> list[RequestOutput]:
-        names = list(self.waiting)
-        chosen = self.random.sample(names[1:] or names, k=min(4, max(1, len(names) - 1)))
-        if self.random.random() < 0.1:
-            chosen = [*chosen[:-1], names[0]]
-        return [self._output(name, self.waiting.pop(name)) for name in dict.fromkeys(chosen)]
-
-    def _output(self, name: str, prompt: str) -> RequestOutput:
-        completion = CompletionOutput(0, prompt.upper(), [1], finish_reason="length")
-        return RequestOutput(name, prompt, [1] * len(prompt), [completion], True, RequestMetrics(0.0))
-
-
-class FakeLLM:
-    """Has an engine and nothing else."""
-
-    def __init__(self, engine: SlowestFirst) -> None:
-        self.engine = engine
-        self.config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=100)
-
-    def __enter__(self) -> FakeLLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_a_long_file_runs_through_a_window(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, held = SlowestFirst(), []
-    monkeypatch.setattr(nanovllm.llm, "LLM", lambda model, **_: FakeLLM(engine))
-    put = command.InOrder.put
-
-    def recorded(self: command.InOrder, index: int, line: str) -> Iterator[str]:
-        yield from put(self, index, line)
-        held.append(self.num_held)
-
-    monkeypatch.setattr(command.InOrder, "put", recorded)
-    lines = [f"line {number}" for number in range(10_000)]
-    (tmp_path / "lines.txt").write_text("\n".join(lines))
-    assert main(["generate", "--model", model, "--lines", str(tmp_path / "lines.txt")]) == 0
-    assert capsys.readouterr().out.splitlines() == [line.upper() for line in lines]
-    assert engine.most == command.WINDOW * 4 and 8 < max(held) <= command.HELD * 4
-
-
-def test_long_prompts_fill_the_window_sooner(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = SlowestFirst()
-    monkeypatch.setattr(nanovllm.llm, "LLM", lambda model, **_: FakeLLM(engine))
-    monkeypatch.setattr(command, "WINDOW_TOKENS", 25)
-    (tmp_path / "lines.txt").write_text("ten tokens\n" * 50)
-    assert main(["generate", "--model", model, "--lines", str(tmp_path / "lines.txt")]) == 0
-    assert engine.most == 3 and capsys.readouterr().out.count("\n") == 50
-
-
-def test_a_pipe_that_waits_does_not_hold_up_what_is_there() -> None:
-    read_end, write_end = os.pipe()
-    os.write(write_end, b"one\n")
-    feed = Feed([Source("lines", f"/dev/fd/{read_end}")])
-    assert feed.take(wait=True).prompt == "one"
-    assert feed.take(wait=False) is None and not feed.ended
-    os.write(write_end, b"two\n")
-    os.close(write_end)
-    assert feed.take(wait=True).prompt == "two"
-    os.close(read_end)
-    assert feed.take(wait=True) is None and feed.ended
-
-
 # ---- what goes wrong with one prompt
 
 
@@ -346,68 +242,6 @@ def test_a_failed_step_ends_its_requests_and_no_others(
     assert results[0]["outputs"][0]["finish_reason"] == "error" and len(results[0]["outputs"][0]["token_ids"]) == 2
     assert results[2]["outputs"][0]["text"] == expected("line 3")
     assert "out of luck" in printed.err and "2 of 3 prompts failed" in printed.err
-
-
-# ---- what is refused as a whole
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--model", "{model}", "--temprature", "1", "x"], "'--temprature': did you mean --temperature?"),
-        (["--model", "{model}", "--zzzz"], "see nanovllm generate --help"),
-        (["x"], "--model"),
-        (["--model", "{dir}/nothing", "x"], "is not a directory: give the path"),
-        (["--model", "{dir}", "x"], "config.json does not exist"),
-        (["--model", "{model}", "--file", "{dir}/nothing"], "nothing' cannot be read: No such file or directory"),
-        (["--model", "{model}", "--lines", "{dir}"], "cannot be read: Is a directory"),
-        (["--model", "{model}", "--file", "-", "-"], "standard input can be read once only"),
-        (["--model", "{model}", "x", "--output", "{dir}/no/where"], "cannot be written: No such file or directory"),
-        (["--model", "{model}", "--file", "{dir}/file", "--output", "{dir}/file"], "is also read"),
-        (["--model", "{model}", "x", "--stream", "--json"], "leave one of them out"),
-        (["--model", "{model}", "x", "--stream", "--n", "2"], "n=2: --stream shows one sequence"),
-        (["--model", "{model}", "x", "--temperature", "-1"], "temperature=-1.0: must be"),
-        (["--model", "{model}", "x", "--num-cpu-blocks", "8"], "num_cpu_blocks=8: needs enable_cpu_offload"),
-        (["--model", "{model}", "x", "--dtype", "int8"], "dtype='int8': must be one of"),
-        (["--model", "{model}", "x", "--chat-template", "{dir}/nothing"], "--chat-template"),
-        (["--model", "{model}", "x", "--stop", "\udcff"], "is not valid UTF-8"),
-        (["--model", "{model}"], "there is no prompt"),
-    ],
-)
-def test_refusals_cost_one_sentence_and_no_model(
-    model: str,
-    options: list[str],
-    told: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "file").write_text("text")
-    monkeypatch.setattr(ModelRunner, "execute", None)
-    set_stdin(monkeypatch, b"", is_terminal=True)
-    try:
-        code: object = main(["generate", *(option.format(model=model, dir=tmp_path) for option in options)])
-    except SystemExit as stopped:
-        code = stopped.code
-    printed = capsys.readouterr()
-    assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith("nanovllm generate: error: ") and told in printed.err
-    assert (tmp_path / "file").read_text() == "text"
-
-
-def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_checkpoint(tmp_path, vocab=97)
-    capsys.readouterr()
-    jsonl = write_jsonl(tmp_path / "p.jsonl", {"prompt_token_ids": [1, 2]})
-    assert generate(str(tmp_path), "text") == 2
-    assert generate(str(tmp_path), "--jsonl", jsonl) == 2
-    told = capsys.readouterr().err
-    assert told.count("has no tokenizer files") == told.count("\n") == 2
-    assert generate(str(tmp_path), "--jsonl", jsonl, "--json", "--dtype", "float32") == 0
-    (result,) = json_lines(capsys.readouterr().out)
-    assert len(result["outputs"][0]["token_ids"]) == 6
 
 
 # ---- progress
@@ -511,17 +345,3 @@ def test_head_ends_it_quietly(model: str, tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 141
-
-
-def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys; from nanovllm.cli.main import main\n"
-        "for words in (['--help'], ['generate', '--help'], ['chat', '--help'], ['bench', '--help']):\n"
-        "    try: main(words)\n"
-        "    except SystemExit as stopped: assert stopped.code == 0\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    for command_name in ("generate", "chat", "plan", "bench"):
-        assert command_name in done.stdout

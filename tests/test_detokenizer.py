@@ -6,25 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_byte_fallback, write_byte_level
 
 from nanovllm.engine.detokenizer import StreamDetokenizer, WindowDetokenizer, make_detokenizer
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"
-TEXTS = st.text(
-    st.one_of(
-        st.sampled_from("ab \n"),
-        st.sampled_from("éßñ"),
-        st.sampled_from("日本語한"),
-        st.sampled_from("👍🏽🎉𝄞"),
-        st.characters(exclude_categories=["Cs"]),
-    ),
-    max_size=30,
-)
-QUICK = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import edit_config
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given
+from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_byte_level
 
 from nanovllm.errors import ModelError
@@ -27,19 +27,6 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     loaded = load_tokenizer(model_dir)
     assert loaded is not None
     return loaded
-
-
-TEXTS = st.text(
-    st.one_of(
-        st.sampled_from("ab \n"),
-        st.sampled_from("éßñ"),
-        st.sampled_from("日本語한"),
-        st.sampled_from("👍🏽🎉𝄞"),
-        st.characters(exclude_categories=["Cs"]),
-    ),
-    max_size=30,
-)
-QUICK = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def test_special_tokens_are_read_and_not_printed(tokenizer: Tokenizer) -> None:
