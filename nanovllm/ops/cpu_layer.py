@@ -27,8 +27,7 @@ class FewRowLayer:
         """norms: of the input [hidden], of the heads of q and k [heads, head_dim] if they have one, after attention
         [hidden]; products: qkv, o, gate and up, down. All dense bf16; see `few_row_layer` for where they fit."""
         self._tensors = (norms, products)
-        self._hidden, self._attended = products[0][0].shape[1], products[1][0].shape[1]
-        self._head_dim = head_dim
+        self._hidden = products[0][0].shape[1]
         before, heads, after = norms
         self._layer = _cpu_layer.Layer(
             norms=_cpu_layer.Norms(input=before.data_ptr(), heads=_address(heads), post=after.data_ptr(), eps=eps),
