@@ -38,6 +38,7 @@ TORCH_FREE = (
     "nanovllm.planner.units",
 )
 TENSORS_BEGIN = {
+    "nanovllm.engine.decode_graphs",
     "nanovllm.engine.model_runner",
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",

@@ -8,6 +8,10 @@ the sum over its chunks, also where it goes layer by layer and visits fewer:
     waits               3 visits + 2 written
     records             2 visits + 2 written
     host waits          none; a step reads its sampled tokens, and nothing else
+
+A decode step with graphs, on the host: of a whole step one replay, one kernel declared and a copy to the device for the
+inputs, one for the slots and one for each table, however many layers there are; under offload a replay for each layer
+and one more, one copy for the inputs, and between replays what is said above.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt
+from graph_devices import CapturingDevice, RowsOnCpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM
@@ -28,7 +33,10 @@ from nanovllm.device import Device, Event, PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.engine import model_runner
+from nanovllm.engine.decode_graphs import DecodeGraphs
+from nanovllm.kvcache import decode_tables
 from nanovllm.models.decoder import DecoderLayer
+from nanovllm.ops.store_kv import store_kv
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 # On CUDA these make the host wait for the device. (So does making a tensor there, which on the CPU cannot be told from
@@ -165,3 +173,52 @@ def test_the_counter_of_operators_sees_what_would_wait() -> None:
         torch.ones(3).sum().item()
         torch.ones(3).nonzero()
     assert set(operators.seen) >= {"_local_scalar_dense", "nonzero"}
+
+
+# ---- with graphs
+
+
+def graph_step(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, rows: bool, **arguments: Any
+) -> tuple[Counter[str], Counter[str], int]:
+    """Of a decode step of three sequences: counts at the seam, operators outside the replays, replays."""
+    capturing, operators = CapturingDevice(), Operators()
+    device = CountedDevice(capturing)
+    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    if rows:
+        monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(capturing))
+        monkeypatch.setattr(decode_tables, "store_kv", capturing.kernel(store_kv))
+    run = DecodeGraphs.run
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        operators.seen.clear()
+        with operators:
+            return run(*arguments)
+
+    monkeypatch.setattr(DecodeGraphs, "run", watched)
+    with LLM(model_dir, dtype="float32", max_num_seqs=4, max_num_batched_tokens=2 * BLOCK, **arguments) as llm:
+        for index in range(3):
+            llm.engine.add_request(str(index), None, greedy(4), random_prompt(2 * BLOCK - 4, VOCAB, index))
+        while not capturing.replays:
+            llm.engine.step()
+        replays = capturing.replays
+        counts = counted_step(llm)
+        return counts, operators.seen, capturing.replays - replays
+
+
+def test_a_whole_step_is_one_replay(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20}
+    counts, operators, replays = graph_step(model_dir, monkeypatch, True, **engine)
+    assert replays == 1 and counts == {"kernels": 1}
+    assert operators["copy_"] == 3, "inputs, slots, the table of all layers"
+    assert sum(operators.values()) <= 40, operators  # on the host: lists to tensors, padding, views
+
+
+def test_pieces_are_a_replay_for_each_layer_and_one_more(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = offloaded(BLOCK, num_gpu_blocks=5, num_cpu_blocks=12, cpu_attention=False)
+    counts, operators, replays = graph_step(model_dir, monkeypatch, False, **engine)
+    assert replays == LAYERS + 1 and counts["host waits"] == 0
+    # Each sequence has two blocks, of which the second is written.
+    most = {"kernels": 9, "h2d": 6, "d2h": 3, "waits": 3 * 6 + 2 * 3, "records": 2 * 6 + 2 * 3}
+    assert all(counts[name] <= LAYERS * count for name, count in most.items()), counts
+    assert not any(name.startswith(WAITING_OPERATORS) for name in operators), operators

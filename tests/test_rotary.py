@@ -104,8 +104,9 @@ def test_dynamic_is_default_up_to_the_trained_length() -> None:
 def test_dynamic_frequencies_do_not_depend_on_the_batch() -> None:
     rope = RopeSpec("dynamic", factor=1.7, original_max_position=100)
     lengths = torch.arange(101, 1101)
-    together = dynamic_frequencies(rope, 64, lengths)
-    alone = torch.cat([dynamic_frequencies(rope, 64, length[None]) for length in lengths])
+    exponents = torch.arange(0, 64, 2).double() / 64
+    together = dynamic_frequencies(rope, exponents, lengths)
+    alone = torch.cat([dynamic_frequencies(rope, exponents, length[None]) for length in lengths])
     assert torch.equal(together, alone)
 
 

@@ -10,6 +10,9 @@ from attention_cases import BOUNDS, Case, Shape
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
+from nanovllm.forward_context import SequenceSlice
+from nanovllm.kvcache.decode_tables import DecodeTables
+from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.layers import sampler
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
@@ -113,6 +116,60 @@ def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(triton_decode, "MAX_WORKSPACE", 1)
     by_block = case.attend(TritonAttention())
     assert torch.equal(at_once.out, by_block.out) and torch.equal(at_once.lse, by_block.lse)
+
+
+@pytest.mark.parametrize("programs", [1, 7])
+@pytest.mark.parametrize("window", [None, 20])
+def test_few_programs_take_several_partitions_to_the_same_bits(
+    programs: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(Shape(32, 1, 2, 40, window, ((90, 2), (30, 1), (0, 5))), torch.float32, 1, DEVICE)
+    one_each = case.attend(TritonAttention())
+    monkeypatch.setattr(triton_decode, "PARTITION", 16)
+    parts_of_blocks = case.attend(TritonAttention())
+    monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
+    in_steps = case.attend(TritonAttention())
+    case.check(in_steps)
+    assert torch.equal(parts_of_blocks.out, in_steps.out) and torch.equal(parts_of_blocks.lse, in_steps.lse)
+    assert torch.equal(one_each.lse.isinf(), in_steps.lse.isinf())
+
+
+@pytest.mark.parametrize("programs", [8192, 4])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
+    window: int | None, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled after they were made, with rows that nobody has, for sequences far longer than these."""
+    monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
+    shape = Shape(32, 2, 2, 16, window, ((69, 1), (0, 1), (15, 1), (16, 1), (47, 1)))
+    case = Case(shape, dtype, 2, DEVICE)
+    sequences = [SequenceSlice(row, 1, s.query_position, s.blocks) for row, s in enumerate(case.segments)]
+    new = torch.tensor([s.query_start for s in case.segments], device=DEVICE)
+    rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
+    pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
+    geometry = AttentionGeometry(shape.scale, shape.heads, (None, window))
+    tables = DecodeTables(pools, geometry, TritonAttention(), 9, 3000)
+    tables.fill([*sequences[::-1], *sequences[:4]], 9)  # a step before
+    tables.fill(sequences, rows)
+    q = random(rows, shape.heads, 32, dtype=dtype, seed=5)
+    q[: len(new)] = case.q[new]
+    nobodys = q[len(new) :].clone()
+    found = tables.attend(1, q, k, v)
+
+    assert torch.equal(pools[0], case.pool.nan_to_num(7.0))
+    expected = case.pool.clone()
+    for row, (seq, segment) in enumerate(zip(sequences, case.segments, strict=True)):
+        block, offset = seq.block_table[seq.context_len // 16], seq.context_len % 16
+        expected[block, 0, :, offset], expected[block, 1, :, offset] = k[row], v[row]
+        segment_keys = case.keys[row]
+        segment_keys[0][segment.query_position], segment_keys[1][segment.query_position] = k[row].cpu(), v[row].cpu()
+    assert torch.equal(pools[1].nan_to_num(7.0), expected.nan_to_num(7.0))
+    case.pool = expected
+    state = case.attend(TritonAttention())
+    case.check(state)
+    assert torch.equal(found[: len(new)], state.out[new].to(dtype))
+    assert not found[len(new) :].any() and nobodys.any(), "a row that nobody has sees no key"
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 100, 256, 512, 513, 4096, 100_000])

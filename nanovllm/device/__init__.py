@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from nanovllm.device.base import CallStream, CopyKind, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, CopyKind, Device, Event, Graph, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, check_cuda
@@ -21,6 +21,7 @@ __all__ = [
     "CopyKind",
     "Device",
     "Event",
+    "Graph",
     "Mark",
     "PitchedCopy",
     "Stream",

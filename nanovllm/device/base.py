@@ -8,7 +8,7 @@ the event's latest record at the time of the call; an event that was never recor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -77,17 +77,26 @@ class CallStream(Stream):
         """
 
 
+class Graph(ABC):
+    """Work on the compute stream that was recorded once and is put there again with one call."""
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Run the same kernels with the same arguments over what their memory holds now. Called within `compute`."""
+
+
 class Device(ABC):
     """Memory, streams and copies of one device. `compute_stream` is where the model runs.
 
     `shares_host`: the compute stream runs on the host's own cores, and its kernels reach host memory as they do device
-    memory. A call stream would then only take cores away from it.
+    memory. A call stream would then only take cores away from it. `captures`: whether it can record graphs.
     """
 
     name: str
     torch_device: torch.device
     compute_stream: Stream
     shares_host: bool
+    captures: bool = False
 
     def compute(self) -> AbstractContextManager[None]:
         """What torch is called for inside goes on the compute stream."""
@@ -139,6 +148,15 @@ class Device(ABC):
         None, without doing it, on a device that does not know.
         """
         return None
+
+    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+        """Run each of `works`, then record it, on a device that `captures`; called within `compute`.
+
+        A work touches memory that was there before and stays, and what it allocates itself, which the graphs have in
+        common: it leaves no result there. It neither waits nor copies between host and device. Raises what went
+        wrong; the device can be used as before then, and none of the graphs.
+        """
+        raise NotImplementedError(f"device {self.name} records no graphs")
 
     @abstractmethod
     def free_memory(self) -> int:

@@ -8,7 +8,7 @@ high priority, so that no transfer stream is ever the same one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,9 @@ from torch import Tensor
 from nanovllm.comm import _sgdma, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy
+from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.link_meter import LinkMeter
 from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
 from nanovllm.errors import ConfigError, EngineError
@@ -146,6 +147,7 @@ class CudaDevice(Device):
 
     name = "cuda"
     shares_host = False
+    captures = True
 
     def __init__(self) -> None:
         """Raises ConfigError where there is no CUDA device, or the extension was built without CUDA."""
@@ -218,6 +220,10 @@ class CudaDevice(Device):
             peak = torch.cuda.max_memory_reserved(self.torch_device) - before
             torch.cuda.empty_cache()
         return peak
+
+    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+        with self.compute():
+            return record_graphs(works, self.torch_device.index)
 
     def free_memory(self) -> int:
         torch.cuda.empty_cache()  # what torch keeps for later is free as well

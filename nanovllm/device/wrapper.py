@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy
 
 
@@ -40,6 +40,7 @@ class DeviceWrapper(Device):
         self.torch_device = inner.torch_device
         self.compute_stream = inner.compute_stream
         self.shares_host = inner.shares_host
+        self.captures = inner.captures
 
     def compute(self) -> AbstractContextManager[None]:
         return self.inner.compute()
@@ -75,6 +76,9 @@ class DeviceWrapper(Device):
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
         return self.inner.peak_memory(work)
+
+    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+        return self.inner.capture(works)
 
     def free_memory(self) -> int:
         return self.inner.free_memory()

@@ -15,6 +15,7 @@ from nanovllm.device import Device, create_device
 from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.engine.decode_graphs import record_decode_graphs
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import draw_samples, prompt_logprobs
 from nanovllm.engine.span_runner import SpanRunner
@@ -81,6 +82,7 @@ class ModelRunner:
         self._spans: SpanRunner | None = None
         if isinstance(self.kv_cache, OffloadedKVCache):
             self._spans = SpanRunner(self.model, self.kv_cache.spans)
+        self._graphs = record_decode_graphs(self.device, self.model, self.kv_cache, self.plan.max_model_len, config)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -125,7 +127,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self._spans
+                del self.model, self.kv_cache, self._spans, self._graphs
 
     def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
         ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
@@ -141,7 +143,12 @@ class ModelRunner:
         """Take sequences through all layers: what was drawn for each, and log-probabilities of its prompt."""
         if not sequences:
             return [], []
-        hidden = self.model(self._input_ids(sequences), self._context(slices, sequences))
+        inputs, kv_cache = _inputs(sequences, slices), self._watched_cache()
+        if self._graphs is not None and self._graphs.take(slices):
+            hidden = self._graphs.run(inputs, slices, kv_cache)
+        else:
+            token_ids, positions, rope_lengths = upload(inputs, self.device.torch_device)
+            hidden = self.model(token_ids, ForwardContext(positions, rope_lengths, slices, kv_cache))
         return self._score(hidden, sequences, [s.query_start for s in slices])
 
     def _score(
@@ -150,19 +157,20 @@ class ModelRunner:
         of_prompts = prompt_logprobs(self.model, hidden, sequences, starts)
         return draw_samples(self.model, hidden, sequences, starts), of_prompts
 
-    def _input_ids(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        token_ids = [token for seq in sequences for token in seq.token_ids]
-        return upload(torch.tensor(token_ids, dtype=torch.int64), self.device.torch_device)
+    def _watched_cache(self) -> KVCache:
+        if self.on_layer is None:
+            return self.kv_cache
+        return WatchedKVCache(self.kv_cache, self.spec.num_layers, self.on_layer)
 
-    def _context(self, slices: tuple[SequenceSlice, ...], sequences: Sequence[ScheduledSequence]) -> ForwardContext:
-        positions, device = flat_positions(slices), self.device.torch_device
-        prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
-        query_lens = torch.tensor([s.query_len for s in slices])
-        rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
-        kv_cache: KVCache = self.kv_cache
-        if self.on_layer is not None:
-            kv_cache = WatchedKVCache(kv_cache, self.spec.num_layers, self.on_layer)
-        return ForwardContext(upload(positions, device), upload(rope_lengths, device), slices, kv_cache)
+
+def _inputs(sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]) -> Tensor:
+    """Token ids, positions and RoPE lengths of a flat batch, on the host: int64 [3, tokens]."""
+    token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
+    prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
+    query_lens = torch.tensor([s.query_len for s in slices])
+    positions = flat_positions(slices)
+    rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
+    return torch.stack((token_ids, positions, rope_lengths))
 
 
 def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:

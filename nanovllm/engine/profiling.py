@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine.batch import SamplingRow
+from nanovllm.engine.decode_graphs import graph_bytes
 from nanovllm.engine.scratch_attention import ScratchKVCache
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
 from nanovllm.kvcache.sizing import MemoryFacts
@@ -70,12 +71,15 @@ class _LiveBytes(TorchDispatchMode):
 def measure_memory(
     device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
 ) -> MemoryFacts:
-    """Memory as it stands, with the activation peak of the largest batch if anything is sized from memory.
+    """Memory as it stands, with what the largest batch and graphs will take if anything is sized from memory.
 
     to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
     """
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
-    peak = _peak(device, model, backend, config) if sized_from_memory(config) else step_bytes(model, config)
+    if sized_from_memory(config):
+        peak = _peak(device, model, backend, config) + graph_bytes(device, model, backend, config)
+    else:
+        peak = step_bytes(model, config)
     shared = device.torch_device.type == "cpu"
     return MemoryFacts(
         device_total=device.total_memory(),

@@ -10,10 +10,12 @@ from torch import Tensor
 from nanovllm.device import Device
 from nanovllm.forward_context import ForwardContext, SequenceSlice, positions_of
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
+from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
 from nanovllm.kvcache.transfer_order import TransferOrder
+from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.upload import upload
@@ -42,36 +44,46 @@ class PagedKVCache(KVRoom):
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
         self._sequences: Sequence[SequenceSlice] = ()  # of the step under way
-        # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window.
-        self._slots = torch.empty(0, dtype=torch.int64)
+        # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window. Made by
+        # the first layer that attends: a graph has tables of its own.
+        self._slots: Tensor | None = None
         self._tables: dict[int | None, SegmentTable] = {}
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         self._mover.move_blocks(moves)
-        self._sequences = sequences
-        block_size = self.layout.block_size
-        slots = []
-        for sequence in sequences:
-            positions = positions_of(sequence)
-            blocks = torch.tensor(sequence.block_table)[positions // block_size]
-            slots.append(blocks * block_size + positions % block_size)
-        self._slots = upload(torch.cat(slots), self._device.torch_device)
-        self._tables = {
-            window: SegmentTable([self._segment(seq, window) for seq in sequences])
-            for window in set(self._geometry.windows)
-        }
+        self._sequences, self._slots = sequences, None
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
+        slots = self._slots if self._slots is not None else self._make_tables()
         self._device.declare_kernel("write K/V", writes=(pool[place] for place in self._places(written=True)))
-        store_kv(pool, k, v, self._slots)
+        store_kv(pool, k, v, slots)
         window = self._geometry.windows[layer]
         state = AttentionState.empty(q)
         self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
         return state.output(q)
+
+    def decode_tables(self, max_rows: int, max_len: int) -> DecodeTables | None:
+        """Tables for graphs of steps of up to max_rows rows; None if a graph cannot record attention."""
+        attention = row_attention(self._backend)
+        return None if attention is None else DecodeTables(self._pool, self._geometry, attention, max_rows, max_len)
+
+    def _make_tables(self) -> Tensor:
+        """The slots and tables of the step under way."""
+        block_size, slots = self.layout.block_size, []
+        for sequence in self._sequences:
+            positions = positions_of(sequence)
+            blocks = torch.tensor(sequence.block_table)[positions // block_size]
+            slots.append(blocks * block_size + positions % block_size)
+        self._slots = upload(torch.cat(slots), self._device.torch_device)
+        self._tables = {
+            window: SegmentTable([self._segment(seq, window) for seq in self._sequences])
+            for window in set(self._geometry.windows)
+        }
+        return self._slots
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:
         first = first_visible_block(seq.context_len, window, self.layout.block_size)

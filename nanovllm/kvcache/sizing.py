@@ -21,7 +21,7 @@ class MemoryFacts:
     device_free: int
     host_free: int
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
-    activation_peak: int  # of the largest batch; 0 when nothing had to be sized from memory
+    activation_peak: int  # of the largest batch, graphs with it; 0 when nothing had to be sized from memory
     span_row_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
 
 

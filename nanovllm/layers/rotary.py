@@ -22,6 +22,7 @@ class RotaryEmbedding:
         self.head_dim = head_dim
         # Made on the CPU whatever the device is: pow rounds differently elsewhere.
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
+        self._exponents = _exponents(head_dim).double().to(device)
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32, for `rotate`.
@@ -37,7 +38,7 @@ class RotaryEmbedding:
         """[head_dim / 2], or [tokens, head_dim / 2] where each token has its own."""
         if self.rope.kind != "dynamic":
             return self.inv_freq
-        grown = dynamic_frequencies(self.rope, self.head_dim, lengths)
+        grown = dynamic_frequencies(self.rope, self._exponents, lengths)
         return torch.where((lengths > self.rope.original_max_position)[:, None], grown, self.inv_freq)
 
 
@@ -67,15 +68,17 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return inv_freq
 
 
-def dynamic_frequencies(rope: RopeSpec, head_dim: int, lengths: Tensor) -> Tensor:
+def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> Tensor:
     """Dynamic NTK frequencies at sequence lengths int64 [tokens]: fp32 [tokens, head_dim / 2].
 
+    exponents: fp64 [head_dim / 2], those of `inverse_frequencies`, where the lengths are.
     theta' = theta * (factor * length / trained - (factor - 1)) ^ (head_dim / (head_dim - 2)). In fp64: the
     fp32 pow gives one token alone other bits than the same token in a batch; rounded from fp64 they agree.
     """
     growth = rope.factor * lengths.double() / rope.original_max_position - (rope.factor - 1)
+    head_dim = 2 * len(exponents)
     theta = rope.theta * growth ** (head_dim / (head_dim - 2))
-    return (1.0 / theta[:, None] ** _exponents(head_dim).to(lengths.device).double()).float()
+    return (1.0 / theta[:, None] ** exponents).float()
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -63,10 +63,14 @@ class DecoderLayer:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work goes by `chunk` rows."""
         attended = self._attend(x, cos, sin, ctx, chunk)
         for part, attended_part in row_parts(chunk, x, attended):
-            if self.few_rows is not None and self.few_rows.takes(part):
-                self.few_rows.finish_(part, attended_part)
-            else:
-                part += self._mlp(part, self.o(attended_part))
+            self.finish_(part, attended_part)
+
+    def finish_(self, x: Tensor, attended: Tensor) -> None:
+        """All that follows attention over rows of x, in place: its projection and the MLP, each added to x."""
+        if self.few_rows is not None and self.few_rows.takes(x):
+            self.few_rows.finish_(x, attended)
+        else:
+            x += self._mlp(x, self.o(attended))
 
     def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """The gated MLP's share of the residual stream, after adding attention's to it in place."""
@@ -78,10 +82,10 @@ class DecoderLayer:
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
         for part in row_parts(chunk, x, cos, sin, q, k, v):
-            self._project(*part)
+            self.project(*part)
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
-    def _project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write q, k and v of the rows of x: normalized where the family does, turned to their positions."""
         if self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)

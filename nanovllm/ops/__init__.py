@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nanovllm.ops.backends import is_chunk_invariant, select_backend, select_cpu_backend
+from nanovllm.ops.backends import is_chunk_invariant, row_attention, select_backend, select_cpu_backend
 
-__all__ = ["is_chunk_invariant", "select_backend", "select_cpu_backend"]
+__all__ = ["is_chunk_invariant", "row_attention", "select_backend", "select_cpu_backend"]

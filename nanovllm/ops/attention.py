@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from nanovllm.ops.upload import upload
 
+SPAN_FIELDS = 8  # of a segment in a GPU's memory
 FEW_ROWS = 64  # a segment with more query rows is prefill to a GPU kernel, one with up to as many decode
 
 
@@ -62,7 +63,7 @@ class SegmentTable:
 class SpanGroup:
     """Segments that one kernel launch takes, and what the size of its grid depends on."""
 
-    spans: Tensor  # int32 [segments, 8]: the fields of `SegmentTable.spans`, then the rows of all segments before
+    spans: Tensor  # int32 [segments, SPAN_FIELDS]: those of `SegmentTable.spans`, then the rows of all segments before
     max_rows: int  # of one segment
     max_blocks: int
     total_rows: int
@@ -89,6 +90,16 @@ class DeviceTable:
         few, many = (_span_group(spans, part) for spans, part in zip(groups, parts[:2], strict=True))
         return cls(parts[2], few, many)
 
+    @classmethod
+    def of_rows(cls, spans: Tensor, blocks: Tensor, max_blocks: int) -> DeviceTable:
+        """Segments of one query row each, over memory that may be filled later, also after a kernel was launched.
+
+        spans: int32 [rows, SPAN_FIELDS], all zero for a row without keys; blocks: int32. No row ever has more than
+        `max_blocks` blocks.
+        """
+        none = SpanGroup(spans[:0], 0, 0, 0)
+        return cls(blocks, SpanGroup(spans, 1, max_blocks, spans.shape[0]), none)
+
 
 def _with_rows_before(spans: Tensor) -> Tensor:
     rows = spans[:, 1:2]
@@ -97,9 +108,9 @@ def _with_rows_before(spans: Tensor) -> Tensor:
 
 def _span_group(spans: Tensor, on_device: Tensor) -> SpanGroup:
     if not len(spans):
-        return SpanGroup(on_device.view(0, 8), 0, 0, 0)
+        return SpanGroup(on_device.view(0, SPAN_FIELDS), 0, 0, 0)
     rows, blocks = spans[:, 1], spans[:, 3]
-    return SpanGroup(on_device.view(-1, 8), int(rows.max()), int(blocks.max()), int(rows.sum()))
+    return SpanGroup(on_device.view(-1, SPAN_FIELDS), int(rows.max()), int(blocks.max()), int(rows.sum()))
 
 
 @dataclass(slots=True)
@@ -133,4 +144,16 @@ class AttentionBackend(Protocol):
 
         q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
         """
+        ...
+
+
+@runtime_checkable
+class RowAttention(Protocol):
+    """Attention that a graph can record: what it does in `attend_rows` depends on nothing that the host knows but
+    shapes, and all else is read in device memory when the kernels run."""
+
+    def attend_rows(
+        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        """`AttentionBackend.attend` over a table made by `DeviceTable.of_rows`, with the same bits."""
         ...

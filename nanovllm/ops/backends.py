@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, RowAttention, SegmentTable
 from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
 from nanovllm.ops.native_attention import NativeAttention
@@ -39,6 +39,13 @@ def select_cpu_backend(head_dim: int, num_threads: int | None = None) -> Attenti
 def is_chunk_invariant(backend: AttentionBackend) -> bool:
     """Whether a row's bits stay the same however a prompt is cut into chunks. torch's operator sums by their shape."""
     return not isinstance(backend, TorchAttention)
+
+
+def row_attention(backend: AttentionBackend) -> RowAttention | None:
+    """What attends to single query rows for `backend`, if a graph can record it."""
+    if isinstance(backend, FlashAttention):
+        return None if backend.other is None else row_attention(backend.other)
+    return backend if isinstance(backend, RowAttention) else None
 
 
 def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]:

@@ -46,6 +46,11 @@ class FlashAttention:
         self._other = other
         self._dtypes = dtypes
 
+    @property
+    def other(self) -> AttentionBackend | None:
+        """What attends to few query rows."""
+        return self._other
+
     def attend(
         self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionState, SegmentTable
+from nanovllm.ops.attention import AttentionState, DeviceTable, SegmentTable
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_prefill import prefill_
 
@@ -20,3 +20,9 @@ class TritonAttention:
         on_device = table.on(q.device)
         decode_(q, pool, on_device, state, scale, window)
         prefill_(q, pool, on_device, state, scale, window)
+
+    def attend_rows(
+        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        """See `RowAttention`."""
+        decode_(q, pool, table, state, scale, window)

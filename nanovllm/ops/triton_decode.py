@@ -17,6 +17,7 @@ from nanovllm.ops.triton_merge import merge_rows
 
 PARTITION = 512  # keys; twice as often as needed where a block would have more than MAX_PARTS partitions
 MAX_PARTS = 64  # partitions of one block
+MAX_PROGRAMS = 8192  # of one launch: more than a GPU runs at once; each takes several partitions where there are more
 MAX_WORKSPACE = 256 << 20  # bytes of partition results at a time
 ROWS_PER_PROGRAM = 16  # query rows of one KV head: the smallest tile of the matrix units
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -35,6 +36,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     total_ptr,
     first_part,
     parts_here,
+    workers,
     total_rows,
     heads,
     group,
@@ -56,22 +58,22 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (part and row tile, KV head, segment): softmax sums of up to BLOCK_R rows over one partition.
+    """Program (worker and row tile, KV head, segment): softmax sums of up to BLOCK_R rows over one partition at a time,
+    from the worker's own on in steps of `workers`.
 
     Row r of a segment is query row r // group, head r % group of the KV head's. Stores the weighted sum of values, the
     maximum (of log2) and the sum of weights at [part, row, head].
     """
-    part = first_part + tl.program_id(0) % parts_here
-    tile = tl.program_id(0) // parts_here
+    worker = tl.program_id(0) % workers
+    tile = tl.program_id(0) // workers
     kv_head = tl.program_id(1)
     span = spans_ptr + tl.program_id(2) * 8
     query_start, query_len = tl.load(span).to(tl.int64), tl.load(span + 1)
     first_position, kv_end = tl.load(span + 4), tl.load(span + 5)
     query_position, rows_before = tl.load(span + 6), tl.load(span + 7).to(tl.int64)
-    index = part // PARTS
-    if (index >= tl.load(span + 3)) | (tile * BLOCK_R >= query_len * group):
+    end_part = tl.minimum(first_part + parts_here, tl.load(span + 3) * PARTS)
+    if (first_part + worker >= end_part) | (tile * BLOCK_R >= query_len * group):
         return
-    first = first_position + index * block_size  # position of the block's first key
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     token, head = row // group, kv_head * group + row % group
     row_mask = token < query_len
@@ -83,43 +85,47 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     slope = tl.zeros([BLOCK_R], tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + head, mask=row_mask, other=0.0) * LOG2E
-    # Keys of this partition that some row of the tile sees.
+    # The last position that some row of the tile sees.
     last = query_position + tl.minimum(tile * BLOCK_R + BLOCK_R - 1, query_len * group - 1) // group
-    begin = (part % PARTS) * PARTITION
-    end = tl.minimum(tl.minimum(begin + PARTITION, block_size), tl.minimum(kv_end, last + 1) - first)
-    if HAS_WINDOW:
-        oldest = query_position + (tile * BLOCK_R) // group - window + 1
-        begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
-    block = tl.load(blocks_ptr + tl.load(span + 2) + index).to(tl.int64)
-    keys = pool_ptr + block * block_stride + kv_head * head_stride
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        at = n[:, None] * head_dim + column[None, :]
-        mask = (n < end)[:, None] & column_mask[None, :]
-        k = tl.load(keys + at, mask=mask, other=0.0)
-        v = tl.load(keys + kv_stride + at, mask=mask, other=0.0)
-        distance = position[:, None] - (first + n)[None, :]
-        visible = (distance >= 0) & (n < end)[None, :]
+    for part in range(first_part + worker, end_part, workers):
+        index = part // PARTS
+        first = first_position + index * block_size  # position of the block's first key
+        # Keys of this partition that some row of the tile sees.
+        begin = (part % PARTS) * PARTITION
+        end = tl.minimum(tl.minimum(begin + PARTITION, block_size), tl.minimum(kv_end, last + 1) - first)
         if HAS_WINDOW:
-            visible = visible & (distance < window)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-        if HAS_SLOPES:
-            scores -= slope[:, None] * distance
-        scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-        weights = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(weights, 1)
-        acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
-    at = ((part - first_part) * total_rows + rows_before + token) * heads + head
-    tl.store(acc_ptr + at[:, None] * BLOCK_D + column[None, :], acc, mask=row_mask[:, None])
-    tl.store(top_ptr + at, top, mask=row_mask)
-    tl.store(total_ptr + at, total, mask=row_mask)
+            oldest = query_position + (tile * BLOCK_R) // group - window + 1
+            begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
+        block = tl.load(blocks_ptr + tl.load(span + 2) + index).to(tl.int64)
+        keys = pool_ptr + block * block_stride + kv_head * head_stride
+        acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_R], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            at = n[:, None] * head_dim + column[None, :]
+            mask = (n < end)[:, None] & column_mask[None, :]
+            k = tl.load(keys + at, mask=mask, other=0.0)
+            v = tl.load(keys + kv_stride + at, mask=mask, other=0.0)
+            distance = position[:, None] - (first + n)[None, :]
+            visible = (distance >= 0) & (n < end)[None, :]
+            if HAS_WINDOW:
+                visible = visible & (distance < window)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            if HAS_SLOPES:
+                scores -= slope[:, None] * distance
+            scores = tl.where(visible, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+            weights = tl.exp2(scores - base[:, None])
+            keep = tl.exp2(top - base)
+            total = total * keep + tl.sum(weights, 1)
+            acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            top = new_top
+        at = ((part - first_part) * total_rows + rows_before + token) * heads + head
+        tl.store(acc_ptr + at[:, None] * BLOCK_D + column[None, :], acc, mask=row_mask[:, None])
+        tl.store(top_ptr + at, top, mask=row_mask)
+        tl.store(total_ptr + at, total, mask=row_mask)
 
 
 @triton.jit
@@ -201,9 +207,10 @@ def decode_(
     wide = padded_dim * q.element_size() > 256  # bytes of a row: more leave less shared memory to the pipeline
     for first in range(0, group.max_blocks, blocks_at_once):
         count = min(blocks_at_once, group.max_blocks - first)
-        _decode_kernel[(count * parts * row_tiles, kv_heads, len(group))](
+        workers = max(1, min(count * parts, MAX_PROGRAMS // (row_tiles * kv_heads * len(group))))
+        _decode_kernel[(workers * row_tiles, kv_heads, len(group))](
             q, pool, group.spans, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
-            first * parts, count * parts, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
+            first * parts, count * parts, workers, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
             scale, window or 0, *q.stride()[:2], *pool.stride()[:3],
             PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
             BLOCK_N=min(32 if wide else 64, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,

@@ -1,0 +1,174 @@
+"""Graphs of decode steps: one for a whole step where attention can be recorded, else one for each piece between two
+attentions, which then run between the replays as they always do."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.config import EngineConfig
+from nanovllm.device import Device, Graph
+from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
+from nanovllm.kvcache.decode_tables import DecodeTables
+from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.kvcache.room import AttentionGeometry, KVRoom
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.pieces import StepMemory, run_piece
+from nanovllm.ops import row_attention
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.upload import refill
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BUCKET = 512
+TRIED_BUCKETS = 4  # from which the memory of all but the largest is estimated
+
+
+def bucket_sizes(config: EngineConfig) -> list[int]:
+    """Batch sizes that have graphs: 1, 2, 4, then every multiple of 8, and the largest that a step can have.
+
+    A step takes the next one: less than 8 rows are computed for nothing. Steps above LARGEST_BUCKET have no graph.
+    """
+    most = min(config.max_num_seqs, config.max_num_batched_tokens, LARGEST_BUCKET)
+    return [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Steps of up to so many rows: the memory that they pass through, and their graphs in order."""
+
+    inputs: Tensor  # int64 [3, rows]: token ids, positions, RoPE lengths
+    step: StepMemory
+    graphs: Sequence[Graph]
+
+
+class DecodeGraphs:
+    """Recorded when made. All buckets share one memory, of which a smaller one uses the beginning."""
+
+    def __init__(self, device: Device, model: Decoder, tables: DecodeTables | None, sizes: Sequence[int]) -> None:
+        """tables: where attention can be recorded as well; sizes: of the buckets, ascending."""
+        self._device = device
+        self._model = model
+        self._tables = tables
+        self._sizes = sizes
+        self._inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=model.device)
+        memory = StepMemory.of(model, sizes[-1])
+        # The largest first: the others then find what they allocate in the memory that it took.
+        cut = [(self._inputs[: 3 * rows].view(3, rows), memory.first(rows)) for rows in reversed(sizes)]
+        graphs = device.capture([work for inputs, step in cut for work in self._works(inputs, step)])
+        count = len(graphs) // len(sizes)
+        self._buckets = [Bucket(*cut[i], graphs[i * count : (i + 1) * count]) for i in range(len(sizes))][::-1]
+        self.num_graphs = len(graphs)
+
+    def take(self, sequences: Sequence[SequenceSlice]) -> bool:
+        """Whether a step of these sequences has graphs: each computes one token, and they are not too many."""
+        return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
+
+    def run(self, inputs: Tensor, sequences: tuple[SequenceSlice, ...], kv_cache: KVCache) -> Tensor:
+        """Hidden states after the final norm: [rows, hidden], to be used before the next step.
+
+        inputs: as of a bucket, on the host, for the sequences alone.
+        """
+        rows = len(sequences)
+        bucket = self._buckets[bisect_left(self._sizes, rows)]
+        padding = bucket.inputs.shape[1] - rows
+        refill(self._inputs, F.pad(inputs, (0, padding)).flatten())
+        if self._tables is not None:
+            self._tables.fill(sequences, rows + padding)
+            self._tables.declare(self._device, sequences)
+            bucket.graphs[0].replay()
+            self._device.end_kernel()
+        else:
+            _, positions, rope_lengths = bucket.inputs[:, :rows]
+            ctx = ForwardContext(positions, rope_lengths, sequences, kv_cache)
+            self._run_pieces(bucket.graphs, bucket.step.first(rows), ctx)
+        return bucket.step.x[:rows]
+
+    def _run_pieces(self, graphs: Sequence[Graph], step: StepMemory, ctx: ForwardContext) -> None:
+        for layer, graph in enumerate(graphs[:-1]):
+            graph.replay()
+            step.q.copy_(ctx.kv_cache.attend(layer, step.q, step.k, step.v, ctx))
+        graphs[-1].replay()
+
+    def _works(self, inputs: Tensor, step: StepMemory) -> list[Callable[[], None]]:
+        """What is recorded for a bucket."""
+        num_layers = self._model.spec.num_layers
+
+        def piece(index: int) -> Callable[[], None]:
+            return lambda: run_piece(self._model, index, step, inputs)
+
+        def whole(tables: DecodeTables) -> None:
+            for layer in range(num_layers):
+                run_piece(self._model, layer, step, inputs)
+                step.q.copy_(tables.attend(layer, step.q, step.k, step.v))
+            run_piece(self._model, num_layers, step, inputs)
+
+        tables = self._tables
+        return [piece(index) for index in range(num_layers + 1)] if tables is None else [lambda: whole(tables)]
+
+
+@torch.inference_mode()
+def record_decode_graphs(
+    device: Device, model: Decoder, kv_cache: KVRoom, max_len: int, config: EngineConfig
+) -> DecodeGraphs | None:
+    """The graphs for an engine whose longest sequence has max_len tokens; None where all steps are to be eager.
+
+    That is so with enforce_eager, on a device that records none, and, with a warning, if recording fails.
+    """
+    if config.enforce_eager or not device.captures:
+        return None
+    sizes, start, free = bucket_sizes(config), time.perf_counter(), device.free_memory()
+    try:
+        with device.compute():
+            tables = kv_cache.decode_tables(sizes[-1], max_len) if isinstance(kv_cache, PagedKVCache) else None
+            graphs = DecodeGraphs(device, model, tables, sizes)
+    except Exception as error:  # of torch, CUDA or a compiler, in any of their types
+        logger.warning("decode runs without CUDA graphs, recording them failed: %s", error)
+        return None
+    seconds, mib = time.perf_counter() - start, (free - device.free_memory()) / 2**20
+    text = "CUDA graphs: %d for decode steps of up to %d sequences, recorded in %.1f s, %.0f MiB"
+    logger.info(text, graphs.num_graphs, sizes[-1], seconds, mib)
+    return graphs
+
+
+@torch.inference_mode()
+def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+    """Device memory that graphs will take, measured by recording some over a KV cache of one block.
+
+    The largest bucket takes what all share; of the others TRIED_BUCKETS are recorded and stand for all. 0 where there
+    will be none, also because that fails.
+    """
+    if config.enforce_eager or not device.captures:
+        return 0
+    sizes, free, kept = bucket_sizes(config), [device.free_memory()], list[DecodeGraphs]()
+    few = sizes[:-1][:TRIED_BUCKETS]
+    try:
+        for part in (sizes[-1:], few):
+            if part:
+                with device.compute():
+                    tables = _scratch_tables(model, backend, config, part[-1])
+                    kept.append(DecodeGraphs(device, model, tables, part))
+            free.append(device.free_memory())
+    except Exception:  # recording for good will say why
+        return 0
+    return free[0] - free[1] + (free[1] - free[2]) * (len(sizes) - 1) // max(1, len(few))
+
+
+def _scratch_tables(
+    model: Decoder, backend: AttentionBackend, config: EngineConfig, max_rows: int
+) -> DecodeTables | None:
+    """Tables as the engine will have them, over one block that stands for every block of every layer."""
+    spec, attention = model.spec, row_attention(backend)
+    if config.enable_cpu_offload or attention is None:
+        return None
+    shape = (2, spec.num_kv_heads, config.block_size, spec.head_dim)
+    pool = torch.zeros(shape, dtype=model.dtype, device=model.device).expand(spec.num_layers, 1, *shape)
+    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
+    return DecodeTables(pool, geometry, attention, max_rows, config.max_model_len or spec.max_model_len)

@@ -1,0 +1,63 @@
+"""A decode step in pieces, cut where attention is, over memory that stays where it is: what graphs can record.
+
+Piece 0 goes from the token ids to the first layer's q, k and v; piece i from what layer i - 1 attended to, which stands
+where its queries stood, to the q, k and v of layer i; the last piece ends with the final norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from nanovllm.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What passes between the pieces of a step of so many rows, one of each sequence."""
+
+    x: Tensor  # [rows, hidden]: the residual stream, and in the end the hidden states after the final norm
+    cos: Tensor  # as of `RotaryEmbedding.cos_sin`
+    sin: Tensor
+    q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then what they attended to
+    k: Tensor  # [rows, kv_heads, head_dim]
+    v: Tensor
+
+    @classmethod
+    def of(cls, model: Decoder, rows: int) -> StepMemory:
+        """Memory for at most so many rows, all zero: no content that could spoil a row is ever computed on."""
+        spec, head_dim = model.spec, model.spec.head_dim
+
+        def zeros(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=model.device)
+
+        return cls(
+            x=zeros(spec.hidden_size),
+            cos=zeros(1, head_dim, dtype=torch.float32),
+            sin=zeros(1, head_dim // 2, dtype=torch.float32),
+            q=zeros(spec.num_heads, head_dim),
+            k=zeros(spec.num_kv_heads, head_dim),
+            v=zeros(spec.num_kv_heads, head_dim),
+        )
+
+    def first(self, rows: int) -> StepMemory:
+        """The first rows of the same memory."""
+        return StepMemory(*(getattr(self, field.name)[:rows] for field in fields(self)))
+
+
+def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> None:
+    """Run one of `num_layers + 1` pieces. inputs: int64 [3, rows], token ids, positions and RoPE lengths."""
+    if index == 0:
+        token_ids, positions, rope_lengths = inputs
+        step.x.copy_(model.embed(token_ids))
+        cos, sin = model.rotary.cos_sin(positions, rope_lengths)
+        step.cos.copy_(cos)
+        step.sin.copy_(sin)
+    else:
+        model.layers[index - 1].finish_(step.x, step.q.flatten(1))
+    if index < model.spec.num_layers:
+        model.layers[index].project(step.x, step.cos, step.sin, step.q, step.k, step.v)
+    else:
+        model.normalize_(step.x)

@@ -1,0 +1,151 @@
+"""A device that records graphs on the CPU, and attention for them. What a graph may not see is frozen, as on a GPU.
+
+While a graph is recorded every operator is put on a tape with the very tensors that it took and made. A replay runs the
+tape: whatever Python would have worked out anew is what it was, and nothing is read or written but the memory of then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.device import Device, Graph
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.ordering import OrderingCheck
+from nanovllm.device.wrapper import DeviceWrapper
+from nanovllm.engine import model_runner
+from nanovllm.kvcache import decode_tables
+from nanovllm.ops.attention import AttentionState, DeviceTable, KVSegment, SegmentTable
+from nanovllm.ops.native_attention import NativeAttention
+from nanovllm.ops.store_kv import store_kv
+
+
+class Tape(TorchDispatchMode):
+    """Operators, and calls of this package's own kernels, which torch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], object]] = []
+        self._made: dict[int, Tensor] = {}  # by address, what the operators made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.steps.append(lambda: self._again(func, args, kwargs, result))
+        return result
+
+    def call(self, kernel: Callable[..., object], *args: Any) -> None:
+        with _disable_current_modes():
+            kernel(*args)
+        self.steps.append(lambda: kernel(*args))
+
+    def run(self) -> None:
+        """Then spoil all that was made on the way: on a GPU the next graph has it in the same memory."""
+        for step in self.steps:
+            step()
+        for tensor in self._made.values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+
+    def _again(self, func: Any, args: Any, kwargs: Any, before: Any) -> None:
+        """Run an operator; what it made the first time gets the result. A view shows it already."""
+        now = func(*args, **kwargs)
+        for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+                self._made[old.data_ptr()] = old
+
+
+class TapedGraph(Graph):
+    def __init__(self, tape: Tape, device: CapturingDevice) -> None:
+        self._tape = tape
+        self._device = device
+        device.live.add(self)
+
+    def replay(self) -> None:
+        self._device.replays += 1
+        with _disable_current_modes():
+            self._tape.run()
+
+
+class CapturingDevice(DeviceWrapper):
+    """`fails_at`: the work whose recording fails. Each graph takes `graph_bytes` of the device's memory."""
+
+    def __init__(self, inner: Device | None = None, fails_at: int | None = None, graph_bytes: int = 0) -> None:
+        super().__init__(inner or CpuDevice())
+        self.captures = True
+        self.replays = 0
+        self.tape: Tape | None = None
+        self.live: weakref.WeakSet[TapedGraph] = weakref.WeakSet()
+        self._fails_at = fails_at
+        self._graph_bytes = graph_bytes
+        self._free = self.inner.free_memory()
+
+    def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
+        return [self._record(work, index) for index, work in enumerate(works)]
+
+    def _record(self, work: Callable[[], object], index: int) -> Graph:
+        work()
+        if index == self._fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.tape = Tape()
+        try:
+            with self.tape:
+                work()
+            return TapedGraph(self.tape, self)
+        finally:
+            self.tape = None
+
+    def kernel(self, function: Callable[..., object]) -> Callable[..., None]:
+        """`function`, put on the tape where there is one."""
+
+        def call(*args: Any) -> None:
+            if self.tape is None:
+                function(*args)
+            else:
+                self.tape.call(function, *args)
+
+        return call
+
+    def free_memory(self) -> int:
+        return self._free - self._graph_bytes * len(self.live)
+
+
+class RowsOnCpu(NativeAttention):
+    """The CPU's kernel, that reads the table of a graph's rows when it runs."""
+
+    def __init__(self, device: CapturingDevice) -> None:
+        super().__init__()
+        self._call = device.kernel(self._attend_rows)
+
+    def attend_rows(
+        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        assert table.few.max_rows == 1 and table.few.total_rows == len(q) and not len(table.many)
+        self._call(q, pool, table, state, scale, window)
+
+    def _attend_rows(
+        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        segments = []
+        for row, span in enumerate(table.few.spans.tolist()):
+            query_start, query_len, start, count, first_position, kv_end, position, rows_before = span
+            assert count <= table.few.max_blocks and query_len == (count > 0)
+            if count:
+                assert query_start == rows_before == row
+                blocks = table.blocks[start : start + count].tolist()
+                segments.append(KVSegment(query_start, query_len, position, first_position, kv_end, blocks))
+        self.attend(q, pool, SegmentTable(segments), state, scale, window)
+
+
+def use_graphs(monkeypatch: Any, device: CapturingDevice, *, rows: bool = False) -> None:
+    """Engines made from now on run on `device`; with `rows` their attention can be recorded."""
+    monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device))
+    if rows:
+        monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(device))
+        monkeypatch.setattr(decode_tables, "store_kv", device.kernel(store_kv))
