@@ -55,9 +55,9 @@ class DecoderLayer:
         self.down = Linear(
             spec.intermediate_size, {"down_proj": hidden}, bias=spec.mlp_bias, dtype=dtype, device=device
         )
-        qkv_, o_, gate_up_, down_ = ((each.weight, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down))
         norms = (self.input_norm.weight, self.qk_norm, self.post_norm.weight)
-        self.few_rows = few_row_layer(norms, (qkv_, o_, gate_up_, down_), eps, spec.head_dim)
+        products = [(each.weight, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
+        self.few_rows = few_row_layer(norms, products, eps, spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work goes by `chunk` rows."""
