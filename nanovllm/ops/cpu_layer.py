@@ -6,6 +6,8 @@ Python between two operators is longer than most of the operators, and memory st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class FewRowLayer:
     def __init__(
         self,
         norms: tuple[Tensor, Tensor | None, Tensor],
-        products: tuple[Product, Product, Product, Product],
+        products: Sequence[Product],
         eps: float,
         head_dim: int,
     ) -> None:
@@ -52,7 +54,7 @@ class FewRowLayer:
 
 def few_row_layer(
     norms: tuple[Tensor, Tensor | None, Tensor],
-    products: tuple[Product, Product, Product, Product],
+    products: Sequence[Product],
     eps: float,
     head_dim: int,
 ) -> FewRowLayer | None:
