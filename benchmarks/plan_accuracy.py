@@ -2,9 +2,11 @@
 
     python -m benchmarks.plan_accuracy [--num-layers 2 4] [--prompt-len 2048 8192] [--output-json FILE]
 
-For every configuration the machine's rates are measured first, as `nanovllm plan` measures them, on layers with random
-weights; then the prediction is made, then the engine runs. Offloaded decode runs with the CPU's share of it (`offload`)
-and without (`streamed`). Measured are medians over the repeats. Defaults take some five minutes on two cores.
+In every round of a configuration the machine's rates are measured, as `nanovllm plan` measures them, on layers with
+random weights; then the prediction is made, then the engine runs. A machine that shares its memory with others reads
+half as fast in one minute as in the next, so that a prediction is held against the run that follows it. Offloaded
+decode runs with the CPU's share of it (`offload`) and without (`streamed`). Figures are medians over the rounds.
+Defaults take some ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from benchmarks.options import (
 from benchmarks.other_load import OtherLoad
 from benchmarks.report import machine_facts, print_facts, print_other_load, write_json
 from benchmarks.shapes import Shape, open_shape
-from benchmarks.timing import Spread, repeat
+from benchmarks.timing import Spread
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import split_device
 from nanovllm.ops import select_backend
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
-from nanovllm.planner.plan import RequestPlan
+from nanovllm.planner.predict import Prediction
 
 PLACEMENTS = ("resident", "offload", "streamed")  # offload with the CPU arm, and without it
 
@@ -46,15 +48,22 @@ PLACEMENTS = ("resident", "offload", "streamed")  # offload with the CPU arm, an
 class Phase:
     """Seconds of a prefill, or of one decoded token."""
 
-    predicted: float
+    predicted: Spread
     measured: Spread
+    error: Spread  # of the predicted speed, as a share of the measured one: above 0 the prediction is too fast
     limit: str
     by_resource: dict[str, float]
 
-    @property
-    def error(self) -> float:
-        """Of the predicted speed, as a share of the measured one: above 0 the prediction is too fast."""
-        return self.measured.median / self.predicted - 1
+    @classmethod
+    def of(cls, predictions: Sequence[Prediction], measured: Sequence[float]) -> Phase:
+        """A prediction and what was measured after it, in every round."""
+        seconds = [prediction.seconds for prediction in predictions]
+        limit = predictions[-1].limit
+        assert limit is not None, "all rates are measured"
+        errors = [took / said - 1 for took, said in zip(measured, seconds, strict=True) if said is not None]
+        spreads = [Spread.of(values) for values in (seconds, measured, errors)]
+        predicted, took, error = (spread for spread in spreads if spread is not None)
+        return cls(predicted, took, error, limit, predictions[-1].terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +77,28 @@ class Result:
     arm_bytes: float  # of them, what a decode step leaves to the CPU
     prefill: Phase
     decode: Phase
-    rates: Rates
+    rates: Rates  # of the last round
 
 
 def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
-    """Rates, prediction and runs of one configuration."""
-    rates = rates_for(work, offload=placement != "resident")
+    """Rates, prediction and run of one configuration, round after round."""
     (prompt,) = work.shape.prompts(1, work.prompt_len, args.seed)
+    requests, runs = [], []
     with work.open(**arguments_for(work, placement, args.device_share)) as llm:
-        request = llm.plan(rates).request(work.prompt_len, work.output_len)
-        runs = repeat(lambda: timing_of(generate(llm, [prompt], work.output_len)), args.warmup, args.repeats)
-    prefill, decode = (
-        Spread.of(times) for times in zip(*((run.prefill_seconds, run.tpot) for run in runs), strict=True)
-    )
-    assert prefill is not None and decode is not None, "every run decodes"
+        for _ in range(args.warmup):
+            generate(llm, [prompt], work.output_len)
+        for _ in range(args.repeats):
+            rates = rates_for(work, offload=placement != "resident")
+            requests.append(llm.plan(rates).request(work.prompt_len, work.output_len))
+            runs.append(timing_of(generate(llm, [prompt], work.output_len)))
     return Result(
         num_layers=work.shape.spec.num_layers,
         placement=placement,
         prompt_len=work.prompt_len,
-        streamed_bytes=request.streamed_bytes,
-        arm_bytes=request.arm_bytes or 0.0,
-        prefill=_phase(request, "prefill", prefill),
-        decode=_phase(request, "decode", decode),
+        streamed_bytes=requests[-1].streamed_bytes,
+        arm_bytes=requests[-1].arm_bytes or 0.0,
+        prefill=Phase.of([request.prefill for request in requests], [run.prefill_seconds for run in runs]),
+        decode=Phase.of([request.decode for request in requests], [run.tpot or 0.0 for run in runs]),
         rates=rates,
     )
 
@@ -113,12 +122,6 @@ def arguments_for(work: Work, placement: str, device_share: Fraction) -> dict[st
     return blocks | {"cpu_attention": placement == "offload"}
 
 
-def _phase(request: RequestPlan, name: str, measured: Spread) -> Phase:
-    prediction = getattr(request, name)
-    assert prediction.seconds is not None and prediction.limit is not None, "all rates are measured"
-    return Phase(prediction.seconds, measured, prediction.limit, prediction.terms)
-
-
 # ---- for people
 
 COLUMNS = "{:>6}  {:<9}{:>8}   {:>10}{:>10}{:>7}   {:>10}{:>10}{:>7}   {}".format
@@ -135,8 +138,9 @@ def show(result: Result) -> None:
     print(
         COLUMNS(
             result.num_layers, result.placement, f"{result.prompt_len:,}",
-            f"{prefill.predicted:.2f} s", f"{prefill.measured.median:.2f} s", f"{prefill.error:+.0%}",
-            f"{1 / decode.predicted:.1f}/s", f"{1 / decode.measured.median:.1f}/s", f"{decode.error:+.0%}",
+            f"{prefill.predicted.median:.2f} s", f"{prefill.measured.median:.2f} s", f"{prefill.error.median:+.0%}",
+            f"{1 / decode.predicted.median:.1f}/s", f"{1 / decode.measured.median:.1f}/s",
+            f"{decode.error.median:+.0%}",
             f"{prefill.limit}, {decode.limit}",
         ),
         flush=True,
@@ -153,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
             show_head()
             results += measure_shape(shape, args)
             print()
-    errors = [abs(phase.error) for result in results for phase in (result.prefill, result.decode)]
+    errors = [abs(phase.error.median) for result in results for phase in (result.prefill, result.decode)]
     print(
         f"speeds predicted within {max(errors):.0%} of measured, {sorted(errors)[len(errors) // 2]:.0%} in the middle"
     )
@@ -189,7 +193,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")
     add("--prompt-len", type=positive, nargs="+", default=[2048, 8192], help="tokens; several are run in turn")
     add("--device-share", type=share, default=Fraction(1, 4), help="KV blocks on the device (default: %(default)s)")
-    add_run_options(parser, output_len=33, repeats=3)
+    add_run_options(parser, output_len=33, repeats=5)
     add_engine_options(parser, block_size=256, max_batched=4096)
     add_device_option(parser)
     args = parser.parse_args(argv)

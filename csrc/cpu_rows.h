@@ -47,6 +47,13 @@ struct GatedUnit {
     int64_t rows, size;
 };
 
+// x += addend over rows of `size`.
+struct Sum {
+    Target x;
+    Source addend;
+    int64_t rows, size;
+};
+
 // Bytes of K and V of each token into its slot of a pool [blocks, 2, kv_heads, block_size, head]; slot -1: nowhere.
 struct Store {
     char* pool;
@@ -60,6 +67,7 @@ struct Store {
 void rms_norm(const Norm& norm, int threads);
 void place_heads(const Heads& heads, int threads);
 void silu_and_mul(const GatedUnit& unit, int threads);
+void add(const Sum& sum, int threads);
 void store_kv(const Store& store, int threads);
 
 }  // namespace nanovllm::rows

@@ -151,6 +151,10 @@ void silu_and_mul(const GatedUnit& u, int threads) {
     });
 }
 
+void add(const Sum& s, int threads) {
+    for_each(s.rows, s.size, threads, [&](int64_t row) { add_row(s.x.at(row), s.addend.at(row), s.size); });
+}
+
 void store_kv(const Store& s, int threads) {
     const int64_t plane = s.kv_heads * s.block_size * s.head_bytes;
     for_each(s.tokens, s.kv_heads * s.head_bytes, threads, [&](int64_t token) {

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from nanovllm.kvcache.offload_engine import OffloadEngine
 
 
 def pytest_configure() -> None:
@@ -63,8 +59,8 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     if runner is not None:
         from nanovllm.kvcache.decode_shares import Bandwidths
 
-        def given(engine: OffloadEngine, *_: object) -> Bandwidths:
-            return Bandwidths(link=10e9, host=20e9, device=20e9, one_processor=engine.device.shares_host)
+        def given(*_: object) -> Bandwidths:
+            return Bandwidths(link=10e9, host=20e9, device=20e9)
 
         monkeypatch.setattr(runner, "measure_bandwidths", given)
 

@@ -11,7 +11,6 @@ import torch
 from arms import DeviceOfItsOwn
 
 from nanovllm.device import PitchedCopy
-from nanovllm.device.cpu import CpuDevice
 from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout
@@ -23,9 +22,9 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=64, item
 GEOMETRY = AttentionGeometry(scale=1.0, num_heads=4, windows=(None, None))
 
 
-@pytest.fixture(params=[CpuDevice, DeviceOfItsOwn])
-def engine(request: pytest.FixtureRequest) -> Iterator[OffloadEngine]:
-    device = request.param()
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    device = DeviceOfItsOwn()
     yield OffloadEngine(device, LAYOUT, torch.bfloat16, DeviceSplit(4, 2), num_host_blocks=8)
     device.close()
 
@@ -41,14 +40,11 @@ def test_all_rates_are_measured(engine: OffloadEngine, monkeypatch: pytest.Monke
     most = sum(copy.width for copy in copied if copy.width == LAYOUT.block_layer_bytes)
     assert most == 4 * 16 * LAYOUT.block_layer_bytes, "sixteen layers of blocks are all that the host pool holds"
     assert all(16 * LAYOUT.block_layer_bytes / elapsed < rate < 1e13 for rate in (rates.link, rates.host, rates.device))
-    assert rates.one_processor == engine.device.shares_host
-    assert (rates.round_trip > 0) == (not rates.one_processor)
-    if rates.one_processor:
-        assert rates.device == rates.host
+    assert rates.round_trip > 0 and not rates.one_processor
 
 
 def test_the_arm_is_measured_with_its_own_backend(engine: OffloadEngine) -> None:
-    """A slow backend for the host makes the host's rate slow, and where the device is another, only that one."""
+    """A slow backend for the host makes the host's rate slow, and only that one."""
 
     class Slow:
         name = "slow"
@@ -58,4 +54,4 @@ def test_the_arm_is_measured_with_its_own_backend(engine: OffloadEngine) -> None
 
     rates = measure_bandwidths(engine, GEOMETRY, select_cpu_backend(LAYOUT.head_dim), Slow())
     assert rates.host < 16 * LAYOUT.block_layer_bytes / 0.05
-    assert (rates.device == rates.host) == rates.one_processor
+    assert rates.device > rates.host

@@ -270,7 +270,8 @@ def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys:
         assert (result["streamed_bytes"] > 0) == (result["placement"] != "resident")
         assert (result["arm_bytes"] > 0) == (result["placement"] == "offload" and result["prompt_len"] == 100)
         for phase in (result["prefill"], result["decode"]):
-            assert phase["predicted"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
+            assert phase["predicted"]["median"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
+            assert -1 < phase["error"]["low"] <= phase["error"]["median"] <= phase["error"]["high"]
     assert len(report["errors"]) == 24 and "within" in capsys.readouterr().out
 
 

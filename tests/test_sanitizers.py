@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pybind11
@@ -14,10 +15,13 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 EXTENSIONS = {  # module -> (sources, tests that exercise it)
-    "nanovllm/comm/_sgdma": ("sgdma*.cpp", ("test_sgdma.py", "test_batch_copy.py", "test_pinned.py")),
-    "nanovllm/ops/_cpu_attention": ("cpu_attention*.cpp", ("test_cpu_attention.py",)),
-    "nanovllm/ops/_cpu_linear": ("cpu_linear*.cpp", ("test_cpu_linear.py",)),
-    "nanovllm/ops/_cpu_rows": ("cpu_rows*.cpp", ("test_cpu_rows.py",)),
+    "nanovllm/comm/_sgdma": (("sgdma*.cpp",), ("test_sgdma.py", "test_batch_copy.py", "test_pinned.py")),
+    "nanovllm/ops/_cpu_attention": (("cpu_attention*.cpp",), ("test_cpu_attention.py",)),
+    "nanovllm/ops/_cpu_linear": (("cpu_linear*.cpp",), ("test_cpu_linear.py",)),
+    "nanovllm/ops/_cpu_rows": (("cpu_rows*.cpp",), ("test_cpu_rows.py",)),
+    "nanovllm/ops/_cpu_layer": (
+        ("cpu_layer.cpp", "cpu_linear_avx512bf16.cpp", "cpu_rows_kernels.cpp"), ("test_cpu_layer.py",)
+    ),
 }
 FLAGS = [
     "-std=c++17",
@@ -33,11 +37,11 @@ FLAGS = [
 ]
 
 
-def build(package_parent: Path, module: str, sources: str) -> None:
+def build(package_parent: Path, module: str, sources: Sequence[str]) -> None:
     """Compile an extension with the sanitizers into a copy of the package."""
     target = package_parent / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-    files = sorted(str(path) for path in (REPOSITORY / "csrc").glob(sources))
+    files = sorted(str(path) for source in sources for path in (REPOSITORY / "csrc").glob(source))
     subprocess.run(["g++", *FLAGS, *includes, *files, "-o", str(target)], check=True)
 
 

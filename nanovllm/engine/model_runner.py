@@ -22,6 +22,7 @@ from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
+from nanovllm.kvcache.decode_shares import ONE_PROCESSOR
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend
 from nanovllm.kvcache.layout import KVLayout
@@ -222,8 +223,10 @@ def _make_room(
 
 def _make_arm(engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend) -> HostArm:
     host_backend = arm_backend(engine.device, model.spec.head_dim)
-    with engine.device.compute():
-        measured = measure_bandwidths(engine, geometry, backend, host_backend)
-    gb_s = (rate / 1e9 for rate in (measured.link, measured.host, measured.device))
-    logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
-    return HostArm(engine, geometry, host_backend, BalancedShare(measured, model.layer_weight_bytes))
+    rates = ONE_PROCESSOR
+    if not engine.device.shares_host:
+        with engine.device.compute():
+            rates = measure_bandwidths(engine, geometry, backend, host_backend)
+        gb_s = (rate / 1e9 for rate in (rates.link, rates.host, rates.device))
+        logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
+    return HostArm(engine, geometry, host_backend, BalancedShare(rates, model.layer_weight_bytes))

@@ -21,7 +21,10 @@ _ROUNDS = 3
 def measure_bandwidths(
     engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, host_backend: AttentionBackend
 ) -> Bandwidths:
-    """Copies and attends to as much KV as the host pool holds, at most 32 MiB or two blocks of one layer."""
+    """Copies and attends to as much KV as the host pool holds, at most 32 MiB or two blocks of one layer.
+
+    Of a device that is a processor of its own; where it is not, there is nothing to choose by (`ONE_PROCESSOR`).
+    """
     device, layout, dtype = engine.device, engine.layout, engine.host.dtype
     most = max(2, _PROBE_BYTES // layout.block_layer_bytes)
     shape = (min(most, layout.num_layers * engine.num_host_blocks), *layout.block_shape)
@@ -29,8 +32,6 @@ def measure_bandwidths(
     host.zero_()
     link = host.nbytes / _seconds_of_copies(device, on_device, host, layout.block_layer_bytes)
     host_rate = host.nbytes / _seconds_of_attention(host, geometry, host_backend)
-    if device.shares_host:
-        return Bandwidths(link=link, host=host_rate, device=host_rate, one_processor=True)
     finish = device.compute_stream.synchronize
     device_rate = host.nbytes / _seconds_of_attention(on_device, geometry, backend, finish)
     return Bandwidths(link, host_rate, device_rate, round_trip=_seconds_of_round_trip(device, on_device, host))

@@ -37,6 +37,11 @@ class Bandwidths:
     one_processor: bool = False  # all of it runs on the same cores
 
 
+# Reading costs the same for device and arm, and only the device's blocks are copied: the formula gives the arm all of
+# them, whatever the rates are, so that nothing need be measured.
+ONE_PROCESSOR = Bandwidths(link=1.0, host=1.0, device=1.0, one_processor=True)
+
+
 @dataclass(frozen=True, slots=True)
 class HostRead:
     """One layer of one host block that the arm may take. The link moves it once, attention reads it for each reader."""

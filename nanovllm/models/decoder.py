@@ -16,6 +16,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.weights import NamedSlots, WeightSlot, whole
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops.cpu_layer import few_row_layer
 
 CPU_CHUNK_ROWS = 1024  # more makes temporaries that malloc maps and unmaps each time: norms then cost tenfold
 DEVICE_CHUNK_ROWS = 8192
@@ -54,6 +55,9 @@ class DecoderLayer:
         self.down = Linear(
             spec.intermediate_size, {"down_proj": hidden}, bias=spec.mlp_bias, dtype=dtype, device=device
         )
+        qkv_, o_, gate_up_, down_ = ((each.weight, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down))
+        norms = (self.input_norm.weight, self.qk_norm, self.post_norm.weight)
+        self.few_rows = few_row_layer(norms, (qkv_, o_, gate_up_, down_), eps, spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work goes by `chunk` rows."""
@@ -63,7 +67,10 @@ class DecoderLayer:
 
     def finish_(self, x: Tensor, attended: Tensor) -> None:
         """All that follows attention over rows of x, in place: its projection and the MLP, each added to x."""
-        x += self._mlp(x, self.o(attended))
+        if self.few_rows is not None and self.few_rows.takes(x):
+            self.few_rows.finish_(x, attended)
+        else:
+            x += self._mlp(x, self.o(attended))
 
     def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """The gated MLP's share of the residual stream, after adding attention's to it in place."""
@@ -80,6 +87,9 @@ class DecoderLayer:
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Write q, k and v of the rows of x: normalized where the family does, turned to their positions."""
+        if self.few_rows is not None and self.few_rows.takes(x):
+            self.few_rows.project(x, cos, sin, q, k, v)
+            return
         heads = self.qkv(self.input_norm(x)).unflatten(-1, (-1, self.spec.head_dim))
         place_heads(heads, self.qk_norm, self.spec.rms_norm_eps, cos, sin, q, k, v)
 

@@ -60,7 +60,7 @@ def few_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, num
         rows=rows,
         in_features=in_features,
         out_features=out_features,
-        sum_block=_sum_block(in_features),
+        sum_block=sum_block(in_features),
         threads=torch.get_num_threads() if num_threads is None else num_threads,
     )
     return y
@@ -85,7 +85,7 @@ def sums_like_torch(in_features: int, has_bias: bool) -> bool:
     return torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
-def _sum_block(in_features: int) -> int:
+def sum_block(in_features: int) -> int:
     """Inputs that are summed from zero before they are added to the sum of those before: as oneDNN cuts a sum."""
     return 512 if in_features <= 1024 else 1024
 

@@ -33,14 +33,14 @@ def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Te
     if not (takes(residual, 2) and takes(x, 2) and x.shape == residual.shape and _is_vector(weight, x.shape[1])):
         rule = "add_rms_norm_ takes bf16 residual and x [rows, size] and weight [size]"
         raise _misfit(rule, residual=residual, x=x, weight=weight)
-    return _norm(residual, _rows(x), weight, eps)
+    return _norm(residual, address(x), weight, eps)
 
 
 def _norm(x: Tensor, addend: tuple[int, int], weight: Tensor, eps: float) -> Tensor:
     rows, size = x.shape
     y = x.new_empty(rows, size)
     _cpu_rows.rms_norm(
-        x=_rows(x), addend=addend, weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
+        x=address(x), addend=addend, weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -57,8 +57,8 @@ def place_heads(
         )
         raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
     _cpu_rows.place_heads(
-        heads=_rows(heads), weight=0 if weight is None else weight.data_ptr(), cos=_rows(cos), sin=_rows(sin),
-        q=_rows(q), k=_rows(k), v=_rows(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
+        heads=address(heads), weight=0 if weight is None else weight.data_ptr(), cos=address(cos), sin=address(sin),
+        q=address(q), k=address(k), v=address(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
         head_dim=heads.shape[2], eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)
     _cpu_rows.silu_and_mul(
-        gate_up=_rows(gate_up), y=(y.data_ptr(), size), rows=rows, size=size, threads=torch.get_num_threads()
+        gate_up=address(gate_up), y=(y.data_ptr(), size), rows=rows, size=size, threads=torch.get_num_threads()
     )
     return y
 
@@ -130,7 +130,8 @@ def _is_vector(weight: Tensor, size: int) -> bool:
     return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape == (size,) and weight.is_contiguous()
 
 
-def _rows(x: Tensor) -> tuple[int, int]:
+def address(x: Tensor) -> tuple[int, int]:
+    """Where the rows begin, and the elements from one to the next."""
     return x.data_ptr(), x.stride()[0]
 
 

@@ -9,10 +9,6 @@ from nanovllm.kvcache.budget import ArmUse, predict_transfers
 from nanovllm.kvcache.decode_shares import Bandwidths, best_share, layer_seconds
 from nanovllm.kvcache.layout import KVLayout
 
-# Reading costs the same for device and arm, and only the device's blocks are copied: the formula gives the arm all of
-# them, whatever the rates are.
-ONE_PROCESSOR = Bandwidths(link=1.0, host=1.0, device=1.0, one_processor=True)
-
 
 @dataclass(frozen=True, slots=True)
 class ArmModel:

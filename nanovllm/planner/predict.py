@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.decode_shares import Bandwidths, arm_query_len
+from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, Bandwidths, arm_query_len
 from nanovllm.kvcache.prefill_plan import PrefillSpan
-from nanovllm.planner.arm import ONE_PROCESSOR, ArmModel
+from nanovllm.planner.arm import ArmModel
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 

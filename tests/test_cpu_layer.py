@@ -1,0 +1,127 @@
+"""A layer's rows in two calls: the bits of the single operators, and only where those would run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.heads import place_heads
+from nanovllm.layers.linear import linear
+from nanovllm.layers.norm import add_rms_norm_, rms_norm
+from nanovllm.ops import cpu_linear
+from nanovllm.ops.cpu_layer import FewRowLayer, few_row_layer
+
+EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
+Tensors = dict[str, Tensor]
+
+pytestmark = pytest.mark.skipif(not cpu_linear.available(), reason="this machine has no AVX512-bf16")
+
+
+def bf16(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def weights(seed: int, *, bias: bool, qk_norm: bool) -> tuple[tuple, tuple]:
+    heads = bf16(seed + 1, HEADS + KV_HEADS, HEAD_DIM) if qk_norm else None
+    norms = (bf16(seed, HIDDEN), heads, bf16(seed + 2, HIDDEN))
+    shapes = (
+        ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+        (HIDDEN, HEADS * HEAD_DIM),
+        (2 * INTERMEDIATE, HIDDEN),
+        (HIDDEN, INTERMEDIATE),
+    )
+    products = tuple(
+        (bf16(seed + 3 + i, *shape), bf16(seed + 9 + i, shape[0]) if bias else None) for i, shape in enumerate(shapes)
+    )
+    return norms, products
+
+
+def rows_of(seed: int, tokens: int) -> Tensors:
+    angles = torch.randn(tokens, 1, HEAD_DIM // 2, generator=torch.Generator().manual_seed(seed))
+    return {
+        "x": bf16(seed + 1, tokens, HIDDEN + 32)[:, :HIDDEN],
+        "cos": torch.cat((angles.cos(), angles.cos()), dim=-1),
+        "sin": angles.sin(),
+        "attended": bf16(seed + 2, tokens, HEADS * HEAD_DIM),
+    }
+
+
+
+def empty(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.full((tokens, heads, HEAD_DIM), 9.0).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return q, k, v
+
+
+def one_by_one(norms: tuple, products: tuple, rows: Tensors) -> tuple[Tensor, ...]:
+    """q, k, v and the residual stream, as the operators make them."""
+    before, heads, after = norms
+    qkv, o, gate_up, down = products
+    q, k, v = empty(len(rows["x"]))
+    projected = linear(rms_norm(rows["x"], before, EPS), *qkv).unflatten(-1, (-1, HEAD_DIM))
+    place_heads(projected, heads, EPS, rows["cos"], rows["sin"], q, k, v)
+    x = rows["x"].clone()
+    normed = add_rms_norm_(x, linear(rows["attended"], *o), after, EPS)
+    x += linear(silu_and_mul(linear(normed, *gate_up)), *down)
+    return q, k, v, x
+
+
+def in_two_calls(layer: FewRowLayer, rows: Tensors) -> tuple[Tensor, ...]:
+    q, k, v = empty(len(rows["x"]))
+    layer.project(rows["x"], rows["cos"], rows["sin"], q, k, v)
+    x = rows["x"].clone()
+    layer.finish_(x, rows["attended"])
+    return q, k, v, x
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**30), st.integers(0, cpu_linear.MAX_ROWS), st.booleans(), st.booleans())
+def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_norm: bool) -> None:
+    norms, products = weights(seed, bias=bias, qk_norm=qk_norm)
+    layer = few_row_layer(norms, products, EPS, HEAD_DIM)
+    assert layer is not None
+    rows = rows_of(seed + 20, tokens)
+    assert layer.takes(rows["x"])
+    for ours, theirs in zip(in_two_calls(layer, rows), one_by_one(norms, products, rows), strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_weights_that_are_written_later_count() -> None:
+    norms, products = weights(0, bias=False, qk_norm=True)
+    layer = few_row_layer(norms, products, EPS, HEAD_DIM)
+    assert layer is not None
+    rows = rows_of(1, 3)
+    before = in_two_calls(layer, rows)
+    products[3][0].neg_()
+    after, expected = in_two_calls(layer, rows), one_by_one(norms, products, rows)
+    assert same_bits(after[3], expected[3]) and not same_bits(after[3], before[3])
+
+
+def test_rows_that_are_not_taken() -> None:
+    norms, products = weights(0, bias=False, qk_norm=False)
+    layer = few_row_layer(norms, products, EPS, HEAD_DIM)
+    assert layer is not None
+    assert not layer.takes(bf16(0, cpu_linear.MAX_ROWS + 1, HIDDEN))
+    assert not layer.takes(bf16(0, 1, HIDDEN).float())
+    assert not layer.takes(bf16(0, 1, HIDDEN // 2))
+    assert not layer.takes(bf16(0, HIDDEN, 2).T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_there_is_none_for_weights_of_another_type(dtype: torch.dtype) -> None:
+    norms, products = weights(0, bias=False, qk_norm=False)
+    cast = tuple((weight.to(dtype), bias) for weight, bias in products)
+    assert few_row_layer(norms, cast, EPS, HEAD_DIM) is None
+
+
+def test_there_is_none_where_a_product_has_torchs_bits_only_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, products = weights(0, bias=False, qk_norm=False)
+    monkeypatch.setattr(cpu_linear, "sums_like_torch", lambda in_features, has_bias: in_features != INTERMEDIATE)
+    assert few_row_layer(norms, products, EPS, HEAD_DIM) is None
