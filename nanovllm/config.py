@@ -37,6 +37,7 @@ class EngineConfig:
     swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
     with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
     of what is left of host memory, and never more than the whole cache holds.
+    `enforce_eager` launches decode steps kernel by kernel where they would be replayed as CUDA graphs.
     """
 
     model: str

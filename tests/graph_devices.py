@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+from engines import offloaded, random_prompt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -23,6 +25,10 @@ from nanovllm.kvcache import decode_tables
 from nanovllm.ops.attention import AttentionState, DeviceTable, KVSegment, SegmentTable
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.store_kv import store_kv
+
+BLOCK, VOCAB = 16, 97
+MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")
+PROMPTS = [random_prompt(length, VOCAB, 1) for length in (5, 31, 16, 17, 90, 1, 47, 3, 33, 8, 15, 2, 64)]
 
 
 class Tape(TorchDispatchMode):
@@ -143,9 +149,30 @@ class RowsOnCpu(NativeAttention):
         self.attend(q, pool, SegmentTable(segments), state, scale, window)
 
 
-def use_graphs(monkeypatch: Any, device: CapturingDevice, *, rows: bool = False) -> None:
+def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows: bool = False) -> None:
     """Engines made from now on run on `device`; with `rows` their attention can be recorded."""
     monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device))
     if rows:
         monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(device))
         monkeypatch.setattr(decode_tables, "store_kv", device.kernel(store_kv))
+
+
+def arguments(mode: str, **others: Any) -> dict[str, Any]:
+    """Of an engine that runs its decode steps in one of MODES, or "eager"."""
+    sizes = {"max_num_seqs": 9, "max_num_batched_tokens": 40, "max_model_len": 200, "dtype": "float32"}
+    if "resident" in mode or mode in ("whole steps", "eager"):
+        return {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, **sizes, **others}
+    return {**offloaded(BLOCK, 8, 80, cpu_attention="no arm" not in mode), **sizes, **others}
+
+
+def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What engines made from now on find of memory."""
+    found: list[Any] = []
+    measure = model_runner.measure_memory
+
+    def watched(*args: Any) -> Any:
+        found.append(measure(*args))
+        return found[-1]
+
+    monkeypatch.setattr(model_runner, "measure_memory", watched)
+    return found

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import ROPES, make_checkpoint
-from engines import greedy, logits_by_request, offloaded, random_prompt, recorded_logits, token_ids
-from graph_devices import CapturingDevice, use_graphs
+from engines import greedy, logits_by_request, random_prompt, token_ids
+from graph_devices import MODES, PROMPTS, VOCAB, CapturingDevice, arguments, measured_memory, use_graphs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +24,6 @@ from nanovllm.config import EngineConfig, engine_config
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import profiling
 from nanovllm.engine.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
-from nanovllm.kvcache import paged_cache
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
@@ -37,8 +34,7 @@ from nanovllm.ops.flash_attention import FlashAttention
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.triton_attention import TritonAttention
 
-BLOCK, VOCAB, LAYERS = 16, 97, 2
-MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")
+LAYERS = 2
 Logits = dict[tuple[int, int], Tensor]
 
 
@@ -47,13 +43,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=48, layers=LAYERS)
     return path
-
-
-def arguments(mode: str, **others: Any) -> dict[str, Any]:
-    sizes = {"max_num_seqs": 9, "max_num_batched_tokens": 40, "max_model_len": 200, "dtype": "float32"}
-    if "resident" in mode or mode in ("whole steps", "eager"):
-        return {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, **sizes, **others}
-    return {**offloaded(BLOCK, 8, 80, cpu_attention="no arm" not in mode), **sizes, **others}
 
 
 def graphed(monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> CapturingDevice:
@@ -91,10 +80,13 @@ def test_buckets_waste_less_than_eight_rows(seqs: int, tokens: int) -> None:
         assert bucket - rows < 8 and bucket < 2 * rows
 
 
+def test_config_of_the_buckets(model_dir: Path) -> None:
+    config = engine_config(model_dir, {"max_num_seqs": 20})
+    assert bucket_sizes(config) == [1, 2, 4, 8, 16, 20]
+    assert bucket_sizes(engine_config(model_dir, {}))[-2:] == [504, 512]
+
+
 # ---- the same logits
-
-
-PROMPTS = [random_prompt(length, VOCAB, 1) for length in (5, 31, 16, 17, 90, 1, 47, 3, 33, 8, 15, 2, 64)]
 
 
 @pytest.fixture(scope="module")
@@ -236,21 +228,6 @@ def test_graphs_are_part_of_what_is_sized(mode: str, model_dir: Path, monkeypatc
     assert facts[0].device_free == device._free
 
 
-def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What engines made from now on find of memory."""
-    from nanovllm.engine import model_runner
-
-    found: list[Any] = []
-    measure = model_runner.measure_memory
-
-    def watched(*args: Any) -> Any:
-        found.append(measure(*args))
-        return found[-1]
-
-    monkeypatch.setattr(model_runner, "measure_memory", watched)
-    return found
-
-
 # ---- when there are none
 
 
@@ -335,143 +312,3 @@ def test_replayed_steps_are_checked_and_traced(
     names = Counter(event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X")
     assert names["decode graph"] == (len(batches) if mode == "whole steps" else 0)
     assert names["attend"] > 0
-
-
-# ---- on a GPU
-
-
-@pytest.fixture(scope="module")
-def gpu_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gpu-model")
-    make_checkpoint(path, vocab=VOCAB, hidden=128, intermediate=256, head_dim=64, layers=3)
-    return path
-
-
-def on_gpu(mode: str, **others: Any) -> dict[str, Any]:
-    return arguments(mode, **{"device": "cuda", **others})
-
-
-def logits_of_batches(path: Path, sizes: Sequence[int], **engine: Any) -> list[list[Tensor]]:
-    """The logits of each step, for batches of these sizes one after the other."""
-    found = []
-    with LLM(path, **engine) as llm:
-        assert (llm._runner._graphs is None) == engine["enforce_eager"], "recording failed: see the log"
-        for rows in sizes:
-            with recorded_logits(llm) as recorded:
-                token_ids(llm, [random_prompt(20 + 9 * index, VOCAB, rows) for index in range(rows)], greedy(12))
-            found.append([logits.cpu() for logits in recorded])
-    return found
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
-def test_real_graphs_give_the_logits_of_eager_steps(
-    mode: str, dtype: str, gpu_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the bit where a bucket is full; libraries may compute a padded batch in another order."""
-    if mode == "pieces, resident":
-        monkeypatch.setattr(paged_cache, "row_attention", lambda backend: None)
-    sizes = (1, 2, 3, 5, 8, 9)
-    limits = {"dtype": dtype, "max_num_batched_tokens": 800, "enable_prefix_caching": False}
-    replayed, eager = (
-        logits_of_batches(gpu_model_dir, sizes, **on_gpu(mode, **limits, enforce_eager=flag)) for flag in (False, True)
-    )
-    bound = {"float32": 1e-3, "bfloat16": 0.25}[dtype]
-    for rows, ours_of_rows, theirs_of_rows in zip(sizes, replayed, eager, strict=True):
-        for ours, theirs in zip(ours_of_rows, theirs_of_rows, strict=True):
-            assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= bound
-            if rows in (1, 2, 8, 9) and mode != "pieces, offloaded":  # the arm's share is not the same in both runs
-                assert torch.equal(ours, theirs)
-            if not torch.equal(ours.argmax(-1), theirs.argmax(-1)):
-                assert dtype == "bfloat16"
-                break  # from here on the sequences differ
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["whole steps", "pieces, offloaded"])
-def test_real_graphs_give_the_tokens_of_the_cpu(mode: str, gpu_model_dir: Path) -> None:
-    """Requests that end and join, with preemption."""
-    params = [greedy(4 + 3 * index) for index in range(len(PROMPTS))]
-    with LLM(gpu_model_dir, **arguments("eager", device="cpu")) as llm:
-        expected = token_ids(llm, PROMPTS, params)
-    small = {"num_gpu_blocks": 24} if mode == "whole steps" else {"num_gpu_blocks": 8, "num_cpu_blocks": 20}
-    with LLM(gpu_model_dir, **on_gpu(mode, **small)) as llm:
-        assert llm._runner._graphs is not None
-        assert token_ids(llm, PROMPTS, params) == expected
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["whole steps", "pieces, no arm"])
-def test_a_replayed_step_makes_the_host_wait_once(mode: str, gpu_model_dir: Path) -> None:
-    """For its sampled tokens. torch warns of every call that makes the host wait for the device."""
-    with LLM(gpu_model_dir, **on_gpu(mode)) as llm:
-        token_ids(llm, [random_prompt(50, VOCAB, 9)] * 3, greedy(4))
-        for index in range(3):
-            llm.engine.add_request(str(index), None, greedy(12), random_prompt(10, VOCAB, index))
-        for _ in range(3):
-            llm.engine.step()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _ in range(5):
-                    llm.engine.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        while llm.engine.has_unfinished_requests():
-            llm.engine.step()
-    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 5, [str(w.message) for w in caught]
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("offload", [False, True])
-def test_what_real_graphs_take_is_what_was_kept_for_them(
-    offload: bool, gpu_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Prints both. The estimate may not be below what is taken by more than one step of the driver's."""
-    caplog.set_level(logging.INFO, "nanovllm.engine.decode_graphs")
-    found = measured_memory(monkeypatch)
-    engine = {"dtype": "bfloat16", "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.3, "device": "cuda"}
-    if offload:
-        engine |= {"enable_cpu_offload": True, "num_cpu_blocks": 20, "kvcache_block_size": BLOCK}
-    with LLM(gpu_model_dir, **engine, max_num_seqs=64) as llm:
-        eager = profiling._peak(llm._runner.device, llm._runner.model, llm._runner.kv_cache._backend, llm.config)  # type: ignore[attr-defined]
-    (line,) = [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()]
-    kept, taken = (found[0].activation_peak - eager) / 2**20, float(line.split()[-2])
-    print(f"kept {kept:.0f} MiB, {line}")
-    assert taken <= kept + 32
-
-
-@pytest.mark.cuda
-def test_a_recording_that_cuda_refuses_leaves_the_device_as_it_was() -> None:
-    """A wait of the host is not allowed while recording; afterwards memory can be had, freed and recorded over."""
-    from nanovllm.device.cuda import CudaDevice
-
-    device, total = CudaDevice(), torch.zeros(1, device="cuda")
-
-    def allowed() -> None:
-        total.add_(torch.ones(1 << 20, device="cuda").sum())
-
-    def refused() -> None:
-        allowed()
-        total.item()
-
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            device.capture([allowed, refused])
-        assert device.free_memory() > 0
-        (graph,) = device.capture([allowed])
-        with device.compute():
-            total.zero_()
-            graph.replay()
-            graph.replay()
-        device.compute_stream.synchronize()
-        assert int(total) == 2 << 20
-    device.close()
-
-
-def test_config_of_the_buckets(model_dir: Path) -> None:
-    config = engine_config(model_dir, {"max_num_seqs": 20})
-    assert bucket_sizes(config) == [1, 2, 4, 8, 16, 20]
-    assert bucket_sizes(engine_config(model_dir, {}))[-2:] == [504, 512]

@@ -49,12 +49,12 @@ def _record(work: Callable[[], object], pool: Any, device_index: int) -> Graph:
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:
-    """End a recording. If something in it was not allowed this fails, and torch's allocator, which would go on taking
-    it for under way and refuse to free memory, has to be told that it is over."""
+    """End a recording. Raises if something in it was not allowed. torch's allocator, which would take it for under way
+    for ever and refuse to give memory back, is then told that it is over."""
     try:
         graph.capture_end()
     except BaseException:
-        for tell in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(Exception):
-                tell(device_index, pool)
+        with suppress(Exception):  # the first fails where torch has done so by itself
+            torch._C._cuda_endAllocateToPool(device_index, pool)
+            torch._C._cuda_releasePool(device_index, pool)
         raise
