@@ -86,10 +86,9 @@ class Window:
 
 
 def results_of(report: Report) -> list[Report]:
-    """The result of each prompt length, shortest first; files of one length alone hold it without a list."""
+    """The result of each prompt length, shortest first."""
     try:
-        single = {"prompt_len": report["arguments"]["prompt_len"], **report}
-        results: list[Report] = report.get("results", [single])
+        results: list[Report] = report["results"]
         assert all("offload" in result["rates"] for result in results)
         return sorted(results, key=lambda result: result["prompt_len"])
     except (KeyError, TypeError, AttributeError, AssertionError) as error:
