@@ -9,27 +9,20 @@
 #include <string>
 #include <utility>
 
+#include "cpu_addresses.h"
 #include "cpu_linear.h"
 #include "cpu_rows.h"
 
 namespace py = pybind11;
 namespace linear = nanovllm::linear;
 namespace rows = nanovllm::rows;
-using Address = std::pair<uintptr_t, int64_t>;  // and the stride from row to row, in elements
+using nanovllm::Address;
+using nanovllm::pointer;
+using nanovllm::rows_at;
 using rows::Source;
 using rows::Target;
 
 namespace {
-
-template <class T>
-T* pointer(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-template <class T>
-rows::Rows<T> rows_at(const Address& address) {
-    return {pointer<T>(address.first), address.second};
-}
 
 // Rows of a result that is needed within a call only.
 class Scratch {

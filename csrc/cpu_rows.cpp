@@ -10,21 +10,15 @@
 #include <string>
 #include <utility>
 
+#include "cpu_addresses.h"
+
 namespace py = pybind11;
 namespace rows = nanovllm::rows;
-using Address = std::pair<uintptr_t, int64_t>;
+using nanovllm::Address;
+using nanovllm::pointer;
+using nanovllm::rows_at;
 
 namespace {
-
-template <class T>
-T* pointer(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-template <class T>
-rows::Rows<T> rows_at(const Address& address) {
-    return {pointer<T>(address.first), address.second};
-}
 
 void check_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be positive, got " + std::to_string(threads) + ".");
