@@ -51,6 +51,13 @@ void silu_and_mul(const Address& gate_up, const Address& y, int64_t count, int64
     rows::silu_and_mul(unit, threads);
 }
 
+void silu(const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
+    check_threads(threads);
+    const rows::Activation activation{rows_at<const float>(x), rows_at<float>(y), count, size};
+    const py::gil_scoped_release release;
+    rows::silu(activation, threads);
+}
+
 // Strides in bytes, of k and v (token, head). Slots are checked here, because each layer brings them again.
 void store_kv(uintptr_t pool, int64_t block_stride, int64_t blocks, uintptr_t k, std::pair<int64_t, int64_t> k_strides,
               uintptr_t v, std::pair<int64_t, int64_t> v_strides, uintptr_t slots, int64_t tokens, int64_t kv_heads,
@@ -79,6 +86,8 @@ PYBIND11_MODULE(_cpu_rows, m) {
           py::arg("kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("threads"));
     m.def("silu_and_mul", &silu_and_mul, py::kw_only(), py::arg("gate_up"), py::arg("y"), py::arg("rows"),
           py::arg("size"), py::arg("threads"));
+    m.def("silu", &silu, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
+          py::arg("threads"));
     m.def("store_kv", &store_kv, py::kw_only(), py::arg("pool"), py::arg("block_stride"), py::arg("blocks"),
           py::arg("k"), py::arg("k_strides"), py::arg("v"), py::arg("v_strides"), py::arg("slots"), py::arg("tokens"),
           py::arg("kv_heads"), py::arg("block_size"), py::arg("head_bytes"), py::arg("threads"));

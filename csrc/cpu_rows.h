@@ -1,4 +1,5 @@
-// What stands between the products of a layer, row by row in bf16: norm, rotary embedding, activation, writing of K/V.
+// What stands between the products of a layer, row by row in bf16: norm, rotary embedding, activation, writing of K/V;
+// and the activation in fp32.
 //
 // Arithmetic is fp32, rounded to bf16 where Transformers rounds. A row's bits depend on that row alone: not on other
 // rows, on threads, nor on the instruction set, since no multiplication is fused with an addition.
@@ -8,7 +9,7 @@
 
 namespace nanovllm::rows {
 
-// Rows of bf16; the stride counts elements from row to row.
+// Rows of bf16 or fp32; the stride counts elements from row to row.
 template <class T>
 struct Rows {
     T* data;
@@ -47,6 +48,13 @@ struct GatedUnit {
     int64_t rows, size;
 };
 
+// y = silu(x) over fp32 rows of `size`.
+struct Activation {
+    Rows<const float> x;
+    Rows<float> y;
+    int64_t rows, size;
+};
+
 // x += addend over rows of `size`.
 struct Sum {
     Target x;
@@ -67,6 +75,7 @@ struct Store {
 void rms_norm(const Norm& norm, int threads);
 void place_heads(const Heads& heads, int threads);
 void silu_and_mul(const GatedUnit& unit, int threads);
+void silu(const Activation& activation, int threads);
 void add(const Sum& sum, int threads);
 void store_kv(const Store& store, int threads);
 

@@ -40,7 +40,7 @@ INLINE uint16_t narrow(float value) {
 
 INLINE float rounded(float value) { return widen(narrow(value)); }
 
-// e^x to 2^-21, 0 or infinity where it is no normal number: 2^n e^r with n whole and |r| <= ln(2) / 2, ln(2) in two
+// e^x to 2^-22, 0 or infinity where it is no normal number: 2^n e^r with n whole and |r| <= ln(2) / 2, ln(2) in two
 // parts of which the first times n is exact, e^r by its Taylor series.
 INLINE float exponential(float x) {
     x = x < -88.0f ? -88.0f : x;
@@ -48,7 +48,8 @@ INLINE float exponential(float x) {
     constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
     const float shifted = x * 1.44269504f + kWhole, n = shifted - kWhole;
     const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float e = 1.0f / 720.0f;
+    float e = 1.0f / 5040.0f;
+    e = e * r + 1.0f / 720.0f;
     e = e * r + 1.0f / 120.0f;
     e = e * r + 1.0f / 24.0f;
     e = e * r + 1.0f / 6.0f;
@@ -104,12 +105,15 @@ FOR_EACH_ISA void norm_and_turn_head(const uint16_t* __restrict__ x, const uint1
     }
 }
 
+INLINE float silu_of(float x) { return x / (1.0f + exponential(-x)); }
+
+FOR_EACH_ISA void silu_row(const float* __restrict__ x, float* __restrict__ y, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) y[i] = silu_of(x[i]);
+}
+
 FOR_EACH_ISA void gated_row(const uint16_t* __restrict__ gate, const uint16_t* __restrict__ up,
                             uint16_t* __restrict__ y, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-        const float x = widen(gate[i]);
-        y[i] = narrow(rounded(x / (1.0f + exponential(-x))) * widen(up[i]));
-    }
+    for (int64_t i = 0; i < size; ++i) y[i] = narrow(rounded(silu_of(widen(gate[i]))) * widen(up[i]));
 }
 
 template <class Work>
@@ -149,6 +153,10 @@ void silu_and_mul(const GatedUnit& u, int threads) {
     for_each(u.rows, u.size, threads, [&](int64_t row) {
         gated_row(u.gate_up.at(row), u.gate_up.at(row) + u.size, u.y.at(row), u.size);
     });
+}
+
+void silu(const Activation& a, int threads) {
+    for_each(a.rows, a.size, threads, [&](int64_t row) { silu_row(a.x.at(row), a.y.at(row), a.size); });
 }
 
 void add(const Sum& s, int threads) {

@@ -30,6 +30,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that use the fixture `instruction_set` run once for each that this machine has, the portable one too."""
+    if "instruction_set" in metafunc.fixturenames:
+        from nanovllm.ops.cpu_attention import instruction_sets
+
+        metafunc.parametrize("instruction_set", instruction_sets(), indirect=True)
+
+
+@pytest.fixture
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes this machine, to the kernels that choose at run time, one whose best instruction set is this one."""
+    from nanovllm.ops import cpu_attention, cpu_linear
+
+    own = cpu_attention.instruction_sets()
+    monkeypatch.setattr(cpu_attention, "instruction_sets", lambda: own[own.index(request.param) :])
+    monkeypatch.setattr(cpu_linear, "available", lambda: request.param == "avx512bf16")
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def torch_is_seeded() -> None:
     """A test that draws numbers without a generator of its own draws the same ones in every run."""

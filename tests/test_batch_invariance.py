@@ -25,6 +25,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
     [

@@ -56,6 +56,7 @@ def logits_of_run(path: Path, share: float | None, **arguments: Any) -> tuple[Te
 # ---- the same answer at every share
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -97,6 +98,7 @@ def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_bloc
         assert torch.equal(logits, resident) and blocks > 0, share
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_recall_is_perfect(tmp_path: Path, share: float, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,20 @@ def test_activation_of_every_number() -> None:
     torch.testing.assert_close(ours[finite].float(), expected[finite], rtol=ONE_ULP, atol=2e-36)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_activation_in_other_dtypes(dtype: torch.dtype) -> None:
+    """As exact as torch's: in fp32 to 2^-22, and in fp16 rounded where Transformers rounds."""
+    gate = torch.linspace(-80, 80, 100_001, dtype=torch.float64).to(dtype)
+    wide = gate.double()
+    exact, ours = wide * torch.sigmoid(wide), silu_and_mul(torch.cat((gate, torch.ones_like(gate))).unsqueeze(0))[0]
+    assert ours.dtype == dtype
+    bound = 2.0**-22 * exact.abs() if dtype == torch.float32 else 2.0**-10 * exact.abs() + 2.0**-24
+    assert torch.all((ours.double() - exact).abs() <= bound)
+    rows = torch.tensor([[100.0, -100.0, torch.inf, -90.0, torch.nan]])
+    expected = torch.tensor([[100.0, 0.0, torch.inf, 0.0, torch.nan]])
+    torch.testing.assert_close(cpu_rows.silu(rows), expected, equal_nan=True)
+
+
 # ---- rounding
 
 
@@ -191,6 +205,7 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
     """Each function with tensors that share their rows."""
     weight, head_weight = bf16(seed, 200), bf16(seed, 6, 64)
     cos, sin = torch.randn(rows, 1, 64), torch.randn(rows, 1, 32)
+    wide = 4 * torch.randn(rows, 320)
 
     def add_norm(residual: Tensor, x: Tensor) -> Tensor:
         residual = residual.clone()
@@ -206,6 +221,8 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
         "norm of a sum": (add_norm, [bf16(seed, rows, 200), bf16(seed + 1, rows, 200)]),
         "heads": (heads, [bf16(seed, rows, 8, 64), cos, sin]),
         "activation": (silu_and_mul, [bf16(seed, rows, 600)]),
+        "activation in fp32": (silu_and_mul, [wide]),
+        "activation in fp16": (silu_and_mul, [wide.half()]),
     }
 
 
@@ -275,6 +292,7 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
             },
         ),
         "activation": (cpu_rows.silu_and_mul, {"gate_up": x}),
+        "activation in fp32": (cpu_rows.silu, {"x": torch.ones(2, 8)}),
         "store": (cpu_rows.store_kv, {"pool": pool, **kv, "slots": torch.tensor([0, 11])}),
     }
     return calls[name]
@@ -294,6 +312,8 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         ("heads", {"sin": torch.ones(2, 1, 8)}, "sin torch.float32 (2, 1, 8)"),
         ("heads", {"weight": bf16(0, 4, 8)}, "weight torch.bfloat16 (4, 8)"),
         ("activation", {"gate_up": bf16(0, 2, 7)}, "(2, 7)"),
+        ("activation in fp32", {"x": bf16(0, 2, 8)}, "x torch.bfloat16 (2, 8)"),
+        ("activation in fp32", {"x": torch.zeros(8, 2).T}, "strides (1, 2)"),
         ("store", {"slots": torch.tensor([0, 1], dtype=torch.int32)}, "slots torch.int32"),
         ("store", {"k": bf16(0, 2, 2, 8)}, "k torch.bfloat16 (2, 2, 8)"),
         ("store", {"v": torch.zeros(2, 1, 8)}, "v torch.float32"),

@@ -52,6 +52,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 WAYS = [*((name, PREFILL_WAYS[0]) for name in ENGINES), ("offloaded, small steps, few blocks", "chunk-major")]
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_same_tokens_as_transformers(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, seed=3, vocab=VOCAB, **CHECKPOINTS[name])
@@ -65,6 +66,7 @@ def test_same_tokens_as_transformers(name: str, tmp_path: Path) -> None:
             assert token_ids(llm, prompts[::-1], greedy(MAX_TOKENS)) == expected[::-1], engine
 
 
+@pytest.mark.usefixtures("instruction_set")
 def test_bfloat16_logits_stay_near_the_float32_reference(tmp_path: Path) -> None:
     """bf16 keeps 8 bits: each rounding errs by up to 2^-9 of the value. Through two layers the logits, with a standard
     deviation near 4, stay within 0.25 of the float32 ones at every position asked for, offloaded or not."""

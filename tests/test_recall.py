@@ -45,6 +45,7 @@ def ask_everything(
     assert not wrong, f"{len(wrong)} of {len(positions)} wrong, at {wrong[:10]}"
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("block", "chunk", "cpu_attention"), [(256, 1024, True), (128, 700, False)])
@@ -52,6 +53,7 @@ def test_4k(tmp_path: Path, block: int, chunk: int, cpu_attention: bool, dtype: 
     ask_everything(tmp_path, 4096, block, chunk, dtype, way, cpu_attention=cpu_attention)
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 def test_several_documents_at_once_and_short_requests_between(tmp_path: Path, way: str) -> None:
     """Long prompts larger than the device in one batch with ones that fit, each with its own document."""

@@ -44,7 +44,11 @@ class Plan:
 
 @dataclass
 class Findings:
-    """All that was measured: results by engine and prompt length, None in rounds without one."""
+    """All that was measured: results by engine and prompt length, None in rounds without one.
+
+    A result's "ceiling" is the better of those measured right before and right after it: what memory can do changes
+    twofold from minute to minute on a machine that others use as well.
+    """
 
     runs: dict[tuple[str, int], list[dict[str, Any] | None]] = field(default_factory=dict)
     ceilings: list[dict[str, float]] = field(default_factory=list)
@@ -52,8 +56,13 @@ class Findings:
 
     @property
     def ceiling(self) -> dict[str, float]:
-        """The best of all rounds, as a ceiling has to be."""
-        return {name: max(c[name] for c in self.ceilings) for name in ("matmul_flop_s", "read_bytes_s")}
+        """The best of the whole run."""
+        return best(self.ceilings)
+
+
+def best(ceilings: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The highest of each kind, as a ceiling has to be."""
+    return {name: max(c[name] for c in ceilings) for name in ("matmul_flop_s", "read_bytes_s")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ def job_of(shape: Shape, checkpoint: Path, gguf: Path | None, plan: Plan, prompt
 def take_turns(
     plan: Plan, jobs: Mapping[int, Job], run: Run, ceilings: Callable[[], dict[str, float]], findings: Findings
 ) -> Iterator[None]:
-    """One process at a time, every second round backwards, ceilings before the first round and after each.
+    """One process at a time, every second round backwards, ceilings before the first run and after each.
 
     Yields after each round, with its results in `findings`. An engine that fails at a prompt length is not run with it
     again, and all else goes on.
@@ -127,13 +136,17 @@ def take_turns(
         for prompt_len in plan.prompt_lens:
             order = [engine for engine in plan.engines if prompt_len in plan.lengths(engine)]
             for engine in order if round_index % 2 == 0 else reversed(order):
-                one_run(engine, prompt_len, round_index, jobs[prompt_len], run, findings)
-        findings.ceilings.append(ceilings())
+                result = one_run(engine, prompt_len, round_index, jobs[prompt_len], run, findings)
+                if result is not None:
+                    findings.ceilings.append(ceilings())
+                    result["ceiling"] = best(findings.ceilings[-2:])
         yield
 
 
-def one_run(engine: str, prompt_len: int, round_index: int, job: Job, run: Run, findings: Findings) -> None:
-    """Run and keep one result, or the failure's sentence."""
+def one_run(
+    engine: str, prompt_len: int, round_index: int, job: Job, run: Run, findings: Findings
+) -> dict[str, Any] | None:
+    """Run and keep one result, which is returned, or the failure's sentence."""
     name, runs = f"{engine} at {prompt_len}", findings.runs.setdefault((engine, prompt_len), [])
     result = None
     if name not in findings.failures:
@@ -145,3 +158,4 @@ def one_run(engine: str, prompt_len: int, round_index: int, job: Job, run: Run, 
     if result is not None:
         tpot = "" if result["tpot_s"] is None else f", {result['tpot_s'] * 1e3:,.1f} ms a token"
         print(f"round {round_index + 1}: {name:<22} {prompt_len / result['prefill_s']:,.1f} tok/s{tpot}", flush=True)
+    return result

@@ -33,15 +33,15 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine at one prompt length. Shares are of the roofline's speed."""
+    """One engine at one prompt length. Shares are of the roofline's speed by the ceilings beside each run."""
 
     engine: str
     prompt_len: int
     prefill_s: Spread
     tpot_s: Spread | None
     peak_rss_bytes: int
-    prefill_share: float
-    decode_share: float | None
+    prefill_share: Spread
+    decode_share: Spread | None
     same_tokens: int | None  # how many output tokens, from the first on, are those of nanovllm
 
     @property
@@ -102,25 +102,29 @@ def rows(shape: Shape, plan: Plan, findings: Findings) -> list[Row]:
     """One for each engine and prompt length that gave results, prompt lengths ascending."""
     found = []
     for prompt_len in sorted(plan.prompt_lens):
-        roof = Roofline.of(shape, prompt_len, plan.output_len, findings.ceiling)
         for engine in plan.engines:
             runs = [run for run in findings.runs.get((engine, prompt_len), []) if run is not None]
+            roofs = [Roofline.of(shape, prompt_len, plan.output_len, run["ceiling"]) for run in runs]
             if runs:
-                found.append(_row(engine, prompt_len, runs, roof, _tokens(findings, SUBJECT, prompt_len)))
+                found.append(_row(engine, prompt_len, runs, roofs, _tokens(findings, SUBJECT, prompt_len)))
     return found
 
 
-def _row(engine: str, prompt_len: int, runs: list[dict[str, Any]], roof: Roofline, tokens: list[int] | None) -> Row:
+def _row(
+    engine: str, prompt_len: int, runs: list[dict[str, Any]], roofs: list[Roofline], tokens: list[int] | None
+) -> Row:
     prefill, tpot = spread_of(runs, "prefill_s"), spread_of(runs, "tpot_s")
-    assert prefill is not None, "every result has a prefill"
+    pairs = list(zip(roofs, runs, strict=True))
+    prefill_share = Spread.of(roof.prefill_s / run["prefill_s"] for roof, run in pairs)
+    assert prefill is not None and prefill_share is not None, "every result has a prefill"
     return Row(
         engine=engine,
         prompt_len=prompt_len,
         prefill_s=prefill,
         tpot_s=tpot,
         peak_rss_bytes=max(run["peak_rss_bytes"] for run in runs),
-        prefill_share=roof.prefill_s / prefill.median,
-        decode_share=None if tpot is None else roof.tpot_s / tpot.median,
+        prefill_share=prefill_share,
+        decode_share=Spread.of(roof.tpot_s / run["tpot_s"] for roof, run in pairs if run["tpot_s"] is not None),
         same_tokens=None if tokens is None else common_prefix(runs[0]["tokens"], tokens),
     )
 
@@ -149,8 +153,7 @@ def _verdict(bar: Bar, shape: Shape, plan: Plan, findings: Findings, row: Row | 
         beyond = memory_beyond(shape, bar.prompt_len, plan.output_len, row.peak_rss_bytes) / MIB
         return Verdict(bar, Spread(beyond, beyond, beyond), beyond < bar.limit)
     if bar.against == "roofline":
-        share = row.prefill_share if bar.phase == "prefill" else row.decode_share
-        value = None if share is None else Spread(share, share, share)
+        value = row.prefill_share if bar.phase == "prefill" else row.decode_share
     else:
         value = ratio(findings, bar.against, bar.prompt_len, bar.phase)
     return Verdict(bar, value, None if value is None else value.median >= bar.limit)

@@ -23,16 +23,17 @@ def markdown(
     verdicts: Sequence[Verdict],
 ) -> str:
     """Everything that a reader wants of the run."""
-    ceiling = findings.ceiling
     model = shape.facts()
     parts = [
         f"# {model['name']}, {model['num_layers']} layers, {model['dtype']}, random weights, on the CPU\n",
         f"{facts['cpu']}, {facts['cores']} threads, {facts['date']}, commit {facts['commit'] or 'unknown'}.",
-        f"{plan.output_len} tokens out, greedy, rounds: {len(findings.ceilings) - 1}, each run in a process of its own;"
-        " medians, with the extremes in brackets. Peak memory adds up the processes of an engine.",
-        f"Ceilings in the same run: torch.mm in bf16 {ceiling['matmul_flop_s'] / 1e9:,.0f} GFLOP/s, torch.sum"
-        f" {ceiling['read_bytes_s'] / 1e9:,.1f} GB/s. The roofline is what they allow. Same tokens: how many of the"
-        f" output, from the first on, are {SUBJECT}'s; with random weights one rounding can turn all that follow.\n",
+        f"{plan.output_len} tokens out, greedy, rounds: {max(map(len, findings.runs.values()), default=0)}, each run in"
+        " a process of its own; medians, extremes in brackets. Peak memory adds up the processes of an engine.",
+        "Ceilings, measured before the first run and after each: torch.mm in bf16"
+        f" {_range(findings, 'matmul_flop_s', '{:,.0f}')} GFLOP/s, torch.sum"
+        f" {_range(findings, 'read_bytes_s', '{:,.1f}')} GB/s. Shares are of the better of the two beside a run; the"
+        " roofline's own line is the best of all. Same tokens: how many of the output, from the first on, are"
+        f" {SUBJECT}'s; with random weights one rounding can turn all that follow.\n",
         _versions(plan, findings),
         results(shape, plan, findings, rows),
         ratios(plan, findings),
@@ -69,9 +70,9 @@ def _result(row: Row) -> list[str]:
         str(row.prompt_len),
         row.engine,
         spread(row.prefill_tok_s, "{:,.0f}"),
-        f"{row.prefill_share:.0%}",
+        spread(row.prefill_share, "{:.0%}"),
         spread(scaled(row.tpot_s, 1e3), "{:,.1f}"),
-        "-" if row.decode_share is None else f"{row.decode_share:.0%}",
+        spread(row.decode_share, "{:.0%}"),
         mib(row.peak_rss_bytes),
         "-" if row.same_tokens is None else str(row.same_tokens),
     ]
@@ -111,7 +112,13 @@ def _value(verdict: Verdict) -> str:
         return "-"
     if verdict.bar.against == "memory":
         return f"{verdict.value.median:,.0f} MiB"
-    return f"{verdict.value.median:.0%}" if verdict.bar.against == "roofline" else spread(verdict.value, "{:.2f}")
+    return spread(verdict.value, "{:.0%}" if verdict.bar.against == "roofline" else "{:.2f}")
+
+
+def _range(findings: Findings, name: str, form: str) -> str:
+    """From the lowest to the best, in billions."""
+    low, high = (form.format(pick(c[name] for c in findings.ceilings) / 1e9) for pick in (min, max))
+    return f"{low} to {high}"
 
 
 def _word(reached: bool | None) -> str:

@@ -200,6 +200,7 @@ class CpuDevice(Device):
     shares_host = True
 
     def __init__(self) -> None:
+        memory.keep_freed_memory()
         self.compute_stream = HostStream()
         self._link = BusyMeter()
         self._streams: list[WorkerStream] = []

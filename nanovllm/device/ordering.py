@@ -172,8 +172,9 @@ class OrderingCheck(DeviceWrapper):
         for rows in reads:
             for memory, part in self._granules(rows):
                 self._require_order(stream.clock, access, "reads", memory, part, memory.writer[part])
-                readers = memory.readers.setdefault(stream.name, np.zeros_like(memory.writer))
-                readers[part] = number
+                if stream.name not in memory.readers:
+                    memory.readers[stream.name] = np.zeros_like(memory.writer)
+                memory.readers[stream.name][part] = number
         for rows in writes:
             for memory, part in self._granules(rows):
                 for seen in (memory.writer, *memory.readers.values()):

@@ -35,6 +35,7 @@ def place_heads(
     """`weight` 0: no norm. Strides are from token to token, a token's heads being contiguous."""
 
 def silu_and_mul(*, gate_up: tuple[int, int], y: tuple[int, int], rows: int, size: int, threads: int) -> None: ...
+def silu(*, x: tuple[int, int], y: tuple[int, int], rows: int, size: int, threads: int) -> None: ...
 def store_kv(
     *,
     pool: int,

@@ -1,4 +1,5 @@
-"""Row-wise work between the products of a layer on the CPU, in one call each: bf16 norms, heads, gates; writing K/V.
+"""Row-wise work between the products of a layer on the CPU, in one call each: bf16 norms, heads, gates; writing K/V;
+the activation in fp32.
 
 In torch each is a chain of small operators. With few rows they cost far more than the arithmetic: a step streams all
 weights through the caches, and every operator finds its code gone. A row's bits depend on that row alone.
@@ -88,6 +89,19 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     _cpu_rows.silu_and_mul(
         gate_up=address(gate_up), y=(y.data_ptr(), size), rows=rows, size=size, threads=torch.get_num_threads()
     )
+    return y
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) of fp32 x [rows, size]. Raises ValueError for another tensor.
+
+    torch takes another exponential at the end of each thread's share, so that a row's bits depend on the other rows.
+    """
+    if not (x.is_cpu and x.dtype == torch.float32 and x.dim() == 2 and x.stride()[1] == 1):
+        raise _misfit("silu takes fp32 x [rows, size] on the CPU, each row dense", x=x)
+    rows, size = x.shape
+    y = x.new_empty(rows, size)
+    _cpu_rows.silu(x=address(x), y=(y.data_ptr(), size), rows=rows, size=size, threads=torch.get_num_threads())
     return y
 
 
