@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
 
 
 def pytest_configure() -> None:
-    """Without a GPU, Triton kernels run in Triton's interpreter; it has to be told before anybody imports it."""
+    """Without a GPU, Triton kernels run in Triton's interpreter; it has to be told before anybody imports it.
+
+    Tests press Ctrl-C, which a job that a shell starts in the background is made to ignore.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _sees_cuda():
         os.environ["TRITON_INTERPRET"] = "1"
 

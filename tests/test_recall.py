@@ -9,6 +9,7 @@ import pytest
 from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, token_ids, watch_spans
 
 from nanovllm import LLM
+from nanovllm.device import memory
 from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 ANSWER_TOKENS = 3
@@ -24,7 +25,8 @@ def positions_to_ask(length: int, block: int, chunk: int, seed: int) -> list[int
 
 def ask_everything(
     path: Path, length: int, block: int, chunk: int, dtype: str, way: str, **arguments: object
-) -> None:
+) -> int:
+    """Returns by how many bytes the first prompt exceeded what is planned for it: its KV and the steps' own memory."""
     vocab = length + 2
     max_len = length + 1 + ANSWER_TOKENS
     write_recall_checkpoint(path, vocab, max_len, seed=1, dtype=dtype)
@@ -38,11 +40,21 @@ def ask_everything(
         assert llm.kv_stats().device_bytes * 4 <= num_blocks * llm.kv_stats().bytes_per_block
         # The first pays the prefill; the others find the document cached, most of it on the host.
         prompts = [make_prompt(document, position) for position in positions]
+        before = reset_peak_rss()
         answers = token_ids(llm, prompts[:1], greedy(ANSWER_TOKENS))
+        planned = num_blocks * llm.kv_stats().bytes_per_block + llm._runner.plan.working_bytes
+        excess = memory.peak_rss_bytes() - before - planned
         assert bool(spans) == (way == "layer-major")
         answers += token_ids(llm, prompts[1:], greedy(ANSWER_TOKENS))
     wrong = [p for p, a in zip(positions, answers, strict=True) if a != expected_answer(document, p, ANSWER_TOKENS)]
     assert not wrong, f"{len(wrong)} of {len(positions)} wrong, at {wrong[:10]}"
+    return excess
+
+
+def reset_peak_rss() -> int:
+    """From now on `peak_rss_bytes` is of what comes; returns the resident bytes of now. See proc(5)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory.rss_bytes()
 
 
 @pytest.mark.usefixtures("instruction_set")
@@ -80,5 +92,6 @@ def test_32k(tmp_path: Path, dtype: str, way: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", PREFILL_WAYS)
-def test_128k(tmp_path: Path, way: str) -> None:
-    ask_everything(tmp_path, 131072, 4096, 16384, "bfloat16", way)
+def test_128k_within_the_planned_memory(tmp_path: Path, way: str) -> None:
+    excess = ask_everything(tmp_path, 131072, 4096, 16384, "bfloat16", way)
+    assert excess <= 0
