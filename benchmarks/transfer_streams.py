@@ -28,7 +28,7 @@ from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, in_runs
 
 LAYOUTS = {"a stream for each slot": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}
@@ -61,17 +61,19 @@ class Ring:
             for layer in range(layout.num_layers)
             for block in range(engine.num_host_blocks)
         ]
+        runs = in_runs(uses, engine.split.run_slots)
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():
-            engine.begin(uses)
-            for use in uses:
-                slot, _ = engine.acquire()
-                if computes:
-                    torch.mm(self._matrix, self._matrix)
-                if stores:
-                    engine.offload_slot_layer(slot, use.layer, use.host_block, 0, layout.block_size)
-                engine.release(slot)
+            engine.begin(runs)
+            for run in runs:
+                slots, _ = engine.acquire()
+                for slot, use in zip(slots, run, strict=True):
+                    if computes:
+                        torch.mm(self._matrix, self._matrix)
+                    if stores:
+                        engine.offload_slot_layer(slot, use.layer, use.host_block, 0, layout.block_size)
+                engine.release()
         engine.synchronize()
         moved = engine.transfers - before
         return (moved.h2d_bytes + moved.d2h_bytes) / (time.perf_counter() - start) / 1e9

@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kvcache import sizing
+from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.prefill_plan import NO_SPANS
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
@@ -108,6 +111,15 @@ def set_prefill(llm: LLM, way: str) -> None:
     assert way in PREFILL_WAYS
     if way == "chunk-major":
         llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spans=NO_SPANS)
+
+
+def set_ring(monkeypatch: pytest.MonkeyPatch, ring_slots: int) -> None:
+    """Engines made from now on have so many slots, as if they had as many layers. From 8 on runs may have several."""
+
+    def split(num_gpu_blocks: int, num_layers: int) -> DeviceSplit:
+        return DeviceSplit(ring_slots, num_gpu_blocks - -(-ring_slots // num_layers))
+
+    monkeypatch.setattr(sizing, "split_device", split)
 
 
 def watch_spans(llm: LLM) -> list[ScheduledSequence]:

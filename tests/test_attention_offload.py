@@ -102,7 +102,7 @@ def test_copies_calls_and_merges_follow_the_formula(
     with offloaded_room(backend, chunk) as room:
         out, expected = prefill(room, watch, chunk)
         room.engine.synchronize()
-        stats, layout = room.stats(), room.layout
+        stats, layout, run_slots = room.stats(), room.layout, room.engine.split.run_slots
     assert (out - expected).abs().max() < 1e-5
 
     resident = stats.resident_blocks
@@ -111,8 +111,9 @@ def test_copies_calls_and_merges_follow_the_formula(
         predicted += predict_transfers(layout, resident, index * chunk, chunk)
     assert stats.transfers == predicted
     assert watch.calls["copy"] == predicted.h2d_copies + predicted.d2h_copies
-    # A call for the resident blocks together and one for each host block.
-    assert watch.calls["attend"] == LAYERS * sum(1 + max(0, index + 1 - resident) for index in range(CHUNKS))
+    # A call for the resident blocks together and one for each run of host blocks.
+    runs = [-(-max(0, index + 1 - resident) // run_slots) for index in range(CHUNKS)]
+    assert watch.calls["attend"] == LAYERS * sum(1 + count for count in runs)
     # The native kernel carries its state on. torch's operator leaves a result to be merged for each block, and for the
     # one that the rows stand in two: of the rows under the causal mask, and of the last row, which sees all.
     merges = LAYERS * (CHUNKS * (CHUNKS + 1) // 2 + CHUNKS)

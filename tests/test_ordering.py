@@ -13,7 +13,7 @@ import pytest
 import torch
 from arms import DeviceOfItsOwn, force_share, put_arm_beside
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, set_prefill
+from engines import greedy, offloaded, random_prompt, set_prefill, set_ring
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device import PitchedCopy
@@ -204,12 +204,33 @@ def without_call(line: int, column: int) -> types.ModuleType:
 ARM_SHARES = {"without an arm": None, "an arm in order": 0.5, "an arm beside": 0.5, "all for an arm beside": 1.0}
 
 
+@pytest.mark.parametrize("ring_slots", [4, 8])  # 8: in runs of two
 @pytest.mark.parametrize("name", ARM_SHARES)
-def test_the_engine_orders_everything(model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_orders_everything(
+    model_dir: Path, name: str, ring_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_ring(monkeypatch, ring_slots)
     if "beside" in name:
         put_arm_beside(monkeypatch)
     preemptions, moves, checked = stress(model_dir, ARM_SHARES[name])
     assert min(preemptions, moves) > 0 and checked > 1000
+
+
+@pytest.mark.parametrize("forgetful", ["before_compute", "after_compute"])
+def test_a_run_whose_first_slot_alone_is_ordered_is_noticed(
+    model_dir: Path, forgetful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_ring(monkeypatch, 8)
+    every = getattr(transfer_order.TransferOrder, forgetful)
+
+    def first_of_run(order: transfer_order.TransferOrder, slot: int) -> None:
+        if slot % 2 == 0 or slot >= 8:  # of the ring, or any of the layer buffer
+            every(order, slot)
+
+    monkeypatch.setattr(transfer_order.TransferOrder, forgetful, first_of_run)
+    with pytest.raises(EngineError) as failed:
+        stress(model_dir)
+    assert isinstance(failed.value.__cause__, OrderingError)
 
 
 def test_there_are_as_many_mutants_as_the_design_has_orderings() -> None:

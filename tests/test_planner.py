@@ -14,6 +14,7 @@ from engines import greedy, offloaded, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import GIB, RATES, sizing_for
+from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError, RequestError
@@ -106,13 +107,14 @@ def count_visits(llm: LLM) -> list[int]:
     """The slots of all visits from now on."""
     visits: list[int] = []
     engine = llm._runner.kv_cache.engine  # type: ignore[attr-defined]
-    release = engine.release
+    acquire = engine.acquire
 
-    def record(slot: int) -> None:
-        visits.append(slot)
-        release(slot)
+    def record() -> tuple[range, Tensor]:
+        slots, blocks = acquire()
+        visits.extend(slots)
+        return slots, blocks
 
-    engine.release = record
+    engine.acquire = record
     return visits
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, token_ids, watch_spans
+from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_spans
 
 from nanovllm import LLM
 from nanovllm.device import memory
@@ -23,9 +23,7 @@ def positions_to_ask(length: int, block: int, chunk: int, seed: int) -> list[int
     return sorted({1, *edges, *random})
 
 
-def ask_everything(
-    path: Path, length: int, block: int, chunk: int, dtype: str, way: str, **arguments: object
-) -> int:
+def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, way: str, **arguments: object) -> int:
     """Returns by how many bytes the first prompt exceeded what is planned for it: its KV and the steps' own memory."""
     vocab = length + 2
     max_len = length + 1 + ANSWER_TOKENS
@@ -60,8 +58,20 @@ def reset_peak_rss() -> int:
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("block", "chunk", "cpu_attention"), [(256, 1024, True), (128, 700, False)])
-def test_4k(tmp_path: Path, block: int, chunk: int, cpu_attention: bool, dtype: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "chunk", "cpu_attention", "ring_slots"), [(256, 1024, True, 4), (64, 700, False, 12)]
+)
+def test_4k(
+    tmp_path: Path,
+    block: int,
+    chunk: int,
+    cpu_attention: bool,
+    ring_slots: int,
+    dtype: str,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_ring(monkeypatch, ring_slots)
     ask_everything(tmp_path, 4096, block, chunk, dtype, way, cpu_attention=cpu_attention)
 
 

@@ -8,18 +8,20 @@ from random import Random
 import pytest
 
 from nanovllm.forward_context import SequenceSlice
+from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.step_plan import (
     ArmRun,
     BlockRun,
-    HostVisit,
     ResidentRun,
+    RingRun,
     arm_candidates,
     group_visits,
     leading_short,
     plan_visits,
 )
 
-BLOCK, RESIDENT = 4, 10
+BLOCK, RESIDENT, RUN = 4, 10, 3
+SPLIT = DeviceSplit(ring_slots=4 * RUN, resident_blocks=RESIDENT)
 
 
 def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceSlice]:
@@ -30,12 +32,12 @@ def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceSlice]:
     ]
 
 
-def segments_of(item: BlockRun | HostVisit) -> list[tuple[int, int, list[int]]]:
+def segments_of(item: BlockRun) -> list[tuple[int, int, list[int]]]:
     """(first query row, first position, blocks) of each segment."""
     return [(s.query_start, s.first_position, list(s.blocks)) for s in item.table.segments]
 
 
-def segments_of_sequence(items: Sequence[BlockRun | HostVisit], seq: SequenceSlice) -> list[tuple[int, int]]:
+def segments_of_sequence(items: Sequence[BlockRun], seq: SequenceSlice) -> list[tuple[int, int]]:
     """(index of the first block, number of blocks) of each segment, item by item."""
     segments = [s for item in items for s in item.table.segments if s.query_start == seq.query_start]
     return [(s.first_position // BLOCK, len(s.blocks)) for s in segments]
@@ -44,8 +46,8 @@ def segments_of_sequence(items: Sequence[BlockRun | HostVisit], seq: SequenceSli
 def test_a_sequence_is_three_calls() -> None:
     (seq,) = sequences = decodes([0, 1, 12, 13, 14])
     visits = plan_visits(sequences, BLOCK, None)
-    plan = group_visits(visits, sequences, BLOCK, RESIDENT, arm={2, 3})
-    assert [type(item) for item in plan.items] == [ResidentRun, ArmRun, HostVisit]
+    plan = group_visits(visits, sequences, BLOCK, SPLIT, arm={2, 3})
+    assert [type(item) for item in plan.items] == [ResidentRun, ArmRun, RingRun]
     assert [segments_of(item) for item in plan.items] == [[(0, 0, [0, 1])], [(0, 8, [2, 3])], [(0, 16, [0])]]
     assert plan.items[1].table.segments[0].kv_end == 16 < seq.total_len
     assert (plan.beside, plan.beside_rows) == ([], 0)
@@ -55,22 +57,38 @@ def test_sequences_share_calls_whatever_tiers_they_are_on() -> None:
     sequences = decodes([0, 11, 12, 19], [1, 2, 3, 18], [13, 14, 4, 17])
     visits = plan_visits(sequences, BLOCK, None)
     arm = arm_candidates(visits, RESIDENT, len(sequences))
-    plan = group_visits(visits, sequences, BLOCK, RESIDENT, arm)
+    plan = group_visits(visits, sequences, BLOCK, SPLIT, arm)
     kinds = [type(item) for item in plan.items]
     # The third begins on the host, so its resident block comes after the arm; the others' do not.
-    assert kinds == [ResidentRun, ArmRun, ResidentRun, HostVisit, HostVisit, HostVisit]
+    assert kinds == [ResidentRun, ArmRun, ResidentRun, RingRun]
     assert segments_of(plan.items[0]) == [(0, 0, [0]), (1, 0, [1, 2, 3])]
     assert segments_of(plan.items[1]) == [(2, 0, [3, 4]), (0, 4, [1, 2])]
     assert segments_of(plan.items[2]) == [(2, 8, [4])]
+    assert segments_of(plan.items[3]) == [(0, 12, [0]), (1, 12, [1]), (2, 12, [2])]
+
+
+@pytest.mark.parametrize(
+    ("ring_slots", "run_slots"), [(0, 1), (2, 1), (4, 1), (7, 1), (8, 2), (11, 1), (12, 3), (14, 2), (15, 3), (16, 4)]
+)
+def test_the_ring_is_a_whole_number_of_runs(ring_slots: int, run_slots: int) -> None:
+    assert DeviceSplit(ring_slots, RESIDENT).run_slots == run_slots
+    assert ring_slots % run_slots == 0
+
+
+def test_what_streams_goes_in_runs_of_ring_slots() -> None:
+    sequences = decodes([0, 11, 12, 13, 14, 15], [16])
+    plan = group_visits(plan_visits(sequences, BLOCK, None), sequences, BLOCK, SPLIT)
+    assert [[visit.place for visit in run.visits] for run in plan.ring] == [[16, 11, 12], [13, 14, 15]]
+    assert [segments_of(run) for run in plan.ring] == [[(1, 0, [0]), (0, 4, [1, 2])], [(0, 12, [0, 1, 2])]]
 
 
 def test_an_arm_beside_the_device_has_runs_of_its_own() -> None:
     sequences = decodes([11, 0, 12, 13, 19], [1, 2, 18])
     visits = plan_visits(sequences, BLOCK, None)
     arm = arm_candidates(visits, RESIDENT, len(sequences))
-    plan = group_visits(visits, sequences, BLOCK, RESIDENT, arm, arm_beside=True)
+    plan = group_visits(visits, sequences, BLOCK, SPLIT, arm, arm_beside=True)
     assert [segments_of(run) for run in plan.beside] == [[(0, 0, [1])], [(0, 8, [2, 3])]]
-    assert all(isinstance(item, ResidentRun | HostVisit) for item in plan.items)
+    assert all(isinstance(item, ResidentRun | RingRun) for item in plan.items)
     assert plan.beside_rows == 1, "the second sequence has nothing for the arm"
 
 
@@ -110,9 +128,10 @@ def test_every_visit_once_and_in_order(beside: bool, window: int | None) -> None
         visits = plan_visits(sequences, BLOCK, window)
         candidates = arm_candidates(visits, RESIDENT, len(sequences))
         arm = set(random.sample(candidates, random.randint(0, len(candidates))))
-        plan = group_visits(visits, sequences, BLOCK, RESIDENT, arm, beside)
+        plan = group_visits(visits, sequences, BLOCK, SPLIT, arm, beside)
         items = [*plan.items, *plan.beside]
-        done = [v for item in items for v in ([item.visit] if isinstance(item, HostVisit) else item.visits)]
+        done = [visit for item in items for visit in item.visits]
+        assert all(len(item.visits) <= RUN for item in plan.ring)
         assert sorted(map(id, done)) == sorted(map(id, visits))
         for reader, seq in enumerate(sequences):
             in_order = segments_of_sequence(plan.items, seq)

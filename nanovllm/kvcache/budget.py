@@ -8,7 +8,7 @@ from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, prefill_steps
 
-MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead
+MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; with more slots, as many runs of slots
 MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
 
 
@@ -18,6 +18,13 @@ class DeviceSplit:
 
     ring_slots: int
     resident_blocks: int
+
+    @property
+    def run_slots(self) -> int:
+        """How many host blocks are attended in one call, at most. The ring is a whole number of such runs, at least
+        MIN_RING_SLOTS of them if it has as many slots."""
+        sizes = range(1, self.ring_slots // MIN_RING_SLOTS + 1)
+        return max((size for size in sizes if self.ring_slots % size == 0), default=1)
 
 
 def split_device(num_gpu_blocks: int, num_layers: int) -> DeviceSplit:

@@ -2,8 +2,9 @@
 
 The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds
 the rest. A forward pass visits host blocks in an order that is known when it begins, layer after layer, so loads run
-ahead through the ring, across layer boundaries too: visit i uses slot i % N, and its load is issued as soon as visit
-i - N has let go of that slot.
+ahead through the ring, across layer boundaries too. Blocks that are attended in one call are a *run*, in neighbouring
+slots: the ring has places for N runs, run i uses place i % N, and its loads are issued as soon as run i - N has let go
+of that place.
 
 Besides, the device may hold a *layer buffer* for layer-major prefill: one layer of the first blocks of one sequence.
 Its slots, numbered after the ring's, live by the same order; `span_cache.py` says when each is filled and released.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
@@ -33,6 +37,11 @@ class RingUse:
     layer: int
     host_block: int
     stored_tokens: int
+
+
+def in_runs(items: Sequence[Item], run_slots: int) -> list[Sequence[Item]]:
+    """The items in consecutive runs, all but the last of `run_slots`."""
+    return [items[first : first + run_slots] for first in range(0, len(items), run_slots)]
 
 
 class OffloadEngine:
@@ -64,8 +73,10 @@ class OffloadEngine:
         self._order = TransferOrder(device, split.ring_slots)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
-        self._uses: Sequence[RingUse] = ()
-        self._next_use = 0
+        self._run_slots = split.run_slots
+        self._places = split.ring_slots // split.run_slots  # for runs
+        self._runs: Sequence[Sequence[RingUse]] = ()
+        self._next_run = 0
 
     @property
     def order(self) -> TransferOrder:
@@ -83,34 +94,42 @@ class OffloadEngine:
 
     # ---- the ring
 
-    def begin(self, uses: Sequence[RingUse]) -> None:
-        """Start a forward pass that visits host blocks in exactly this order; the first loads start now."""
-        assert self._next_use == len(self._uses), "the last pass did not visit all that it announced"
-        self._uses, self._next_use = uses, 0
-        for index in range(min(self.split.ring_slots, len(uses))):
+    def begin(self, runs: Sequence[Sequence[RingUse]]) -> None:
+        """Start a forward pass that visits host blocks in exactly these runs; the first loads start now."""
+        assert self._next_run == len(self._runs), "the last pass did not visit all that it announced"
+        assert all(len(run) <= self._run_slots for run in runs)
+        self._runs, self._next_run = runs, 0
+        for index in range(min(self._places, len(runs))):
             self._fill(index)
 
-    def acquire(self) -> tuple[int, Tensor]:
-        """The next use's slot, ready for compute, and its memory `[2, kv_heads, block_size, head_dim]`."""
-        slot = self._next_use % self.split.ring_slots
-        self._order.before_compute(slot)
-        return slot, self.ring[slot]
+    def acquire(self) -> tuple[range, Tensor]:
+        """The next run's slots, ready for compute, and their memory `[slots, 2, kv_heads, block_size, head_dim]`."""
+        slots = self._slots_of(self._next_run)
+        for slot in slots:
+            self._order.before_compute(slot)
+        return slots, self.ring[slots.start : slots.stop]
 
-    def release(self, slot: int) -> None:
-        """Compute is done with the slot: the use that needs it next may fill it."""
-        self._order.after_compute(slot)
-        following = self._next_use + self.split.ring_slots
-        self._next_use += 1
-        if following < len(self._uses):
+    def release(self) -> None:
+        """Compute is done with the slots that were acquired: the run that needs them next may fill them."""
+        for slot in self._slots_of(self._next_run):
+            self._order.after_compute(slot)
+        following = self._next_run + self._places
+        self._next_run += 1
+        if following < len(self._runs):
             self._fill(following)
 
     def abandon(self) -> None:
         """A pass failed: let copies under way end, and forget the rest of it."""
-        self._uses, self._next_use = (), 0
+        self._runs, self._next_run = (), 0
         self._order.reset()
 
+    def _slots_of(self, index: int) -> range:
+        first = index % self._places * self._run_slots
+        return range(first, first + len(self._runs[index]))
+
     def _fill(self, index: int) -> None:
-        self._fill_slot(index % self.split.ring_slots, self._uses[index])
+        for slot, use in zip(self._slots_of(index), self._runs[index], strict=True):
+            self._fill_slot(slot, use)
 
     def _fill_slot(self, slot: int, use: RingUse) -> None:
         stream = self._order.before_fill(slot)

@@ -13,7 +13,7 @@ from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
 from nanovllm.kvcache.span_cache import SpanKVCache
-from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, HostVisit, LayerPlan, ResidentRun, group_visits, plan_visits
+from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, LayerPlan, ResidentRun, RingRun, group_visits, plan_visits
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
 
@@ -47,11 +47,11 @@ class OffloadedKVCache(KVRoom):
         if self.arm is not None:
             self.arm.begin_step(list(self._plans.values()))
         layers = enumerate(self._geometry.windows)
-        visits = [(layer, visit) for layer, window in layers for visit in self._plans[window].ring]
-        self.engine.begin([RingUse(layer, self._host_block(visit), visit.stored_tokens) for layer, visit in visits])
+        runs = [(layer, run.visits) for layer, window in layers for run in self._plans[window].ring]
+        self.engine.begin([[self._ring_use(layer, visit) for visit in visits] for layer, visits in runs])
         # A shared block is loaded once; it counts for its first reader.
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
-        for _, visit in visits:
+        for visit in (visit for _, visits in runs for visit in visits):
             traffic.h2d_bytes[visit.readers[0]] += visit.stored_tokens * self.layout.token_layer_bytes
             traffic.d2h_bytes[visit.readers[0]] += visit.new_tokens * self.layout.token_layer_bytes
         return traffic
@@ -72,7 +72,8 @@ class OffloadedKVCache(KVRoom):
                 self._backend.attend(q, pool, item.table, state, self._geometry.scale, window)
                 self.engine.device.end_kernel()
             else:
-                self._attend_host(layer, item, q, k, v, ctx, state)
+                assert isinstance(item, RingRun)
+                self._attend_streamed(layer, item, q, k, v, ctx, state)
         if self.arm is not None:
             self.arm.merge(plan, state)
         return state.output(q)
@@ -105,29 +106,31 @@ class OffloadedKVCache(KVRoom):
     # ---- helpers
 
     def _plan(self, sequences: Sequence[SequenceSlice], window: int | None) -> LayerPlan:
-        block_size, resident_blocks = self.layout.block_size, self.engine.split.resident_blocks
+        block_size, split = self.layout.block_size, self.engine.split
         visits = plan_visits(sequences, block_size, window)
         if self.arm is None:
-            return group_visits(visits, sequences, block_size, resident_blocks)
-        taken = self.arm.choose(visits, sequences)
-        return group_visits(visits, sequences, block_size, resident_blocks, taken, self.arm.beside)
+            return group_visits(visits, sequences, block_size, split)
+        return group_visits(visits, sequences, block_size, split, self.arm.choose(visits, sequences), self.arm.beside)
+
+    def _ring_use(self, layer: int, visit: BlockVisit) -> RingUse:
+        return RingUse(layer, self._host_block(visit), visit.stored_tokens)
 
     def _host_block(self, visit: BlockVisit) -> int:
         return visit.place - self.engine.split.resident_blocks
 
-    def _attend_host(
-        self, layer: int, item: HostVisit, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, state: AttentionState
+    def _attend_streamed(
+        self, layer: int, run: RingRun, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, state: AttentionState
     ) -> None:
-        visit = item.visit
-        slot, block = self.engine.acquire()
-        self._write_and_declare(visit, block, k, v, ctx)
-        if visit.new_tokens:
-            host_block = self._host_block(visit)
-            self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
+        slots, blocks = self.engine.acquire()
+        for slot, block, visit in zip(slots, blocks, run.visits, strict=True):
+            self._write_and_declare(visit, block, k, v, ctx)
+            if visit.new_tokens:
+                host_block = self._host_block(visit)
+                self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
         window = self._geometry.windows[layer]
-        self._backend.attend(q, block.unsqueeze(0), item.table, state, self._geometry.scale, window)
+        self._backend.attend(q, blocks, run.table, state, self._geometry.scale, window)
         self.engine.device.end_kernel()
-        self.engine.release(slot)
+        self.engine.release()
 
     def _write_and_declare(self, visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:
         """Write the visit's new tokens into the block `[2, kv_heads, block_size, head_dim]`, which is then attended."""

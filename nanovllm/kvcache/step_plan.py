@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.forward_context import SequenceSlice
+from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.room import first_visible_block
 from nanovllm.ops.attention import KVSegment, SegmentTable
 
@@ -22,16 +23,8 @@ class BlockVisit:
 
 
 @dataclass(slots=True)
-class HostVisit:
-    """A block that streams through a ring slot. `table` addresses it as block 0 of that slot."""
-
-    visit: BlockVisit
-    table: SegmentTable
-
-
-@dataclass(slots=True)
 class BlockRun:
-    """Visits to blocks of one pool that are attended where they lie, in one call. `table` addresses that pool."""
+    """Visits to blocks of one pool that are attended in one call. `table` addresses that pool."""
 
     visits: list[BlockVisit] = field(default_factory=list)
     table: SegmentTable = field(default_factory=lambda: SegmentTable(()))
@@ -39,6 +32,10 @@ class BlockRun:
 
 class ResidentRun(BlockRun):
     """On the device."""
+
+
+class RingRun(BlockRun):
+    """On the host, streamed through as many ring slots. `table` addresses the run's slots, the first being 0."""
 
 
 class ArmRun(BlockRun):
@@ -58,13 +55,13 @@ class ArmRun(BlockRun):
 class LayerPlan:
     """What one layer does: `items` in this order on the compute stream, `beside` on a stream of the arm's own."""
 
-    items: list[ResidentRun | ArmRun | HostVisit] = field(default_factory=list)
+    items: list[BlockRun] = field(default_factory=list)
     beside: list[ArmRun] = field(default_factory=list)
     beside_rows: int = 0  # the rows [0, beside_rows) of the batch are the queries of `beside`
 
     @property
-    def ring(self) -> list[BlockVisit]:
-        return [item.visit for item in self.items if isinstance(item, HostVisit)]
+    def ring(self) -> list[RingRun]:
+        return [item for item in self.items if isinstance(item, RingRun)]
 
     @property
     def arm_runs(self) -> list[ArmRun]:
@@ -125,27 +122,24 @@ def group_visits(
     visits: Sequence[BlockVisit],
     sequences: Sequence[SequenceSlice],
     block_size: int,
-    resident_blocks: int,
+    split: DeviceSplit,
     arm: Collection[int] = (),
     arm_beside: bool = False,
 ) -> LayerPlan:
     """The visits with their attention tables. `arm`: indices of the CPU arm's, in order with the others or beside them.
 
-    Every sequence meets its blocks in the order of the visits, in as few calls as that allows.
+    Every sequence meets its blocks in the order of the visits, in as few calls as that and the ring allow.
     """
     in_order, beside = _Grouping(block_size), _Grouping(block_size)
     for index, visit in enumerate(visits):
         if index in arm:
             (beside if arm_beside else in_order).join(ArmRun, visit)
-        elif visit.place < resident_blocks:
+        elif visit.place < split.resident_blocks:
             in_order.join(ResidentRun, visit)
         else:
-            segments = [_segment(sequences[reader], [(visit, 0)], block_size) for reader in visit.readers]
-            in_order.append(HostVisit(visit, SegmentTable(segments)), visit)
+            in_order.join(RingRun, visit, most=split.run_slots)
     for item in [*in_order.items, *beside.items]:
-        if isinstance(item, BlockRun):
-            first_place = resident_blocks if isinstance(item, ArmRun) else 0
-            item.table = _run_table(item.visits, first_place, sequences, block_size)
+        item.table = _run_table(item, sequences, block_size, split.resident_blocks)
     runs = [run for run in beside.items if isinstance(run, ArmRun)]
     readers = {reader for run in runs for visit in run.visits for reader in visit.readers}
     rows = max((sequences[reader].query_start + sequences[reader].query_len for reader in readers), default=0)
@@ -157,41 +151,35 @@ class _Grouping:
     none would have a gap in it."""
 
     def __init__(self, block_size: int) -> None:
-        self.items: list[ResidentRun | ArmRun | HostVisit] = []
+        self.items: list[BlockRun] = []
         self._block_size = block_size
         self._last: dict[type[BlockRun], int] = {}  # the last run of each kind, as an index
         self._met: dict[int, tuple[int, int]] = {}  # of each reader: its last item's index, and the position after it
 
-    def append(self, item: ResidentRun | ArmRun | HostVisit, visit: BlockVisit) -> None:
-        self.items.append(item)
-        self._meet(visit, len(self.items) - 1)
-
-    def join(self, kind: type[ResidentRun] | type[ArmRun], visit: BlockVisit) -> None:
+    def join(self, kind: type[BlockRun], visit: BlockVisit, most: int | None = None) -> None:
+        """`most`: visits of a run."""
         at = self._last.get(kind, -1)
-        if at < 0 or not self._fits(visit, at):
+        if at < 0 or len(self.items[at].visits) == most or not self._fits(visit, at):
             at = self._last[kind] = len(self.items)
             self.items.append(kind())
-        run = self.items[at]
-        assert isinstance(run, BlockRun)
-        run.visits.append(visit)
-        self._meet(visit, at)
+        self.items[at].visits.append(visit)
+        self._met.update(dict.fromkeys(visit.readers, (at, visit.first_position + self._block_size)))
 
     def _fits(self, visit: BlockVisit, at: int) -> bool:
         met = [self._met[reader] for reader in visit.readers if reader in self._met]
         return all(item < at or (item == at and end == visit.first_position) for item, end in met)
 
-    def _meet(self, visit: BlockVisit, at: int) -> None:
-        self._met.update(dict.fromkeys(visit.readers, (at, visit.first_position + self._block_size)))
-
 
 def _run_table(
-    visits: Sequence[BlockVisit], first_place: int, sequences: Sequence[SequenceSlice], block_size: int
+    run: BlockRun, sequences: Sequence[SequenceSlice], block_size: int, resident_blocks: int
 ) -> SegmentTable:
     """One segment for each sequence: its blocks within a run follow each other without a gap."""
+    first_place = resident_blocks if isinstance(run, ArmRun) else 0
     by_reader: dict[int, list[tuple[BlockVisit, int]]] = {}
-    for visit in visits:
+    for slot, visit in enumerate(run.visits):
+        index = slot if isinstance(run, RingRun) else visit.place - first_place
         for reader in visit.readers:
-            by_reader.setdefault(reader, []).append((visit, visit.place - first_place))
+            by_reader.setdefault(reader, []).append((visit, index))
     return SegmentTable([_segment(sequences[reader], blocks, block_size) for reader, blocks in by_reader.items()])
 
 

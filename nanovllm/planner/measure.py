@@ -21,7 +21,7 @@ from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positio
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.host_arm import arm_backend
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, in_runs
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom
@@ -173,7 +173,7 @@ def _weights_seconds(probe: Probe) -> tuple[float, float]:
 def _prefill_attention(probe: Probe) -> float:
     """Operations per second of a chunk's rows on earlier keys, called as the room calls it."""
     keys = max(probe.rows, probe.sizes.keys)
-    seconds = _attention_seconds(probe, probe.rows, keys, block_by_block=probe.ring_slots > 0)
+    seconds = _attention_seconds(probe, probe.rows, keys, in_ring_runs=probe.ring_slots > 0)
     return probe.cut(1).network.attention_operations(keys - probe.rows, probe.rows) / seconds
 
 
@@ -181,10 +181,10 @@ def _decode_attention(probe: Probe) -> float:
     """Bytes of KV cache per second that one row reads."""
     token_bytes = probe.layout.token_layer_bytes
     keys = max(1, min(4 * probe.sizes.keys, probe.sizes.kv_bytes // token_bytes))
-    return keys * token_bytes / _attention_seconds(probe, 1, keys, block_by_block=False)
+    return keys * token_bytes / _attention_seconds(probe, 1, keys, in_ring_runs=False)
 
 
-def _attention_seconds(probe: Probe, rows: int, keys: int, *, block_by_block: bool) -> float:
+def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_runs: bool) -> float:
     """Attention of the last `rows` of `keys` positions in one layer."""
     layout, model = probe.layout, probe.model
     blocks = range(-(-keys // layout.block_size))
@@ -196,7 +196,8 @@ def _attention_seconds(probe: Probe, rows: int, keys: int, *, block_by_block: bo
         end = min(keys, first + len(group) * layout.block_size)
         return SegmentTable([KVSegment(0, rows, keys - rows, first, end, group)])
 
-    tables = [table([block]) for block in blocks] if block_by_block else [table(blocks)]
+    run_slots = DeviceSplit(probe.ring_slots, resident_blocks=0).run_slots
+    tables = [table(run) for run in (in_runs(blocks, run_slots) if in_ring_runs else [blocks])]
 
     def attend() -> None:
         state = AttentionState.empty(q)
@@ -278,12 +279,14 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     layout, tokens = engine.layout, engine.layout.block_size
     stored = tokens if way == "h2d" else 0
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
-    engine.begin(uses)
-    for use in uses:
-        slot, _ = engine.acquire()
-        if way == "d2h":
-            engine.offload_slot_layer(slot, use.layer, use.host_block, 0, tokens)
-        engine.release(slot)
+    runs = in_runs(uses, engine.split.run_slots)
+    engine.begin(runs)
+    for run in runs:
+        slots, _ = engine.acquire()
+        for slot, use in zip(slots, run, strict=True):
+            if way == "d2h":
+                engine.offload_slot_layer(slot, use.layer, use.host_block, 0, tokens)
+        engine.release()
     engine.synchronize()
 
 
