@@ -65,7 +65,7 @@ class Ring:
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():
-            engine.begin(runs)
+            engine.begin(runs, engine.split.run_slots)
             for run in runs:
                 slots, _ = engine.acquire()
                 for slot, use in zip(slots, run, strict=True):

@@ -21,7 +21,6 @@ from nanovllm.kvcache.step_plan import (
 )
 
 BLOCK, RESIDENT, RUN = 4, 10, 3
-SPLIT = DeviceSplit(ring_slots=4 * RUN, resident_blocks=RESIDENT)
 
 
 def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceSlice]:
@@ -46,7 +45,7 @@ def segments_of_sequence(items: Sequence[BlockRun], seq: SequenceSlice) -> list[
 def test_a_sequence_is_three_calls() -> None:
     (seq,) = sequences = decodes([0, 1, 12, 13, 14])
     visits = plan_visits(sequences, BLOCK, None)
-    plan = group_visits(visits, sequences, BLOCK, SPLIT, arm={2, 3})
+    plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm={2, 3})
     assert [type(item) for item in plan.items] == [ResidentRun, ArmRun, RingRun]
     assert [segments_of(item) for item in plan.items] == [[(0, 0, [0, 1])], [(0, 8, [2, 3])], [(0, 16, [0])]]
     assert plan.items[1].table.segments[0].kv_end == 16 < seq.total_len
@@ -57,7 +56,7 @@ def test_sequences_share_calls_whatever_tiers_they_are_on() -> None:
     sequences = decodes([0, 11, 12, 19], [1, 2, 3, 18], [13, 14, 4, 17])
     visits = plan_visits(sequences, BLOCK, None)
     arm = arm_candidates(visits, RESIDENT, len(sequences))
-    plan = group_visits(visits, sequences, BLOCK, SPLIT, arm)
+    plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm)
     kinds = [type(item) for item in plan.items]
     # The third begins on the host, so its resident block comes after the arm; the others' do not.
     assert kinds == [ResidentRun, ArmRun, ResidentRun, RingRun]
@@ -77,7 +76,7 @@ def test_the_ring_is_a_whole_number_of_runs(ring_slots: int, run_slots: int) -> 
 
 def test_what_streams_goes_in_runs_of_ring_slots() -> None:
     sequences = decodes([0, 11, 12, 13, 14, 15], [16])
-    plan = group_visits(plan_visits(sequences, BLOCK, None), sequences, BLOCK, SPLIT)
+    plan = group_visits(plan_visits(sequences, BLOCK, None), sequences, BLOCK, RESIDENT, RUN)
     assert [[visit.place for visit in run.visits] for run in plan.ring] == [[16, 11, 12], [13, 14, 15]]
     assert [segments_of(run) for run in plan.ring] == [[(1, 0, [0]), (0, 4, [1, 2])], [(0, 12, [0, 1, 2])]]
 
@@ -86,7 +85,7 @@ def test_an_arm_beside_the_device_has_runs_of_its_own() -> None:
     sequences = decodes([11, 0, 12, 13, 19], [1, 2, 18])
     visits = plan_visits(sequences, BLOCK, None)
     arm = arm_candidates(visits, RESIDENT, len(sequences))
-    plan = group_visits(visits, sequences, BLOCK, SPLIT, arm, arm_beside=True)
+    plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm, arm_beside=True)
     assert [segments_of(run) for run in plan.beside] == [[(0, 0, [1])], [(0, 8, [2, 3])]]
     assert all(isinstance(item, ResidentRun | RingRun) for item in plan.items)
     assert plan.beside_rows == 1, "the second sequence has nothing for the arm"
@@ -128,7 +127,7 @@ def test_every_visit_once_and_in_order(beside: bool, window: int | None) -> None
         visits = plan_visits(sequences, BLOCK, window)
         candidates = arm_candidates(visits, RESIDENT, len(sequences))
         arm = set(random.sample(candidates, random.randint(0, len(candidates))))
-        plan = group_visits(visits, sequences, BLOCK, SPLIT, arm, beside)
+        plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm, beside)
         items = [*plan.items, *plan.beside]
         done = [visit for item in items for visit in item.visits]
         assert all(len(item.visits) <= RUN for item in plan.ring)

@@ -73,8 +73,7 @@ class OffloadEngine:
         self._order = TransferOrder(device, split.ring_slots)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
-        self._run_slots = split.run_slots
-        self._places = split.ring_slots // split.run_slots  # for runs
+        self._run_slots = 1  # of the pass under way
         self._runs: Sequence[Sequence[RingUse]] = ()
         self._next_run = 0
 
@@ -94,11 +93,19 @@ class OffloadEngine:
 
     # ---- the ring
 
-    def begin(self, runs: Sequence[Sequence[RingUse]]) -> None:
-        """Start a forward pass that visits host blocks in exactly these runs; the first loads start now."""
+    @property
+    def _places(self) -> int:
+        """How many runs the ring has room for."""
+        return self.split.ring_slots // self._run_slots
+
+    def begin(self, runs: Sequence[Sequence[RingUse]], run_slots: int) -> None:
+        """Start a forward pass that visits host blocks in exactly these runs; the first loads start now.
+
+        run_slots: the most that a run has.
+        """
         assert self._next_run == len(self._runs), "the last pass did not visit all that it announced"
-        assert all(len(run) <= self._run_slots for run in runs)
-        self._runs, self._next_run = runs, 0
+        assert all(len(run) <= run_slots for run in runs)
+        self._runs, self._next_run, self._run_slots = runs, 0, run_slots
         for index in range(min(self._places, len(runs))):
             self._fill(index)
 

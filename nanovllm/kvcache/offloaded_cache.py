@@ -14,7 +14,7 @@ from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
 from nanovllm.kvcache.span_cache import SpanKVCache
 from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, LayerPlan, ResidentRun, RingRun, group_visits, plan_visits
-from nanovllm.ops.attention import AttentionBackend, AttentionState
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState
 
 
 class OffloadedKVCache(KVRoom):
@@ -42,13 +42,14 @@ class OffloadedKVCache(KVRoom):
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         if self.arm is not None:
             self.arm.observe()
-        self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
+        run_slots = self._run_slots(sequences)
+        self._plans = {window: self._plan(sequences, window, run_slots) for window in set(self._geometry.windows)}
         self.engine.move_blocks(moves)
         if self.arm is not None:
             self.arm.begin_step(list(self._plans.values()))
         layers = enumerate(self._geometry.windows)
         runs = [(layer, run.visits) for layer, window in layers for run in self._plans[window].ring]
-        self.engine.begin([[self._ring_use(layer, visit) for visit in visits] for layer, visits in runs])
+        self.engine.begin([[self._ring_use(layer, visit) for visit in visits] for layer, visits in runs], run_slots)
         # A shared block is loaded once; it counts for its first reader.
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
         for visit in (visit for _, visits in runs for visit in visits):
@@ -105,12 +106,19 @@ class OffloadedKVCache(KVRoom):
 
     # ---- helpers
 
-    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None) -> LayerPlan:
-        block_size, split = self.layout.block_size, self.engine.split
+    def _run_slots(self, sequences: Sequence[SequenceSlice]) -> int:
+        """Many query rows go over several blocks in a call, which reads and writes their state once. With few rows
+        there is little state, and loads that are waited for one by one hide better."""
+        has_many = any(sequence.query_len > FEW_ROWS for sequence in sequences)
+        return self.engine.split.run_slots if has_many else 1
+
+    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None, run_slots: int) -> LayerPlan:
+        block_size, resident_blocks = self.layout.block_size, self.engine.split.resident_blocks
         visits = plan_visits(sequences, block_size, window)
         if self.arm is None:
-            return group_visits(visits, sequences, block_size, split)
-        return group_visits(visits, sequences, block_size, split, self.arm.choose(visits, sequences), self.arm.beside)
+            return group_visits(visits, sequences, block_size, resident_blocks, run_slots)
+        taken = self.arm.choose(visits, sequences)
+        return group_visits(visits, sequences, block_size, resident_blocks, run_slots, taken, self.arm.beside)
 
     def _ring_use(self, layer: int, visit: BlockVisit) -> RingUse:
         return RingUse(layer, self._host_block(visit), visit.stored_tokens)

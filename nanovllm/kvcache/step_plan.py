@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.forward_context import SequenceSlice
-from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.room import first_visible_block
 from nanovllm.ops.attention import KVSegment, SegmentTable
 
@@ -122,24 +121,26 @@ def group_visits(
     visits: Sequence[BlockVisit],
     sequences: Sequence[SequenceSlice],
     block_size: int,
-    split: DeviceSplit,
+    resident_blocks: int,
+    run_slots: int,
     arm: Collection[int] = (),
     arm_beside: bool = False,
 ) -> LayerPlan:
     """The visits with their attention tables. `arm`: indices of the CPU arm's, in order with the others or beside them.
 
-    Every sequence meets its blocks in the order of the visits, in as few calls as that and the ring allow.
+    Every sequence meets its blocks in the order of the visits, in as few calls as that and runs of `run_slots` ring
+    slots allow.
     """
     in_order, beside = _Grouping(block_size), _Grouping(block_size)
     for index, visit in enumerate(visits):
         if index in arm:
             (beside if arm_beside else in_order).join(ArmRun, visit)
-        elif visit.place < split.resident_blocks:
+        elif visit.place < resident_blocks:
             in_order.join(ResidentRun, visit)
         else:
-            in_order.join(RingRun, visit, most=split.run_slots)
+            in_order.join(RingRun, visit, most=run_slots)
     for item in [*in_order.items, *beside.items]:
-        item.table = _run_table(item, sequences, block_size, split.resident_blocks)
+        item.table = _run_table(item, sequences, block_size, resident_blocks)
     runs = [run for run in beside.items if isinstance(run, ArmRun)]
     readers = {reader for run in runs for visit in run.visits for reader in visit.readers}
     rows = max((sequences[reader].query_start + sequences[reader].query_len for reader in readers), default=0)

@@ -280,7 +280,7 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     stored = tokens if way == "h2d" else 0
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
     runs = in_runs(uses, engine.split.run_slots)
-    engine.begin(runs)
+    engine.begin(runs, engine.split.run_slots)
     for run in runs:
         slots, _ = engine.acquire()
         for slot, use in zip(slots, run, strict=True):
