@@ -73,6 +73,7 @@ class OffloadEngine:
         self._order = TransferOrder(device, split.ring_slots)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
+        self._memory: dict[range, Tensor] = {}  # of neighbouring slots: parts of the ring
         self._run_slots = 1  # of the pass under way
         self._runs: Sequence[Sequence[RingUse]] = ()
         self._next_run = 0
@@ -114,7 +115,9 @@ class OffloadEngine:
         slots = self._slots_of(self._next_run)
         for slot in slots:
             self._order.before_compute(slot)
-        return slots, self.ring[slots.start : slots.stop]
+        if slots not in self._memory:
+            self._memory[slots] = self.ring[slots.start : slots.stop]
+        return slots, self._memory[slots]
 
     def release(self) -> None:
         """Compute is done with the slots that were acquired: the run that needs them next may fill them."""

@@ -130,8 +130,8 @@ class OffloadedKVCache(KVRoom):
         self, layer: int, run: RingRun, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, state: AttentionState
     ) -> None:
         slots, blocks = self.engine.acquire()
-        for slot, block, visit in zip(slots, blocks, run.visits, strict=True):
-            self._write_and_declare(visit, block, k, v, ctx)
+        for slot, visit in zip(slots, run.visits, strict=True):
+            self._write_and_declare(visit, self.engine.ring[slot], k, v, ctx)
             if visit.new_tokens:
                 host_block = self._host_block(visit)
                 self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
