@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from engines import offloaded, random_prompt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -22,6 +23,7 @@ from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
 from nanovllm.kvcache import decode_tables
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.attention import AttentionState, DeviceTable, KVSegment, SegmentTable
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.store_kv import store_kv
@@ -152,6 +154,15 @@ class RowsOnCpu(NativeAttention):
 def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows: bool = False) -> None:
     """Engines made from now on run on `device`; with `rows` their attention can be recorded."""
     monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device))
+    silu = cpu_rows.silu
+    write_silu = device.kernel(lambda x, y: y.copy_(silu(x)))
+
+    def recordable_silu(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        write_silu(x, y)
+        return y
+
+    monkeypatch.setattr(cpu_rows, "silu", recordable_silu)
     if rows:
         monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(device))
         monkeypatch.setattr(decode_tables, "store_kv", device.kernel(store_kv))

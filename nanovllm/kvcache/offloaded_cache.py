@@ -18,7 +18,7 @@ from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState
 
 
 class OffloadedKVCache(KVRoom):
-    """Attention block by block in sequence order, each block wherever it lives."""
+    """Attention over the blocks of a sequence in their order, each wherever it lives."""
 
     def __init__(
         self,
