@@ -27,7 +27,7 @@ def keep_freed_memory() -> bool:
     """Have malloc keep up to KEPT_BYTES that were freed, for the whole process, and say whether it does.
 
     Each layer of a step allocates what the one before has freed. By default malloc hands buffers of that size back to
-    the system each time, and page faults then cost 4 to 6% of a prefill of 1,024 tokens or more. Memory in one piece of
+    the system each time, and page faults then cost 3 to 6% of a prefill of 1,024 tokens or more. Memory in one piece of
     MAPPED_BYTES or more, as KV pools are, still goes back when it is freed. Settings of malloc in the environment have
     precedence, and where malloc is not glibc's nothing is changed.
     """
