@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TypeVar
 
 import torch
@@ -73,9 +74,11 @@ class OffloadEngine:
         self._order = TransferOrder(device, split.ring_slots)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
-        self._memory: dict[range, Tensor] = {}  # of neighbouring slots: parts of the ring
-        self._run_slots = 1  # of the pass under way
+        self._memory: dict[range, Tensor] = {}  # of neighbouring slots; cutting the ring anew costs each visit more
+        # Of the pass under way: its runs, where each stands, and how many the ring has room for.
         self._runs: Sequence[Sequence[RingUse]] = ()
+        self._slots: list[range] = []
+        self._places = 0
         self._next_run = 0
 
     @property
@@ -94,11 +97,6 @@ class OffloadEngine:
 
     # ---- the ring
 
-    @property
-    def _places(self) -> int:
-        """How many runs the ring has room for."""
-        return self.split.ring_slots // self._run_slots
-
     def begin(self, runs: Sequence[Sequence[RingUse]], run_slots: int) -> None:
         """Start a forward pass that visits host blocks in exactly these runs; the first loads start now.
 
@@ -106,13 +104,15 @@ class OffloadEngine:
         """
         assert self._next_run == len(self._runs), "the last pass did not visit all that it announced"
         assert all(len(run) <= run_slots for run in runs)
-        self._runs, self._next_run, self._run_slots = runs, 0, run_slots
+        self._runs, self._next_run, self._places = runs, 0, self.split.ring_slots // run_slots
+        firsts = range(0, self._places * run_slots, run_slots)
+        self._slots = [range(first, first + len(run)) for first, run in zip(cycle(firsts), runs, strict=False)]
         for index in range(min(self._places, len(runs))):
             self._fill(index)
 
     def acquire(self) -> tuple[range, Tensor]:
         """The next run's slots, ready for compute, and their memory `[slots, 2, kv_heads, block_size, head_dim]`."""
-        slots = self._slots_of(self._next_run)
+        slots = self._slots[self._next_run]
         for slot in slots:
             self._order.before_compute(slot)
         if slots not in self._memory:
@@ -121,7 +121,7 @@ class OffloadEngine:
 
     def release(self) -> None:
         """Compute is done with the slots that were acquired: the run that needs them next may fill them."""
-        for slot in self._slots_of(self._next_run):
+        for slot in self._slots[self._next_run]:
             self._order.after_compute(slot)
         following = self._next_run + self._places
         self._next_run += 1
@@ -133,12 +133,8 @@ class OffloadEngine:
         self._runs, self._next_run = (), 0
         self._order.reset()
 
-    def _slots_of(self, index: int) -> range:
-        first = index % self._places * self._run_slots
-        return range(first, first + len(self._runs[index]))
-
     def _fill(self, index: int) -> None:
-        for slot, use in zip(self._slots_of(index), self._runs[index], strict=True):
+        for slot, use in zip(self._slots[index], self._runs[index], strict=True):
             self._fill_slot(slot, use)
 
     def _fill_slot(self, slot: int, use: RingUse) -> None:
