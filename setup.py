@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel must run on other machines too
 # Products and sums stay apart, so that all instruction sets give the same bits; the rest lets loops become vectors.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-LAYER_KERNELS = ("csrc/cpu_linear_avx512bf16.cpp", "csrc/cpu_rows_kernels.cpp")
+CPU_KERNELS = ("cpu_kernels", "cpu_linear", "cpu_rows", "cpu_layer")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 
@@ -100,13 +100,13 @@ class BuildExt(build_ext):
         return str(target)
 
 
-def extension(name: str, stem: str, *flags: str, shared: Sequence[str] = ()) -> list[Pybind11Extension]:
-    """The extension module of csrc/<stem>*.cpp and .cu and the `shared` files, none if csrc/<stem>.cpp is missing."""
-    if not Path(f"csrc/{stem}.cpp").exists():
+def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Extension]:
+    """The extension module of csrc/<stem>*.cpp and .cu, none if csrc/<stem>.cpp of the first one is missing."""
+    if not Path(f"csrc/{stems[0]}.cpp").exists():
         return []
     module = Pybind11Extension(
         name,
-        [*sorted(glob(f"csrc/{stem}*.c*")), *shared],
+        sorted(path for stem in stems for path in glob(f"csrc/{stem}*.c*")),
         depends=sorted(glob("csrc/*.h")),
         cxx_std=17,
         extra_compile_args=[*CXX_FLAGS, *flags],
@@ -118,11 +118,9 @@ def extension(name: str, stem: str, *flags: str, shared: Sequence[str] = ()) -> 
 ParallelCompile(default=0).install()  # the files of one extension at the same time, on all cores
 setup(
     ext_modules=[
-        *extension("nanovllm.comm._sgdma", "sgdma"),
-        *extension("nanovllm.ops._cpu_attention", "cpu_attention", "-fopenmp"),
-        *extension("nanovllm.ops._cpu_linear", "cpu_linear", "-fopenmp"),
-        *extension("nanovllm.ops._cpu_rows", "cpu_rows", "-fopenmp", *PLAIN_FLOAT),
-        *extension("nanovllm.ops._cpu_layer", "cpu_layer", "-fopenmp", *PLAIN_FLOAT, shared=LAYER_KERNELS),
+        *extension("nanovllm.comm._sgdma", ["sgdma"]),
+        *extension("nanovllm.ops._cpu_attention", ["cpu_attention"], "-fopenmp"),
+        *extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-fopenmp", *PLAIN_FLOAT),
     ],
     cmdclass={"build_ext": BuildExt},
 )

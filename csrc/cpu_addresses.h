@@ -20,4 +20,14 @@ rows::Rows<T> rows_at(const Address& address) {
     return {pointer<T>(address.first), address.second};
 }
 
+// Calls `work` with an element of the dtype that PyTorch calls so.
+template <class Work>
+void with_element(const std::string& dtype, const Work& work) {
+    switch (dtype_of(dtype)) {
+        case DType::bf16: return work(Bf16{});
+        case DType::fp16: return work(Fp16{});
+        case DType::fp32: return work(float{});
+    }
+}
+
 }  // namespace nanovllm

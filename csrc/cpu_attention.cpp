@@ -2,6 +2,8 @@
 // and spans before it comes here.
 #include "cpu_attention.h"
 
+#include "cpu_isa.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,41 +16,20 @@
 
 namespace py = pybind11;
 namespace attention = nanovllm::attention;
-using attention::DType;
+using nanovllm::DType;
+using nanovllm::Isa;
 using attention::Kernel;
 
 namespace {
 
-DType dtype_of(const std::string& name) {
-    if (name == "bfloat16") return DType::bf16;
-    if (name == "float16") return DType::fp16;
-    if (name == "float32") return DType::fp32;
-    throw std::invalid_argument("no CPU attention for dtype " + name);
-}
-
-// Instruction sets that this machine runs, best first.
-std::vector<std::string> instruction_sets() {
-    std::vector<std::string> found;
+const Kernel& kernel_of(Isa isa, DType dtype) {
 #if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back("avx512bf16");
-    if (avx512) found.push_back("avx512");
-    if (avx2) found.push_back("avx2");
+    if (isa == Isa::avx512bf16 && dtype == DType::bf16) return attention::avx512bf16_kernel();
+    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return attention::avx512_kernel(dtype);
+    if (isa == Isa::avx2) return attention::avx2_kernel(dtype);
 #endif
-    found.push_back("portable");
-    return found;
-}
-
-const Kernel& kernel_of(const std::string& isa, DType dtype) {
-#if defined(__x86_64__)
-    if (isa == "avx512bf16" && dtype == DType::bf16) return attention::avx512bf16_kernel();
-    if (isa == "avx512bf16" || isa == "avx512") return attention::avx512_kernel(dtype);
-    if (isa == "avx2") return attention::avx2_kernel(dtype);
-#endif
-    if (isa == "portable") return attention::portable_kernel(dtype);
-    throw std::invalid_argument("no CPU attention for instruction set " + isa);
+    (void)isa;
+    return attention::portable_kernel(dtype);
 }
 
 // Refuses sequences that would read or write outside of q's rows and the given blocks. Here and not in Python, because
@@ -90,8 +71,8 @@ void attend(const std::string& isa, const std::string& dtype, uintptr_t q, std::
             std::pair<int64_t, int64_t> lse_strides, uintptr_t blocks, int64_t block_count, uintptr_t sequences,
             int64_t sequence_count, int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,
             int64_t window, float scale, bool carry, int threads) {
-    const DType type = dtype_of(dtype);
-    const Kernel& kernel = kernel_of(isa, type);
+    const DType type = nanovllm::dtype_of(dtype);
+    const Kernel& kernel = kernel_of(nanovllm::isa_of(isa), type);
     attention::Batch batch{};
     batch.rows.q = reinterpret_cast<const void*>(q);
     batch.rows.out = reinterpret_cast<float*>(out);
@@ -119,7 +100,6 @@ void attend(const std::string& isa, const std::string& dtype, uintptr_t q, std::
 
 PYBIND11_MODULE(_cpu_attention, m) {
     m.doc() = "Attention of query rows over KV blocks on the CPU.";
-    m.def("instruction_sets", &instruction_sets, "Instruction sets that this machine runs, best first.");
     m.def("attend", &attend, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("q"), py::arg("q_strides"),
           py::arg("out"), py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("blocks"),
           py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"), py::arg("tokens"), py::arg("heads"),

@@ -10,11 +10,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu_elements.h"
+
 namespace nanovllm::attention {
 
 constexpr int kTileKeys = 128;
-
-enum class DType : int { bf16, fp16, fp32 };
 
 // The query rows of one sequence that share one KV head: `tokens` x `group`, a token's heads beside each other.
 // Strides count elements, not bytes.

@@ -4,7 +4,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "cpu_attention_convert.h"
+#include "cpu_elements.h"
 // GCC 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -13,17 +13,10 @@
 namespace nanovllm::attention {
 namespace {
 
-#include "cpu_attention_avx512.h"
+#include "cpu_vectors_avx512.h"
 #include "cpu_attention_math.h"
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
-
-inline __m512 widen(const Bf16* p) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
-}
-inline __m512 widen(const Fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-inline __m512 widen(const float* p) { return _mm512_loadu_ps(p); }
 
 template <class Element>
 struct Widened : Avx512 {

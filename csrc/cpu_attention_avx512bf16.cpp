@@ -4,16 +4,21 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "cpu_attention_convert.h"
+#include "cpu_elements.h"
 // GCC 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#if defined(NANOVLLM_EMULATE_BF16)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#endif
+#include "cpu_bf16_instructions.h"
 
 namespace nanovllm::attention {
 namespace {
 
-#include "cpu_attention_avx512.h"
+#include "cpu_vectors_avx512.h"
 #include "cpu_attention_math.h"
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
@@ -25,7 +30,7 @@ struct PairsOfBf16 : Avx512 {
 
     static U load_units(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static U splat_unit(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
-    static F dot(F sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+    static F dot(F sum, U a, U b) { return add_pair_products(sum, a, b); }
 
     static void pack_row(const T* source, int count, uint32_t* dst) {
         __builtin_memcpy(dst, source, count * sizeof(T));
@@ -69,7 +74,7 @@ struct PairsOfBf16 : Avx512 {
         }
     }
     static void store_probabilities(uint32_t* row, int key, F p) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kStep), (__m256i)_mm512_cvtneps_pbh(p));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kStep), narrow_to_bf16(p));
     }
 
   private:

@@ -1,28 +1,83 @@
-// A linear layer on few rows, y = x W^T + b in bf16, at the speed at which the weights can be read.
+// Linear layers, y = x W^T + b, on any number of rows, whose bits depend on the row, the weights and the instruction set
+// alone.
 //
-// A sum has one order, whatever the number of rows, outputs or threads: over blocks of `sum_block` inputs; within a
-// block pair after pair from zero, in fp32; the blocks' sums one after the other; then the bias; then one rounding.
+// A sum has one order, fixed here: over blocks of `sum_inputs` inputs; within a block one input after the other from
+// zero, in fp32, each output in a lane of its own; the blocks' sums one after the other; then the bias; then one
+// rounding. Neither the number of rows, nor tiles, threads, or where a buffer lies has a part in it.
+//
+// Few rows go over the weights as they lie, since reading the weights is all the time that they take. Many rows go over
+// blocks of weights that are widened and packed into the processor's cache first. Both do the same sums.
 #pragma once
 
 #include <cstdint>
 
-namespace nanovllm::linear {
+#include "cpu_elements.h"
+#include "cpu_isa.h"
 
-constexpr int kStep = 32;  // inputs whose weights are one vector
+namespace nanovllm::linear {
 
 // Strides count elements, not bytes.
 struct Problem {
-    const uint16_t* x;           // [rows, in] bf16
-    const uint16_t* weight;      // [out, in] bf16, contiguous
-    const uint16_t* bias;        // [out] bf16 or null
-    uint16_t* y;                 // [rows, out] bf16
+    const void* x;               // [rows, in]
+    const void* weight;          // [out, in], contiguous
+    const void* bias;            // [out] or null
+    void* y;                     // [rows, out]
     int64_t x_stride, y_stride;  // from row to row
-    int64_t rows, in, out;       // at least one each
-    int64_t sum_block;           // a multiple of kStep, or at least `in`
+    int64_t rows, in, out;
 };
 
+// Rows of x as `pack_rows` leaves them: 4-byte units, each one fp32 input or a pair of bf16 inputs.
+struct PackedRows {
+    const uint32_t* units;
+    int64_t first_row, count;
+};
+
+// Some rows times a block of packed weights: outputs [first_output, first_output + outputs), inputs of one sum block.
+struct Tile {
+    PackedRows rows;
+    const uint32_t* weights;  // as `pack_weights` leaves them
+    int64_t first_output, outputs, inputs;
+    float* totals;  // [rows, stride] of the sum blocks before, where there are several
+    int64_t totals_stride;
+    bool first, last;  // of the sum blocks
+};
+
+// What an instruction set does for one dtype.
+struct Kernel {
+    int64_t element_bytes;
+    int64_t depth;          // inputs of a unit
+    int64_t span;           // inputs to a multiple of which rows are packed
+    int64_t sum_inputs;     // inputs of a sum block
+    int64_t few_rows;       // up to which the weights are read as they lie
+    int64_t pass_rows;      // most rows of `multiply_few`
+    int64_t pass_outputs;   // that it takes at a time
+    int64_t tile_rows;      // most rows of `multiply_tile`
+    int64_t block_outputs;  // of the packed weights that it takes at a time
+    void (*pack_rows)(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed);
+    void (*pack_weights)(const Problem& problem, int64_t output, int64_t outputs, int64_t input, int64_t inputs,
+                         uint32_t* packed);
+    void (*multiply_few)(const Problem& problem, const PackedRows& rows, int64_t begin, int64_t end,
+                         int64_t fetch_ahead);
+    void (*multiply_tile)(const Problem& problem, const Tile& tile);
+};
+
+const Kernel& portable_kernel(DType dtype);
 #if defined(__x86_64__)
-void run_avx512bf16(const Problem& problem, int threads);
+const Kernel& avx2_kernel(DType dtype);
+const Kernel& avx512_kernel(DType dtype);
+const Kernel& avx512bf16_kernel();
 #endif
+
+inline const Kernel& kernel_of(Isa isa, DType dtype) {
+#if defined(__x86_64__)
+    if (isa == Isa::avx512bf16 && dtype == DType::bf16) return avx512bf16_kernel();
+    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return avx512_kernel(dtype);
+    if (isa == Isa::avx2) return avx2_kernel(dtype);
+#endif
+    (void)isa;
+    return portable_kernel(dtype);
+}
+
+void run(const Problem& problem, const Kernel& kernel, int threads);
 
 }  // namespace nanovllm::linear

@@ -1,15 +1,18 @@
-// What stands between the products of a layer, row by row in bf16: norm, rotary embedding, activation, writing of K/V;
-// and the activation in fp32.
+// What stands between the products of a network, row by row: norm, rotary embedding, activation, writing of K/V, softmax
+// and the noise of a draw.
 //
-// Arithmetic is fp32, rounded to bf16 where Transformers rounds. A row's bits depend on that row alone: not on other
-// rows, on threads, nor on the instruction set, since no multiplication is fused with an addition.
+// Arithmetic is fp32, rounded to the element type where Transformers rounds. A row's bits depend on that row alone: not on
+// other rows, on threads, nor on the instruction set, since no multiplication is fused with an addition and no function
+// of a library is used whose result depends on where an element stands.
 #pragma once
 
 #include <cstdint>
 
+#include "cpu_elements.h"
+
 namespace nanovllm::rows {
 
-// Rows of bf16 or fp32; the stride counts elements from row to row.
+// Rows of elements; the stride counts elements from row to row.
 template <class T>
 struct Rows {
     T* data;
@@ -17,48 +20,68 @@ struct Rows {
 
     T* at(int64_t row) const { return data + row * stride; }
 };
-using Source = Rows<const uint16_t>;
-using Target = Rows<uint16_t>;
 
 // y = x / sqrt(mean(x^2) + eps) * weight over rows of `size`; where there is an addend, x += addend comes before.
+template <class T>
 struct Norm {
-    Target x;
-    Source addend;  // null data: none
-    const uint16_t* weight;
-    Target y;
+    Rows<T> x;
+    Rows<const T> addend;  // null data: none
+    const T* weight;
+    Rows<T> y;
     int64_t rows, size;
     float eps;
 };
 
 // The heads of a token, q before k before v and each head_dim wide: q and k normalised by their head's weight where
 // there are weights, and turned by the token's angles; v as it is. A head's pairs are (i, i + head_dim / 2).
+template <class T>
 struct Heads {
-    Source heads;
-    const uint16_t* weight;  // [q_heads + kv_heads, head_dim] or null
+    Rows<const T> heads;
+    const T* weight;  // [q_heads + kv_heads, head_dim] or null
     Rows<const float> cos, sin;  // of pair i at i
-    Target q, k, v;
+    Rows<T> q, k, v;
     int64_t tokens, q_heads, kv_heads, head_dim;
     float eps;
 };
 
 // y = silu(gate) * up for rows of gate and up side by side, `size` wide each.
+template <class T>
 struct GatedUnit {
-    Source gate_up;
-    Target y;
-    int64_t rows, size;
-};
-
-// y = silu(x) over fp32 rows of `size`.
-struct Activation {
-    Rows<const float> x;
-    Rows<float> y;
+    Rows<const T> gate_up;
+    Rows<T> y;
     int64_t rows, size;
 };
 
 // x += addend over rows of `size`.
+template <class T>
 struct Sum {
-    Target x;
-    Source addend;
+    Rows<T> x;
+    Rows<const T> addend;
+    int64_t rows, size;
+};
+
+// cos and sin of `size` angles a row, times `factor`; cos stands twice, for the first and the second of a pair.
+struct Angles {
+    Rows<const float> angles;
+    Rows<float> cos, sin;  // [rows, 2 * size] and [rows, size]
+    int64_t rows, size;
+    float factor;
+};
+
+// y = softmax(x), or its logarithm, over rows of `size`.
+struct Softmax {
+    Rows<const float> x;
+    Rows<float> y;
+    int64_t rows, size;
+    bool log;
+};
+
+// The index of each row's largest score plus Gumbel noise, as nanovllm/layers/sampler.py defines the noise.
+struct Draw {
+    Rows<const float> scores;
+    Rows<const int64_t> tokens;  // a stride of 0: the same for all rows
+    const int64_t* starts;       // [rows]
+    int64_t* drawn;              // [rows]
     int64_t rows, size;
 };
 
@@ -72,11 +95,17 @@ struct Store {
     int64_t tokens, kv_heads, block_size, head_bytes;
 };
 
-void rms_norm(const Norm& norm, int threads);
-void place_heads(const Heads& heads, int threads);
-void silu_and_mul(const GatedUnit& unit, int threads);
-void silu(const Activation& activation, int threads);
-void add(const Sum& sum, int threads);
+template <class T>
+void rms_norm(const Norm<T>& norm, int threads);
+template <class T>
+void place_heads(const Heads<T>& heads, int threads);
+template <class T>
+void silu_and_mul(const GatedUnit<T>& unit, int threads);
+template <class T>
+void add(const Sum<T>& sum, int threads);
+void cos_sin(const Angles& angles, int threads);
+void softmax(const Softmax& softmax, int threads);
+void draw(const Draw& draw, int threads);
 void store_kv(const Store& store, int threads);
 
 }  // namespace nanovllm::rows

@@ -1,4 +1,4 @@
-// Plain loops, which the compiler turns into vectors for each instruction set.
+// Plain loops, which the compiler turns into vectors for each instruction set: the loader picks the best one.
 #include "cpu_rows.h"
 
 #include <algorithm>
@@ -16,29 +16,15 @@ namespace nanovllm::rows {
 namespace {
 
 constexpr int64_t kElementsOfThread = 32768;  // below, a second thread costs more than it does
+constexpr int64_t kElementsOfFunction = 16;   // that take as long as a cosine or a logarithm
 constexpr int kLanes = 16;                    // partial sums of a row, whatever the width of vectors
 
-INLINE float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
+INLINE float float_of(uint32_t bits) { return widen_scalar(bits); }
+
+template <class T>
+INLINE float rounded(float value) {
+    return widen_scalar(narrow_scalar<T>(value));
 }
-
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    return bits;
-}
-
-INLINE float widen(uint16_t value) { return float_of(uint32_t(value) << 16); }
-
-// To nearest, ties to even. A NaN stays one: those that come from bf16 or from an operation have an empty lower half.
-INLINE uint16_t narrow(float value) {
-    const uint32_t bits = bits_of(value);
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-INLINE float rounded(float value) { return widen(narrow(value)); }
 
 // e^x to 2^-22, 0 or infinity where it is no normal number: 2^n e^r with n whole and |r| <= ln(2) / 2, ln(2) in two
 // parts of which the first times n is exact, e^r by its Taylor series.
@@ -59,61 +45,134 @@ INLINE float exponential(float x) {
 }
 
 // 1 / sqrt(mean(x^2) + eps).
-INLINE float norm_scale(const uint16_t* x, int64_t size, float eps) {
+template <class T>
+INLINE float norm_scale(const T* x, int64_t size, float eps) {
     float sums[kLanes] = {};
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) sums[lane] += widen(x[i + lane]) * widen(x[i + lane]);
-    for (int lane = 0; i + lane < size; ++lane) sums[lane] += widen(x[i + lane]) * widen(x[i + lane]);
+        for (int lane = 0; lane < kLanes; ++lane) sums[lane] += widen_scalar(x[i + lane]) * widen_scalar(x[i + lane]);
+    for (int lane = 0; i + lane < size; ++lane) sums[lane] += widen_scalar(x[i + lane]) * widen_scalar(x[i + lane]);
     for (int width = kLanes / 2; width > 0; width /= 2)
         for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
     return 1.0f / std::sqrt(sums[0] / float(size) + eps);
 }
 
-INLINE float normalised(uint16_t x, float scale, uint16_t weight) {
-    return rounded(rounded(widen(x) * scale) * widen(weight));
+template <class T>
+INLINE float normalised(T x, float scale, T weight) {
+    return rounded<T>(rounded<T>(widen_scalar(x) * scale) * widen_scalar(weight));
 }
 
-FOR_EACH_ISA void add_row(uint16_t* __restrict__ x, const uint16_t* __restrict__ addend, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) x[i] = narrow(widen(x[i]) + widen(addend[i]));
+template <class T>
+INLINE void add_elements(T* __restrict__ x, const T* __restrict__ addend, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) x[i] = narrow_scalar<T>(widen_scalar(x[i]) + widen_scalar(addend[i]));
 }
 
-FOR_EACH_ISA void norm_row(const uint16_t* __restrict__ x, const uint16_t* __restrict__ weight,
-                           uint16_t* __restrict__ y, int64_t size, float eps) {
+template <class T>
+INLINE void norm_elements(const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y, int64_t size,
+                          float eps) {
     const float scale = norm_scale(x, size, eps);
-    for (int64_t i = 0; i < size; ++i) y[i] = narrow(normalised(x[i], scale, weight[i]));
+    for (int64_t i = 0; i < size; ++i) y[i] = narrow_scalar<T>(normalised(x[i], scale, weight[i]));
 }
 
-FOR_EACH_ISA void turn_head(const uint16_t* __restrict__ x, const float* __restrict__ cos,
-                            const float* __restrict__ sin, uint16_t* __restrict__ y, int64_t half) {
+template <class T>
+INLINE void turn(const T* __restrict__ x, const float* __restrict__ cos, const float* __restrict__ sin,
+                 T* __restrict__ y, int64_t half) {
     for (int64_t i = 0; i < half; ++i) {
-        const float first = widen(x[i]), second = widen(x[i + half]);
-        y[i] = narrow(first * cos[i] - second * sin[i]);
-        y[i + half] = narrow(second * cos[i] + first * sin[i]);
+        const float first = widen_scalar(x[i]), second = widen_scalar(x[i + half]);
+        y[i] = narrow_scalar<T>(first * cos[i] - second * sin[i]);
+        y[i + half] = narrow_scalar<T>(second * cos[i] + first * sin[i]);
     }
 }
 
-FOR_EACH_ISA void norm_and_turn_head(const uint16_t* __restrict__ x, const uint16_t* __restrict__ weight,
-                                     const float* __restrict__ cos, const float* __restrict__ sin,
-                                     uint16_t* __restrict__ y, int64_t half, float eps) {
+template <class T>
+INLINE void norm_and_turn(const T* __restrict__ x, const T* __restrict__ weight, const float* __restrict__ cos,
+                          const float* __restrict__ sin, T* __restrict__ y, int64_t half, float eps) {
     const float scale = norm_scale(x, 2 * half, eps);
     for (int64_t i = 0; i < half; ++i) {
         const float first = normalised(x[i], scale, weight[i]);
         const float second = normalised(x[i + half], scale, weight[i + half]);
-        y[i] = narrow(first * cos[i] - second * sin[i]);
-        y[i + half] = narrow(second * cos[i] + first * sin[i]);
+        y[i] = narrow_scalar<T>(first * cos[i] - second * sin[i]);
+        y[i + half] = narrow_scalar<T>(second * cos[i] + first * sin[i]);
     }
 }
 
 INLINE float silu_of(float x) { return x / (1.0f + exponential(-x)); }
 
-FOR_EACH_ISA void silu_row(const float* __restrict__ x, float* __restrict__ y, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) y[i] = silu_of(x[i]);
+template <class T>
+INLINE void gate(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y, int64_t size) {
+    for (int64_t i = 0; i < size; ++i)
+        y[i] = narrow_scalar<T>(rounded<T>(silu_of(widen_scalar(gate[i]))) * widen_scalar(up[i]));
 }
 
-FOR_EACH_ISA void gated_row(const uint16_t* __restrict__ gate, const uint16_t* __restrict__ up,
-                            uint16_t* __restrict__ y, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) y[i] = narrow(rounded(silu_of(widen(gate[i]))) * widen(up[i]));
+// target_clones takes no templates: one function for each element type.
+#define ROW_FUNCTIONS(T)                                                                                        \
+    FOR_EACH_ISA void add_row(T* x, const T* addend, int64_t size) { add_elements<T>(x, addend, size); }        \
+    FOR_EACH_ISA void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {                    \
+        norm_elements<T>(x, weight, y, size, eps);                                                              \
+    }                                                                                                           \
+    FOR_EACH_ISA void turn_head(const T* x, const float* cos, const float* sin, T* y, int64_t half) {           \
+        turn<T>(x, cos, sin, y, half);                                                                          \
+    }                                                                                                           \
+    FOR_EACH_ISA void norm_and_turn_head(const T* x, const T* weight, const float* cos, const float* sin, T* y, \
+                                         int64_t half, float eps) {                                             \
+        norm_and_turn<T>(x, weight, cos, sin, y, half, eps);                                                    \
+    }                                                                                                           \
+    FOR_EACH_ISA void gated_row(const T* gates, const T* up, T* y, int64_t size) { gate<T>(gates, up, y, size); }
+ROW_FUNCTIONS(Bf16)
+ROW_FUNCTIONS(Fp16)
+ROW_FUNCTIONS(float)
+
+FOR_EACH_ISA float largest(const float* x, int64_t size) {
+    float most[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) most[lane] = x[0];
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) most[lane] = x[i + lane] > most[lane] ? x[i + lane] : most[lane];
+    float found = most[0];
+    for (int lane = 1; lane < kLanes; ++lane) found = most[lane] > found ? most[lane] : found;
+    for (; i < size; ++i) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+// y = e^(x - shift); returns the sum, which is exact enough in fp64 for any number of elements.
+FOR_EACH_ISA double exponentials(const float* __restrict__ x, float* __restrict__ y, int64_t size, float shift) {
+    double sums[kLanes] = {};
+    for (int64_t i = 0; i < size; ++i) {
+        const float difference = x[i] - shift;
+        y[i] = difference < -87.0f ? 0.0f : exponential(difference);
+    }
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) sums[lane] += double(y[i + lane]);
+    for (int lane = 0; i + lane < size; ++lane) sums[lane] += double(y[i + lane]);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+    return sums[0];
+}
+
+void softmax_row(const float* x, float* y, int64_t size, bool log) {
+    const float most = largest(x, size);
+    const double sum = exponentials(x, y, size, most);
+    if (log) {
+        const float shift = float(std::log(sum));
+        for (int64_t i = 0; i < size; ++i) y[i] = (x[i] - most) - shift;
+    } else {
+        const float share = float(1.0 / sum);
+        for (int64_t i = 0; i < size; ++i) y[i] *= share;
+    }
+}
+
+// SplitMix64's mixing of a 64-bit state (Steele, Lea and Flood, 2014).
+uint64_t mixed(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+double gumbel_noise(uint64_t start, int64_t token) {
+    const uint64_t number = mixed(start + uint64_t(token + 1) * 0x9E3779B97F4A7C15u);
+    const double uniform = (double(number >> 12) + 0.5) * 0x1p-52;
+    return -std::log(-std::log(uniform));
 }
 
 template <class Work>
@@ -125,42 +184,82 @@ void for_each(int64_t rows, int64_t elements_of_row, int threads, const Work& wo
 
 }  // namespace
 
-void rms_norm(const Norm& n, int threads) {
+template <class T>
+void rms_norm(const Norm<T>& n, int threads) {
     for_each(n.rows, n.size, threads, [&](int64_t row) {
         if (n.addend.data) add_row(n.x.at(row), n.addend.at(row), n.size);
         norm_row(n.x.at(row), n.weight, n.y.at(row), n.size, n.eps);
     });
 }
 
-void place_heads(const Heads& h, int threads) {
+template <class T>
+void place_heads(const Heads<T>& h, int threads) {
     const int64_t turned = h.q_heads + h.kv_heads, size = h.head_dim;
     for_each(h.tokens, (turned + h.kv_heads) * size, threads, [&](int64_t token) {
-        const uint16_t* source = h.heads.at(token);
+        const T* source = h.heads.at(token);
         const float *cos = h.cos.at(token), *sin = h.sin.at(token);
         for (int64_t head = 0; head < turned; ++head) {
-            uint16_t* q = h.q.at(token) + head * size;
-            uint16_t* target = head < h.q_heads ? q : h.k.at(token) + (head - h.q_heads) * size;
+            T* q = h.q.at(token) + head * size;
+            T* target = head < h.q_heads ? q : h.k.at(token) + (head - h.q_heads) * size;
             if (h.weight)
                 norm_and_turn_head(source + head * size, h.weight + head * size, cos, sin, target, size / 2, h.eps);
             else
                 turn_head(source + head * size, cos, sin, target, size / 2);
         }
-        std::memcpy(h.v.at(token), source + turned * size, size_t(h.kv_heads * size) * sizeof(uint16_t));
+        std::memcpy(h.v.at(token), source + turned * size, size_t(h.kv_heads * size) * sizeof(T));
     });
 }
 
-void silu_and_mul(const GatedUnit& u, int threads) {
+template <class T>
+void silu_and_mul(const GatedUnit<T>& u, int threads) {
     for_each(u.rows, u.size, threads, [&](int64_t row) {
         gated_row(u.gate_up.at(row), u.gate_up.at(row) + u.size, u.y.at(row), u.size);
     });
 }
 
-void silu(const Activation& a, int threads) {
-    for_each(a.rows, a.size, threads, [&](int64_t row) { silu_row(a.x.at(row), a.y.at(row), a.size); });
+template <class T>
+void add(const Sum<T>& s, int threads) {
+    for_each(s.rows, s.size, threads, [&](int64_t row) { add_row(s.x.at(row), s.addend.at(row), s.size); });
 }
 
-void add(const Sum& s, int threads) {
-    for_each(s.rows, s.size, threads, [&](int64_t row) { add_row(s.x.at(row), s.addend.at(row), s.size); });
+#define INSTANTIATE(T)                                    \
+    template void rms_norm<T>(const Norm<T>&, int);       \
+    template void place_heads<T>(const Heads<T>&, int);   \
+    template void silu_and_mul<T>(const GatedUnit<T>&, int); \
+    template void add<T>(const Sum<T>&, int);
+INSTANTIATE(Bf16)
+INSTANTIATE(Fp16)
+INSTANTIATE(float)
+
+// libm's functions of one number: those of whole vectors would take another way at the end of a row.
+void cos_sin(const Angles& a, int threads) {
+    for_each(a.rows, a.size * kElementsOfFunction, threads, [&](int64_t row) {
+        const float* angles = a.angles.at(row);
+        float *cos = a.cos.at(row), *sin = a.sin.at(row);
+        for (int64_t i = 0; i < a.size; ++i) {
+            cos[i] = cos[i + a.size] = std::cos(angles[i]) * a.factor;
+            sin[i] = std::sin(angles[i]) * a.factor;
+        }
+    });
+}
+
+void softmax(const Softmax& s, int threads) {
+    for_each(s.rows, s.size, threads, [&](int64_t row) { softmax_row(s.x.at(row), s.y.at(row), s.size, s.log); });
+}
+
+void draw(const Draw& d, int threads) {
+    for_each(d.rows, d.size * kElementsOfFunction, threads, [&](int64_t row) {
+        const float* scores = d.scores.at(row);
+        const int64_t* tokens = d.tokens.at(row);
+        double best = -INFINITY;
+        int64_t found = 0;
+        for (int64_t i = 0; i < d.size; ++i) {
+            if (scores[i] == -INFINITY) continue;
+            const double score = double(scores[i]) + gumbel_noise(uint64_t(d.starts[row]), tokens[i]);
+            if (score > best) best = score, found = i;
+        }
+        d.drawn[row] = found;
+    });
 }
 
 void store_kv(const Store& s, int threads) {

@@ -37,21 +37,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests that use the fixture `instruction_set` run once for each that this machine has, the portable one too."""
+    """Tests that use the fixture `instruction_set` run once for each that this machine has; fast ones on the best."""
     if "instruction_set" in metafunc.fixturenames:
-        from nanovllm.ops.cpu_attention import instruction_sets
+        from nanovllm.ops.cpu_isa import instruction_sets
 
-        metafunc.parametrize("instruction_set", instruction_sets(), indirect=True)
+        best, *others = instruction_sets()
+        slow = [pytest.param(isa, marks=pytest.mark.slow) for isa in others]
+        metafunc.parametrize("instruction_set", [best, *slow], indirect=True)
 
 
 @pytest.fixture
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes this machine, to the kernels that choose at run time, one whose best instruction set is this one."""
-    from nanovllm.ops import cpu_attention, cpu_linear
+    from nanovllm.ops import cpu_isa
 
-    own = cpu_attention.instruction_sets()
-    monkeypatch.setattr(cpu_attention, "instruction_sets", lambda: own[own.index(request.param) :])
-    monkeypatch.setattr(cpu_linear, "available", lambda: request.param == "avx512bf16")
+    own = cpu_isa.instruction_sets()
+    monkeypatch.setattr(cpu_isa, "instruction_sets", lambda: own[own.index(request.param) :])
     return str(request.param)
 
 

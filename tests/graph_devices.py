@@ -23,8 +23,9 @@ from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
 from nanovllm.kvcache import decode_tables
-from nanovllm.ops import cpu_rows
+from nanovllm.ops import cpu_linear, cpu_rows
 from nanovllm.ops.attention import AttentionState, DeviceTable, KVSegment, SegmentTable
+from nanovllm.ops.cpu_layer import FewRowLayer
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.store_kv import store_kv
 
@@ -151,18 +152,63 @@ class RowsOnCpu(NativeAttention):
         self.attend(q, pool, SegmentTable(segments), state, scale, window)
 
 
+def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
+    """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
+    norm, add_norm, gate, angles, product = (
+        cpu_rows.rms_norm, cpu_rows.add_rms_norm_, cpu_rows.silu_and_mul, cpu_rows.cos_sin, cpu_linear.cpu_linear,
+    )  # fmt: skip
+
+    def into(function: Callable[..., Any]) -> Callable[..., None]:
+        """`function` with its results written into tensors that are given first."""
+
+        def write(results: tuple[Tensor, ...], *args: Any) -> None:
+            made = function(*args)
+            for result, value in zip(results, made if isinstance(made, tuple) else (made,), strict=True):
+                result.copy_(value)
+
+        return device.kernel(write)
+
+    def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        into(norm)((y,), x, weight, eps)
+        return y
+
+    def added_and_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        into(add_norm)((y,), residual, x, weight, eps)
+        return y
+
+    def gated(gate_up: Tensor) -> Tensor:
+        y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        into(gate)((y,), gate_up)
+        return y
+
+    def cos_sin(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        results = x.new_empty(x.shape[0], 2 * x.shape[1]), torch.empty_like(x)
+        into(angles)(results, x, factor)
+        return results
+
+    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        into(product)((y,), x, weight, bias)
+        return y
+
+    monkeypatch.setattr(cpu_rows, "rms_norm", normed)
+    monkeypatch.setattr(cpu_rows, "add_rms_norm_", added_and_normed)
+    monkeypatch.setattr(cpu_rows, "silu_and_mul", gated)
+    monkeypatch.setattr(cpu_rows, "cos_sin", cos_sin)
+    monkeypatch.setattr(cpu_linear, "cpu_linear", multiplied)
+    monkeypatch.setattr(cpu_rows, "place_heads", device.kernel(cpu_rows.place_heads))
+    for name in ("project", "finish_"):
+        method = getattr(FewRowLayer, name)
+        recorded = device.kernel(method)
+        monkeypatch.setattr(FewRowLayer, name, lambda *args, recorded=recorded: recorded(*args))
+
+
 def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows: bool = False) -> None:
     """Engines made from now on run on `device`; with `rows` their attention can be recorded."""
     monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device))
-    silu = cpu_rows.silu
-    write_silu = device.kernel(lambda x, y: y.copy_(silu(x)))
-
-    def recordable_silu(x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
-        write_silu(x, y)
-        return y
-
-    monkeypatch.setattr(cpu_rows, "silu", recordable_silu)
+    record_kernels(monkeypatch, device)
     if rows:
         monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(device))
         monkeypatch.setattr(decode_tables, "store_kv", device.kernel(store_kv))

@@ -18,6 +18,4 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if cpu_rows.takes(gate_up, 2):
         return cpu_rows.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    if gate.is_cpu:
-        return cpu_rows.silu(gate.float()).to(gate.dtype).mul_(up)
     return F.silu(gate).mul_(up)

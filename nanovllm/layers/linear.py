@@ -11,31 +11,12 @@ from torch import Tensor
 from nanovllm.layers.weights import NamedSlots, whole
 from nanovllm.ops import cpu_linear
 
-SMALL_PRODUCT = 4096  # multiplications up to which torch does not give a 16-bit product to oneDNN
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, with each row's bits independent of the other rows: [rows, in] -> [rows, out].
-
-    On the CPU, a few bf16 rows go through a kernel of this package's own, in torch's order of summation. Torch itself
-    sums small products in another order than large ones: in fp32 below 12 rows that are no multiple of 4, in 16 bits a
-    single row, and products of up to SMALL_PRODUCT multiplications. Such products are padded with rows of zeros, so
-    that a token's result is the same alone, in a batch, and in a chunk of its prompt. An fp32 row alone takes three
-    times as long for it.
-    """
-    if cpu_linear.supports(x, weight, bias):
-        return cpu_linear.few_row_linear(x, weight, bias)
-    rows = x.shape[0]
-    padded = _padded_rows(rows, weight) if x.is_cpu else rows
-    if padded == rows:
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, padded - rows)), weight, bias)[:rows]
-
-
-def _padded_rows(rows: int, weight: Tensor) -> int:
-    if weight.dtype == torch.float32:
-        return -(-rows // 4) * 4 if rows < 12 else rows
-    return max(rows, 2, SMALL_PRODUCT // weight.numel() + 1)
+    """x W^T + b: [rows, in] -> [rows, out]. On the CPU each row's bits are independent of the other rows."""
+    if cpu_linear.takes(x, weight):
+        return cpu_linear.cpu_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 class Linear:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.upload import upload
 
 MAX_ROWS = 256  # at a time, beside their logits
@@ -56,6 +57,7 @@ def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) ->
 
 def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities fp32 [rows, vocab], those of the given tokens and their ranks, both [rows]."""
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    wide = logits.float()
+    logprobs = cpu_rows.softmax(wide, log=True) if cpu_rows.takes(wide, 2) else torch.log_softmax(wide, dim=-1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     return logprobs, chosen.squeeze(1), (logprobs > chosen).sum(dim=-1) + 1

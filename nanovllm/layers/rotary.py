@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.ops import cpu_rows
 
 
 class RotaryEmbedding:
@@ -30,6 +31,9 @@ class RotaryEmbedding:
         positions, lengths: int64 [tokens]; a token's length is the sequence length dynamic RoPE scales by.
         """
         angles = positions.float()[:, None] * self._frequencies(lengths)
+        if angles.is_cpu:
+            cos, sin = cpu_rows.cos_sin(angles, self.rope.attention_factor)
+            return cos[:, None, :], sin[:, None, :]
         cos = angles.cos() * self.rope.attention_factor
         sin = angles.sin() * self.rope.attention_factor
         return torch.cat((cos, cos), dim=-1)[:, None, :], sin[:, None, :]
@@ -38,7 +42,13 @@ class RotaryEmbedding:
         """[head_dim / 2], or [tokens, head_dim / 2] where each token has its own."""
         if self.rope.kind != "dynamic":
             return self.inv_freq
-        grown = dynamic_frequencies(self.rope, self._exponents, lengths)
+        if lengths.is_cpu:
+            # Each length alone: how torch computes a power may depend on where in a tensor it stands.
+            distinct, index = lengths.unique(return_inverse=True)
+            rows = [dynamic_frequencies(self.rope, self._exponents, length) for length in distinct.split(1)]
+            grown = torch.cat(rows)[index] if rows else self.inv_freq.expand(0, -1)
+        else:
+            grown = dynamic_frequencies(self.rope, self._exponents, lengths)
         return torch.where((lengths > self.rope.original_max_position)[:, None], grown, self.inv_freq)
 
 

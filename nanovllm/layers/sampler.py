@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, adjust_
+from nanovllm.ops import cpu_rows
 from nanovllm.ops.triton_support import use_triton
 from nanovllm.ops.upload import upload
 
@@ -116,6 +117,8 @@ def _draw(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor
         from nanovllm.ops.triton_gumbel import draw_triton
 
         return draw_triton(scores, tokens, upload(_noise_starts(rows), scores.device))
+    if cpu_rows.takes(scores, 2):
+        return cpu_rows.draw(scores, tokens, _noise_starts(rows))
     return torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1)
 
 
@@ -130,9 +133,9 @@ def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tu
     top_p = _column(scores, [row.top_p for row in rows])
     certain = ordered > ordered[:, -1:]  # which of several scores like the last one are here is anyone's guess
     ordered.masked_fill_(torch.arange(width, device=scores.device) >= top_k, float("-inf"))
-    probs = torch.softmax(ordered, dim=-1)
+    probs = _softmax(ordered)
     if width < vocab_size:
-        probs = torch.where(top_k > width, torch.softmax(scores, dim=-1).gather(1, tokens), probs)
+        probs = torch.where(top_k > width, _softmax(scores).gather(1, tokens), probs)
     # A token is kept while the ones before it have not reached top_p: the most likely one always is.
     beyond_p = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
     beyond_p[:, 0] = False  # also when a tiny top_p is 0 in fp32
@@ -140,6 +143,10 @@ def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tu
     complete = (ordered > float("-inf")).sum(dim=-1) <= certain.sum(dim=-1)
     complete &= ((top_k <= width) | (top_k >= vocab_size)).squeeze(1)  # else top_p's share is of what top_k leaves
     return ordered, tokens, complete | (width == vocab_size)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return cpu_rows.softmax(scores) if cpu_rows.takes(scores, 2) else torch.softmax(scores, dim=-1)
 
 
 def _largest_in_order(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:

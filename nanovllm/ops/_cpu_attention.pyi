@@ -1,8 +1,5 @@
 """csrc/cpu_attention.cpp. Use it through nanovllm.ops.cpu_attention, which checks its arguments."""
 
-def instruction_sets() -> list[str]:
-    """Instruction sets that this machine runs, best first: of avx512bf16, avx512, avx2, portable."""
-
 def attend(
     *,
     isa: str,

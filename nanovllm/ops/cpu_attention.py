@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from nanovllm.ops import _cpu_attention
+from nanovllm.ops import _cpu_attention, cpu_isa
 
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_DTYPES = cpu_isa.KERNEL_DTYPES
 _HEAD_DIM_MULTIPLE = 16
 _SEQUENCE_FIELDS = 7
 
@@ -39,12 +38,6 @@ class KVSpan:
     first_position: int
     kv_end: int
     query_position: int
-
-
-@cache
-def instruction_sets() -> tuple[str, ...]:
-    """Instruction sets that this machine runs, best first; the first is the default of `attend`."""
-    return tuple(_cpu_attention.instruction_sets())
 
 
 def supports_head_dim(head_dim: int) -> bool:
@@ -132,7 +125,7 @@ def attend_batch(
     _check_sizes(q, kv_heads, block_size, scale, window, threads)
     _check_tables(blocks, spans)
     _cpu_attention.attend(
-        isa=_choose_isa(isa),
+        isa=cpu_isa.choose(isa),
         dtype=_DTYPES[q.dtype],
         q=q.data_ptr(),
         q_strides=(q.stride(0), q.stride(1)),
@@ -154,13 +147,6 @@ def attend_batch(
         carry=carry,
         threads=threads,
     )
-
-
-def _choose_isa(isa: str | None) -> str:
-    available = instruction_sets()
-    if isa is not None and isa not in available:
-        raise ValueError(f"Instruction set {isa!r} does not run on this machine; choose one of {', '.join(available)}.")
-    return isa or available[0]
 
 
 def _check_tensors(q: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Row-wise work between the products of a layer on the CPU, in one call each: bf16 norms, heads, gates; writing K/V;
-the activation in fp32.
+"""Row-wise work between the products of a network on the CPU, in one call each: norms, heads, gates, angles, writing K/V,
+softmax, draws.
 
 In torch each is a chain of small operators. With few rows they cost far more than the arithmetic: a step streams all
-weights through the caches, and every operator finds its code gone. A row's bits depend on that row alone.
+weights through the caches, and every operator finds its code gone. And a row's bits depend on that row alone, while
+torch's functions of whole vectors take another way where a row, or a thread's share, does not fill a vector.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.ops import _cpu_rows
+from nanovllm.ops import _cpu_kernels, cpu_isa
+
+_DTYPES = cpu_isa.KERNEL_DTYPES
 
 
 def takes(x: Tensor, dims: int) -> bool:
-    """Whether the bf16 functions take this tensor: on the CPU, of 2 or 3 dimensions, each row dense."""
-    if not x.is_cpu or x.dtype != torch.bfloat16 or x.dim() != dims:
+    """Whether the functions take this tensor: bf16, fp16 or fp32 on the CPU, of 2 or 3 dimensions, each row dense."""
+    if not x.is_cpu or x.dtype not in _DTYPES or x.dim() != dims:
         return False
     shape, strides = x.shape, x.stride()
     row_is_dense = strides[-1] == 1 and (dims == 2 or shape[1] == 1 or strides[1] == shape[2])
@@ -24,15 +27,16 @@ def takes(x: Tensor, dims: int) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`layers.norm.rms_norm` of x [rows, size]. Raises ValueError for tensors that are not taken or do not fit."""
-    if not (takes(x, 2) and _is_vector(weight, x.shape[1])):
-        raise _misfit("rms_norm takes bf16 x [rows, size] and weight [size]", x=x, weight=weight)
+    if not (takes(x, 2) and _is_vector(weight, x)):
+        raise _misfit("rms_norm takes x [rows, size] and weight [size] of one dtype", x=x, weight=weight)
     return _norm(x, (0, 0), weight, eps)
 
 
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`layers.norm.add_rms_norm_`. Raises ValueError for tensors that are not taken or do not fit."""
-    if not (takes(residual, 2) and takes(x, 2) and x.shape == residual.shape and _is_vector(weight, x.shape[1])):
-        rule = "add_rms_norm_ takes bf16 residual and x [rows, size] and weight [size]"
+    fits = takes(residual, 2) and takes(x, 2) and x.shape == residual.shape and x.dtype == residual.dtype
+    if not (fits and _is_vector(weight, x)):
+        rule = "add_rms_norm_ takes residual and x [rows, size] and weight [size] of one dtype"
         raise _misfit(rule, residual=residual, x=x, weight=weight)
     return _norm(residual, address(x), weight, eps)
 
@@ -40,8 +44,8 @@ def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Te
 def _norm(x: Tensor, addend: tuple[int, int], weight: Tensor, eps: float) -> Tensor:
     rows, size = x.shape
     y = x.new_empty(rows, size)
-    _cpu_rows.rms_norm(
-        x=address(x), addend=addend, weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
+    _cpu_kernels.rms_norm(
+        dtype=_DTYPES[x.dtype], x=address(x), addend=addend, weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -53,24 +57,24 @@ def place_heads(
     """`layers.heads.place_heads`. Raises ValueError for tensors that are not taken or do not fit."""
     if not _heads_fit(heads, weight, cos, sin, q, k, v):
         rule = (
-            "place_heads takes bf16 heads, q, k and v [tokens, heads, head_dim], a weight row for each head of q and k,"
+            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of q and k,"
             " and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
         )
         raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
-    _cpu_rows.place_heads(
-        heads=address(heads), weight=0 if weight is None else weight.data_ptr(), cos=address(cos), sin=address(sin),
+    _cpu_kernels.place_heads(
+        dtype=_DTYPES[heads.dtype], heads=address(heads), weight=0 if weight is None else weight.data_ptr(), cos=address(cos), sin=address(sin),
         q=address(q), k=address(k), v=address(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
         head_dim=heads.shape[2], eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
 
 
 def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not (takes(heads, 3) and takes(q, 3) and takes(k, 3) and takes(v, 3)):
+    if not all(takes(x, 3) and x.dtype == heads.dtype for x in (heads, q, k, v)):
         return False
     tokens, total, head_dim = heads.shape
     turned = q.shape[1] + k.shape[1]
     if weight is not None and (
-        weight.dtype != torch.bfloat16 or weight.shape != (turned, head_dim) or not weight.is_contiguous()
+        weight.dtype != heads.dtype or weight.shape != (turned, head_dim) or not weight.is_contiguous()
     ):
         return False
     for angles, width in ((cos, head_dim), (sin, head_dim // 2)):
@@ -83,26 +87,61 @@ def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`layers.activation.silu_and_mul`. Raises ValueError for a tensor that is not taken."""
     if not takes(gate_up, 2) or gate_up.shape[1] % 2:
-        raise _misfit("silu_and_mul takes bf16 gate_up [rows, 2 * size]", gate_up=gate_up)
+        raise _misfit("silu_and_mul takes gate_up [rows, 2 * size]", gate_up=gate_up)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)
-    _cpu_rows.silu_and_mul(
-        gate_up=address(gate_up), y=(y.data_ptr(), size), rows=rows, size=size, threads=torch.get_num_threads()
-    )
+    _cpu_kernels.silu_and_mul(
+        dtype=_DTYPES[gate_up.dtype], gate_up=address(gate_up), y=(y.data_ptr(), size), rows=rows, size=size,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
     return y
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) of fp32 x [rows, size]. Raises ValueError for another tensor.
+def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos [tokens, 2 * pairs], each one twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], times `factor`."""
+    _check_rows("cos_sin takes angles [tokens, pairs]", angles)
+    tokens, pairs = angles.shape
+    cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
+    _cpu_kernels.cos_sin(
+        angles=address(angles), cos=address(cos), sin=address(sin), rows=tokens, size=pairs, factor=factor,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return cos, sin
 
-    torch takes another exponential at the end of each thread's share, so that a row's bits depend on the other rows.
+
+def softmax(x: Tensor, *, log: bool = False) -> Tensor:
+    """The softmax, or its natural logarithm, of each row of fp32 x [rows, size]."""
+    _check_rows("softmax takes x [rows, size]", x)
+    y = x.new_empty(x.shape)
+    if x.shape[1]:
+        _cpu_kernels.softmax(
+            x=address(x), y=address(y), rows=x.shape[0], size=x.shape[1], log=log, threads=torch.get_num_threads()
+        )
+    return y
+
+
+def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
+    """Where the largest of score plus noise stands in each row: int64 [rows]. See `layers.sampler.gumbel_noise`.
+
+    scores: fp32 [rows, width]; tokens: int64 [width] or [rows, width]; starts: int64 [rows].
     """
-    if not (x.is_cpu and x.dtype == torch.float32 and x.dim() == 2 and x.stride()[1] == 1):
-        raise _misfit("silu takes fp32 x [rows, size] on the CPU, each row dense", x=x)
-    rows, size = x.shape
-    y = x.new_empty(rows, size)
-    _cpu_rows.silu(x=address(x), y=(y.data_ptr(), size), rows=rows, size=size, threads=torch.get_num_threads())
-    return y
+    _check_rows("draw takes scores [rows, width]", scores)
+    tokens = tokens.expand(scores.shape)
+    if tokens.dtype != torch.int64 or starts.dtype != torch.int64 or starts.shape != scores.shape[:1]:
+        raise _misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
+    if tokens.stride()[1] != 1:
+        tokens = tokens.contiguous()
+    drawn = torch.zeros(scores.shape[0], dtype=torch.int64)
+    _cpu_kernels.draw(
+        scores=address(scores), tokens=address(tokens), starts=starts.contiguous().data_ptr(), drawn=drawn.data_ptr(),
+        rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return drawn
+
+
+def _check_rows(rule: str, x: Tensor) -> None:
+    if not (takes(x, 2) and x.dtype == torch.float32):
+        raise _misfit(f"{rule} in fp32 on the CPU, each row dense", x=x)
 
 
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -115,7 +154,7 @@ def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         raise _misfit(rule, pool=pool, k=k, v=v, slots=slots)
     size = pool.element_size()
     k_strides, v_strides = k.stride(), v.stride()
-    _cpu_rows.store_kv(
+    _cpu_kernels.store_kv(
         pool=pool.data_ptr(), block_stride=pool.stride()[0] * size, blocks=pool.shape[0],
         k=k.data_ptr(), k_strides=(k_strides[0] * size, k_strides[1] * size),
         v=v.data_ptr(), v_strides=(v_strides[0] * size, v_strides[1] * size),
@@ -140,8 +179,9 @@ def _kv_fits(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> bool:
     )
 
 
-def _is_vector(weight: Tensor, size: int) -> bool:
-    return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape == (size,) and weight.is_contiguous()
+def _is_vector(weight: Tensor, x: Tensor) -> bool:
+    """Whether `weight` has an element for each column of x, in x's dtype."""
+    return weight.is_cpu and weight.dtype == x.dtype and weight.shape == x.shape[1:] and weight.is_contiguous()
 
 
 def address(x: Tensor) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.ops import cpu_attention
+from nanovllm.ops import cpu_attention, cpu_isa
 from nanovllm.ops.attention import AttentionState, SegmentTable
 
 
@@ -13,7 +13,7 @@ class NativeAttention:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
-        self.name = f"native CPU attention ({cpu_attention.instruction_sets()[0]})"
+        self.name = f"native CPU attention ({cpu_isa.choose()})"
 
     def attend(
         self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None

@@ -1,4 +1,13 @@
-// fp32 vectors of AVX-512, shared by the two AVX-512 files.
+// fp32 vectors of AVX-512, and 16-bit elements widened to them.
+//
+// Included by each file that is compiled for AVX-512, inside its anonymous namespace.
+
+inline __m512 widen(const Bf16* p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+inline __m512 widen(const Fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline __m512 widen(const float* p) { return _mm512_loadu_ps(p); }
 
 struct Avx512 {
     using F = __m512;

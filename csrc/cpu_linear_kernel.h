@@ -1,0 +1,205 @@
+// The products of a linear layer for any instruction set X and element type X::T.
+//
+// X brings: W lanes of fp32 (F); raw vectors that hold W outputs of X::kSpan inputs each after `load_weights`, of which
+// `expand<e>` makes X::kExpand vectors of units (V); `dot`, which adds the products of one unit to the sums.
+//
+// Included once by each instruction set's file, inside its anonymous namespace.
+
+constexpr int kBlockOutputs = 288;  // of packed weights: a sum block of them stays in a core's own cache
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class X>
+class LinearKernel {
+    using T = typename X::T;
+    using F = typename X::F;
+    using V = typename X::V;
+    static constexpr int W = X::W;
+    static constexpr int N = X::kVectors, kPanel = N * W;
+    static constexpr int kUnits = W * X::kExpand;  // of the raw vectors of one load
+    static_assert(kUnits * X::kDepth == X::kSpan && X::kSumInputs % X::kSpan == 0);
+
+  public:
+    // [spans][rows][kUnits], zeros after the last input: what the loops below read lies together, at offsets that the
+    // compiler knows.
+    static void pack_rows(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed) {
+        for (int64_t row = 0; row < rows; ++row, packed += kUnits) {
+            const T* source = static_cast<const T*>(x) + row * stride;
+            uint32_t* target = packed;
+            for (int64_t k = 0; k < inputs; k += X::kSpan, target += rows * kUnits)
+                X::pack_span(source + k, inputs - k, target);
+        }
+    }
+
+    // [panels][units][kPanel], zeros where there is no output.
+    static void pack_weights(const Problem& p, int64_t output, int64_t outputs, int64_t input, int64_t inputs,
+                             uint32_t* packed) {
+        const T* weight = static_cast<const T*>(p.weight);
+        const int64_t units = packed_units(inputs);
+        for (int64_t first = 0; first < outputs; first += kPanel, packed += units * kPanel)
+            for (int n = 0; n < N; ++n) {
+                const int64_t begin = first + n * W, count = smaller(W, outputs - begin);
+                const T* rows = weight + (output + begin) * p.in + input;
+                for (int64_t k = 0; k < inputs; k += X::kSpan)
+                    turn_span(rows + k, p.in, count, inputs - k,
+                              packed + k / X::kDepth * kPanel + n * W);
+            }
+    }
+
+    static void multiply_few(const Problem& p, const PackedRows& rows, int64_t begin, int64_t end,
+                             int64_t fetch_ahead) {
+        few_by_count<X::kPassRows>(p, rows, begin, end, fetch_ahead);
+    }
+
+    static void multiply_tile(const Problem& p, const Tile& t) { tile_by_count<X::kTileRows>(p, t); }
+
+  private:
+    // Inputs are filled up with zeros to whole spans, with few rows and with many: even a zero has a sign to change.
+    static int64_t packed_units(int64_t inputs) { return (inputs + X::kSpan - 1) / X::kSpan * kUnits; }
+
+    // W outputs of kSpan inputs, zeros where there are fewer of either.
+    static void load(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
+        if (outputs >= W && inputs >= X::kSpan)
+            X::template load_weights<true>(rows, stride, W, X::kSpan, raw);
+        else
+            X::template load_weights<false>(rows, stride, outputs, inputs, raw);
+    }
+
+    static void turn_span(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, uint32_t* packed) {
+        V raw[W];
+        load(rows, stride, outputs, inputs, raw);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+            X::store_units(packed + i * X::kExpand * kPanel, X::template expand<0>(raw[i]));
+            if constexpr (X::kExpand == 2)
+                X::store_units(packed + (i * 2 + 1) * kPanel, X::template expand<1>(raw[i]));
+        }
+    }
+
+    // ---- few rows: the weights as they lie
+
+    // Adds the products of a span of inputs to the sums of R rows and W outputs.
+    template <int R>
+    static void add_products(const T* weight, int64_t stride, int64_t outputs, int64_t inputs, const uint32_t* x,
+                             int64_t fetch_ahead, F sums[R]) {
+        V raw[W];
+        load(weight, stride, outputs, inputs, raw);
+        for (int i = 0; i < W; ++i)
+            __builtin_prefetch(reinterpret_cast<const char*>(weight + i * stride + fetch_ahead), 0, 2);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+            add_unit<R>(X::template expand<0>(raw[i]), x + i * X::kExpand, sums);
+            if constexpr (X::kExpand == 2) add_unit<R>(X::template expand<1>(raw[i]), x + i * 2 + 1, sums);
+        }
+    }
+
+    template <int R>
+    static void add_unit(V weights, const uint32_t* x, F sums[R]) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) sums[r] = X::dot(sums[r], X::splat(x + r * kUnits), weights);
+    }
+
+    // R rows and W outputs, of which `outputs` are there.
+    template <int R>
+    static void few_outputs(const Problem& p, const PackedRows& rows, int64_t output, int64_t outputs,
+                            int64_t fetch_ahead) {
+        const T* weight = static_cast<const T*>(p.weight) + output * p.in;
+        const uint32_t* x = rows.units;
+        F totals[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) totals[r] = X::zero();
+        for (int64_t begin = 0; begin < p.in; begin += X::kSumInputs) {
+            F sums[R];
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) sums[r] = X::zero();
+            const int64_t end = smaller(p.in, begin + X::kSumInputs);
+            for (int64_t k = begin; k < end; k += X::kSpan, x += R * kUnits)
+                add_products<R>(weight + k, p.in, outputs, end - k, x, fetch_ahead, sums);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) totals[r] = begin == 0 ? sums[r] : X::add(totals[r], sums[r]);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) store(p, rows.first_row + r, output, smaller(W, outputs), totals[r]);
+    }
+
+    template <int R>
+    static void few_by_count(const Problem& p, const PackedRows& rows, int64_t begin, int64_t end,
+                             int64_t fetch_ahead) {
+        if constexpr (R > 1)
+            if (rows.count < R) return few_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
+        for (int64_t output = begin; output < end; output += W)
+            few_outputs<R>(p, rows, output, end - output, fetch_ahead);
+    }
+
+    // ---- many rows: packed weights
+
+    template <int M>
+    static void multiply_panel(const Problem& p, const Tile& t, const uint32_t* weights, int64_t panel_begin) {
+        const uint32_t* x = t.rows.units;
+        F sums[M][N];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+        for (int64_t k = 0; k < t.inputs; k += X::kSpan, x += (M - 1) * kUnits)
+            for (const uint32_t* end = x + kUnits; x < end; ++x, weights += kPanel) {
+                V columns[N];
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) columns[n] = X::load_units(weights + n * W);
+#pragma GCC unroll 16
+                for (int m = 0; m < M; ++m) {
+                    const V element = X::splat(x + m * kUnits);
+#pragma GCC unroll 4
+                    for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
+                }
+            }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) finish(p, t, m, panel_begin + n * W, sums[m][n]);
+    }
+
+    // The sum of one block: added to those before it, then kept for those after it or stored.
+    static void finish(const Problem& p, const Tile& t, int row, int64_t column, F sum) {
+        float* total = t.totals + row * t.totals_stride + column;
+        if (!t.first) sum = X::add(X::load(total), sum);
+        if (!t.last) return X::store(total, sum);
+        store(p, t.rows.first_row + row, t.first_output + column, smaller(W, t.outputs - column), sum);
+    }
+
+    template <int M>
+    static void tile_by_count(const Problem& p, const Tile& t) {
+        if constexpr (M > 1)
+            if (t.rows.count < M) return tile_by_count<M - 1>(p, t);
+        const int64_t units = packed_units(t.inputs);
+        const uint32_t* weights = t.weights;
+        for (int64_t begin = 0; begin < t.outputs; begin += kPanel, weights += units * kPanel)
+            multiply_panel<M>(p, t, weights, begin);
+    }
+
+    static void store(const Problem& p, int64_t row, int64_t output, int64_t outputs, F sum) {
+        if (outputs <= 0) return;
+        if (p.bias) sum = X::add(sum, X::load_elements(static_cast<const T*>(p.bias) + output, outputs));
+        X::store_elements(static_cast<T*>(p.y) + row * p.y_stride + output, outputs, sum);
+    }
+};
+
+template <class X>
+constexpr Kernel linear_kernel() {
+    using K = LinearKernel<X>;
+    Kernel kernel{};
+    kernel.element_bytes = sizeof(typename X::T);
+    kernel.depth = X::kDepth;
+    kernel.span = X::kSpan;
+    kernel.sum_inputs = X::kSumInputs;
+    kernel.few_rows = X::kFewRows;
+    kernel.pass_rows = X::kPassRows;
+    kernel.pass_outputs = 2 * X::W;
+    kernel.tile_rows = X::kTileRows;
+    kernel.block_outputs = kBlockOutputs / (X::kVectors * X::W) * (X::kVectors * X::W);
+    kernel.pack_rows = K::pack_rows;
+    kernel.pack_weights = K::pack_weights;
+    kernel.multiply_few = K::multiply_few;
+    kernel.multiply_tile = K::multiply_tile;
+    return kernel;
+}

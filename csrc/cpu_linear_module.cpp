@@ -1,0 +1,49 @@
+// Linear layers as Python calls them: addresses in, nothing kept. nanovllm/ops/cpu_linear.py checks shapes and dtypes
+// before it comes here.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cpu_kernels.h"
+#include "cpu_linear.h"
+
+namespace py = pybind11;
+namespace linear = nanovllm::linear;
+
+namespace {
+
+void run_linear(const std::string& isa, const std::string& dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
+                uintptr_t bias, uintptr_t y, int64_t y_stride, int64_t rows, int64_t in_features, int64_t out_features,
+                int threads) {
+    const linear::Kernel& kernel = linear::kernel_of(nanovllm::isa_of(isa), nanovllm::dtype_of(dtype));
+    linear::Problem problem{};
+    problem.x = reinterpret_cast<const void*>(x);
+    problem.weight = reinterpret_cast<const void*>(weight);
+    problem.bias = reinterpret_cast<const void*>(bias);
+    problem.y = reinterpret_cast<void*>(y);
+    problem.x_stride = x_stride;
+    problem.y_stride = y_stride;
+    problem.rows = rows;
+    problem.in = in_features;
+    problem.out = out_features;
+    if (std::min(rows, out_features) < 0 || in_features < 1 || threads < 1)
+        throw std::invalid_argument("Rows and outputs must not be negative, inputs and threads be positive, got " +
+                                    std::to_string(rows) + ", " + std::to_string(out_features) + ", " +
+                                    std::to_string(in_features) + " and " + std::to_string(threads) + ".");
+    const py::gil_scoped_release release;
+    linear::run(problem, kernel, threads);
+}
+
+}  // namespace
+
+namespace nanovllm {
+
+void define_linear(py::module_& m) {
+    m.def("linear", &run_linear, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("x"), py::arg("x_stride"),
+          py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("y_stride"), py::arg("rows"),
+          py::arg("in_features"), py::arg("out_features"), py::arg("threads"));
+}
+
+}  // namespace nanovllm

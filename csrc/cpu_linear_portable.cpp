@@ -1,0 +1,59 @@
+// Linear layers on any machine: four fp32 lanes, a product and a sum being two roundings.
+#include "cpu_elements.h"
+#include "cpu_linear.h"
+
+namespace nanovllm::linear {
+namespace {
+
+#include "cpu_vectors_portable.h"
+#include "cpu_linear_kernel.h"
+
+template <class Element>
+struct Widened : Portable {
+    using T = Element;
+    using V = F;
+    static constexpr int kDepth = 1, kExpand = 1, kSpan = W;
+    static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 12;
+
+    static V load_units(const uint32_t* p) {
+        V v;
+        std::memcpy(&v, p, sizeof(v));
+        return v;
+    }
+    static void store_units(uint32_t* p, V v) { std::memcpy(p, &v, sizeof(v)); }
+    static V splat(const uint32_t* p) { return set1(widen_scalar(*p)); }
+    static F dot(F sum, V a, V b) { return a * b + sum; }
+
+    static void pack_span(const T* x, int64_t inputs, uint32_t* units) { store_units(units, load_elements(x, inputs)); }
+    template <bool Whole>
+    static void load_weights(const T* w, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
+        const auto at = [=](int row, int i) {
+            return row < outputs && i < inputs ? widen_scalar(w[row * stride + i]) : 0.0f;
+        };
+        for (int i = 0; i < W; ++i) raw[i] = V{at(0, i), at(1, i), at(2, i), at(3, i)};
+    }
+    template <int>
+    static V expand(V raw) {
+        return raw;
+    }
+    static F load_elements(const T* p, int64_t count) {
+        const auto at = [=](int i) { return i < count ? widen_scalar(p[i]) : 0.0f; };
+        return F{at(0), at(1), at(2), at(3)};
+    }
+    static void store_elements(T* p, int64_t count, F v) {
+        for (int i = 0; i < W; ++i)
+            if (i < count) p[i] = narrow_scalar<T>(v[i]);
+    }
+};
+
+constexpr Kernel kBf16 = linear_kernel<Widened<Bf16>>();
+constexpr Kernel kFp16 = linear_kernel<Widened<Fp16>>();
+constexpr Kernel kFp32 = linear_kernel<Widened<float>>();
+
+}  // namespace
+
+const Kernel& portable_kernel(DType dtype) {
+    return dtype == DType::bf16 ? kBf16 : dtype == DType::fp16 ? kFp16 : kFp32;
+}
+
+}  // namespace nanovllm::linear

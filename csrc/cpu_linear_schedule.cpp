@@ -1,0 +1,144 @@
+// Cuts a linear layer into pieces of work for the threads. Nothing decided here can change a bit of the results: a piece
+// computes whole outputs of whole rows.
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "cpu_linear.h"
+
+namespace nanovllm::linear {
+namespace {
+
+constexpr int64_t kOwnCacheBytes = 256 << 10;  // of weights that a core keeps for itself until their turn comes
+constexpr int64_t kNearBytes = 1024;
+constexpr int64_t kLine = 64;
+constexpr int64_t kMostPieceRows = 1024;
+constexpr int64_t kPiecesPerThread = 4;  // so that unequal pieces still end together
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Memory of a thread that stays for the next call: giving it back to the system would cost page faults every time.
+class Scratch {
+  public:
+    uint32_t* units(int64_t count) {
+        if (count > count_) {
+            data_.reset();  // first, so that the two are never held together
+            count_ = 0;
+            data_.reset(static_cast<uint32_t*>(::operator new[](size_t(count) * 4, std::align_val_t(64))));
+            count_ = count;
+        }
+        return data_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(uint32_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<uint32_t, Free> data_;
+    int64_t count_ = 0;
+};
+
+const char* row_of_x(const Problem& p, const Kernel& k, int64_t row, int64_t input) {
+    return static_cast<const char*>(p.x) + (row * p.x_stride + input) * k.element_bytes;
+}
+
+// The weights are read once; a later pass of rows finds them in the cache.
+void run_few(const Problem& p, const Kernel& k, int threads) {
+    thread_local Scratch scratch;
+    const int64_t passes = ceil_div(p.rows, k.pass_rows), most = ceil_div(p.rows, passes);
+    const int64_t row_units = ceil_div(p.in, k.span) * k.span / k.depth;
+    uint32_t* const units = scratch.units(p.rows * row_units);
+    for (int64_t row = 0; row < p.rows; row += most)
+        k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, units + row * row_units);
+    // The next panel's weights are fetched meanwhile, or the next inputs' where the core could not keep a panel.
+    const int64_t panel_bytes = k.pass_outputs * p.in * k.element_bytes;
+    const int64_t fetch_ahead = panel_bytes <= kOwnCacheBytes ? k.pass_outputs * p.in : kNearBytes / k.element_bytes;
+    const int64_t panels = ceil_div(p.out, k.pass_outputs);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t begin = panel * k.pass_outputs, end = std::min(p.out, begin + k.pass_outputs);
+        for (int64_t row = 0; row < p.rows; row += most)
+            k.multiply_few(p, {units + row * row_units, row, std::min(most, p.rows - row)}, begin, end, fetch_ahead);
+    }
+}
+
+// A piece of work: some rows times the weights of some outputs.
+struct Piece {
+    int64_t row, rows, output, outputs;
+};
+
+class PieceRunner {
+  public:
+    PieceRunner(const Problem& problem, const Kernel& kernel, Scratch& scratch, int64_t piece_rows)
+        : p_(problem), k_(kernel), sum_units_(kernel.sum_inputs / kernel.depth) {
+        const int64_t weights = kernel.block_outputs * sum_units_, x = kernel.tile_rows * sum_units_;
+        const int64_t totals = problem.in > kernel.sum_inputs ? piece_rows * kernel.block_outputs : 0;
+        weights_ = scratch.units(weights + x + totals);
+        x_ = weights_ + weights;
+        totals_ = reinterpret_cast<float*>(x_ + x);
+    }
+
+    void run(const Piece& piece) {
+        for (int64_t input = 0; input < p_.in; input += k_.sum_inputs) run_sum_block(piece, input);
+    }
+
+  private:
+    const Problem& p_;
+    const Kernel& k_;
+    const int64_t sum_units_;
+    uint32_t *weights_, *x_;
+    float* totals_;
+
+    // Brings the next tile's rows of x closer while this one is multiplied.
+    void fetch_rows(int64_t row, int64_t count, int64_t input, int64_t inputs) const {
+        for (int64_t r = 0; r < count; ++r) {
+            const char *begin = row_of_x(p_, k_, row + r, input), *end = begin + inputs * k_.element_bytes;
+            for (; begin < end; begin += kLine) __builtin_prefetch(begin, 0, 2);
+        }
+    }
+
+    void run_sum_block(const Piece& piece, int64_t input) {
+        const int64_t inputs = std::min(k_.sum_inputs, p_.in - input);
+        k_.pack_weights(p_, piece.output, piece.outputs, input, inputs, weights_);
+        for (int64_t done = 0; done < piece.rows; done += k_.tile_rows) {
+            const int64_t row = piece.row + done, count = std::min(k_.tile_rows, piece.rows - done);
+            k_.pack_rows(row_of_x(p_, k_, row, input), p_.x_stride, count, inputs, x_);
+            fetch_rows(row + count, std::min(k_.tile_rows, piece.rows - done - count), input, inputs);
+            k_.multiply_tile(p_, {{x_, row, count}, weights_, piece.output, piece.outputs, inputs,
+                                  totals_ + done * k_.block_outputs, k_.block_outputs, input == 0,
+                                  input + inputs == p_.in});
+        }
+    }
+};
+
+void run_many(const Problem& p, const Kernel& k, int threads) {
+    const int64_t blocks = ceil_div(p.out, k.block_outputs);
+    const int64_t wanted = threads > 1 ? ceil_div(kPiecesPerThread * threads, blocks) : 1;
+    // Packing a block costs about as much as multiplying it with four tiles of rows.
+    const int64_t splits = std::max(ceil_div(p.rows, kMostPieceRows),
+                                    std::min(wanted, std::max<int64_t>(1, p.rows / (8 * k.tile_rows))));
+    const int64_t rows = ceil_div(ceil_div(p.rows, splits), k.tile_rows) * k.tile_rows;
+    const int64_t row_pieces = ceil_div(p.rows, rows), pieces = blocks * row_pieces;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        thread_local Scratch scratch;
+        PieceRunner runner(p, k, scratch, rows);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pieces; ++i) {
+            const int64_t row = i % row_pieces * rows, output = i / row_pieces * k.block_outputs;
+            runner.run({row, std::min(rows, p.rows - row), output, std::min(k.block_outputs, p.out - output)});
+        }
+    }
+}
+
+}  // namespace
+
+void run(const Problem& problem, const Kernel& kernel, int threads) {
+    if (problem.rows == 0 || problem.out == 0) return;
+    if (problem.rows <= kernel.few_rows)
+        run_few(problem, kernel, threads);
+    else
+        run_many(problem, kernel, threads);
+}
+
+}  // namespace nanovllm::linear

@@ -1,0 +1,115 @@
+"""csrc/cpu_kernels.cpp. Use it through nanovllm.ops.cpu_isa, cpu_linear, cpu_rows and cpu_layer, which check arguments.
+
+Addresses are ints, or pairs with the stride from row to row in elements (of store_kv: in bytes). `dtype` is "bfloat16",
+"float16" or "float32"; `isa` is one of `instruction_sets()`.
+"""
+
+_Address = tuple[int, int]
+
+def instruction_sets() -> list[str]:
+    """Instruction sets that this machine runs, best first; ValueError if NANOVLLM_CPU_ISA names another."""
+
+def linear(
+    *,
+    isa: str,
+    dtype: str,
+    x: int,
+    x_stride: int,
+    weight: int,
+    bias: int,
+    y: int,
+    y_stride: int,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    threads: int,
+) -> None:
+    """Addresses of x, weight, bias (0: none) and y. Raises ValueError for negative sizes."""
+
+def rms_norm(
+    *,
+    dtype: str,
+    x: _Address,
+    addend: _Address,
+    weight: int,
+    y: _Address,
+    rows: int,
+    size: int,
+    eps: float,
+    threads: int,
+) -> None:
+    """`addend` at address 0: none; else it is added to x in place before."""
+
+def place_heads(
+    *,
+    dtype: str,
+    heads: _Address,
+    weight: int,
+    cos: _Address,
+    sin: _Address,
+    q: _Address,
+    k: _Address,
+    v: _Address,
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    eps: float,
+    threads: int,
+) -> None:
+    """`weight` 0: no norm. Strides are from token to token, a token's heads being contiguous."""
+
+def silu_and_mul(*, dtype: str, gate_up: _Address, y: _Address, rows: int, size: int, threads: int) -> None: ...
+def cos_sin(
+    *, angles: _Address, cos: _Address, sin: _Address, rows: int, size: int, factor: float, threads: int
+) -> None:
+    """fp32; cos is twice as wide as the angles."""
+
+def softmax(*, x: _Address, y: _Address, rows: int, size: int, log: bool, threads: int) -> None: ...
+def draw(
+    *, scores: _Address, tokens: _Address, starts: int, drawn: int, rows: int, size: int, threads: int
+) -> None:
+    """fp32 scores, int64 tokens, starts and drawn."""
+
+def store_kv(
+    *,
+    pool: int,
+    block_stride: int,
+    blocks: int,
+    k: int,
+    k_strides: tuple[int, int],
+    v: int,
+    v_strides: tuple[int, int],
+    slots: int,
+    tokens: int,
+    kv_heads: int,
+    block_size: int,
+    head_bytes: int,
+    threads: int,
+) -> None:
+    """Strides in bytes, of k and v (token, head). Raises ValueError for a slot outside of the blocks."""
+
+class Linear:
+    def __init__(self, *, weight: int, bias: int, in_features: int, out_features: int) -> None: ...
+
+class Norms:
+    def __init__(self, *, input: int, heads: int, post: int, eps: float) -> None: ...
+
+class Layer:
+    def __init__(
+        self,
+        *,
+        isa: str,
+        dtype: str,
+        norms: Norms,
+        qkv: Linear,
+        o: Linear,
+        gate_up: Linear,
+        down: Linear,
+        head_dim: int,
+    ) -> None: ...
+    def project(
+        self, x: _Address, cos: _Address, sin: _Address, q: _Address, k: _Address, v: _Address,
+        count: int, q_heads: int, kv_heads: int, threads: int, /,
+    ) -> None: ...
+    def finish(self, x: _Address, attended: _Address, count: int, threads: int, /) -> None: ...

@@ -1,0 +1,28 @@
+"""The instruction sets that the CPU kernels are written for, and which of them this machine runs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from nanovllm.ops import _cpu_kernels
+
+KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Those of "avx512bf16", "avx512", "avx2" and "portable" that this machine runs, best first.
+
+    The environment variable NANOVLLM_CPU_ISA names the best one to use; ValueError if the machine does not run it.
+    """
+    return tuple(_cpu_kernels.instruction_sets())
+
+
+def choose(isa: str | None = None) -> str:
+    """`isa` if this machine runs it, else ValueError; the best one for None."""
+    available = instruction_sets()
+    if isa is not None and isa not in available:
+        raise ValueError(f"Instruction set {isa!r} does not run on this machine; choose one of {', '.join(available)}.")
+    return isa or available[0]
