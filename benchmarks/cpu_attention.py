@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import machine_facts
-from nanovllm.ops.cpu_attention import KVSpan, attend_batch, block_addresses, instruction_sets, span_table
+from nanovllm.ops.cpu_attention import KVSpan, attend_batch, block_addresses, span_table
+from nanovllm.ops.cpu_isa import instruction_sets
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 CONTEXT, PREFILL_ROWS, BLOCK_SIZE = 32768, 2048, 4096

@@ -1,10 +1,12 @@
-"""The linear layers of a decode step on the CPU: GB/s of weights, beside reading memory and torch's own kernel.
+"""The linear layers of a model on the CPU: this package's kernel beside torch's, and what the machine allows.
 
-    python -m benchmarks.cpu_linear [--model qwen3-0.6b] [--rows 1 8 32] [--output-json FILE]
+    python -m benchmarks.cpu_linear [--model qwen3-0.6b] [--dtype bfloat16] [--rows 1 8 2048] [--output-json FILE]
 
-For each projection of the model, on --rows rows: the kernel of csrc/cpu_linear, F.linear, and torch.sum over as much
-memory, in turns, round after round. Weights are many copies of the projection, far more than the caches hold. A figure
-is the median over the rounds of the fastest of several passes.
+For each projection of the model, on --rows rows: the kernel of csrc/cpu_linear, F.linear in the same dtype, F.linear in
+fp32, and torch.sum over as much memory as the weights take, in turns, round after round. With few rows the weights are
+many copies of the projection, far more than the caches hold, and the figure to look at is GB/s of weights against
+reading; with many it is GFLOP/s against the better of torch's. A figure is the median over the rounds of the fastest of
+several passes. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA make both kernels those of a lesser processor.
 """
 
 from __future__ import annotations
@@ -24,23 +26,41 @@ from benchmarks.other_load import OtherLoad
 from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
-from nanovllm.errors import ConfigError
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops import cpu_linear
+from nanovllm.ops import cpu_isa, cpu_linear
+
+
+MANY_ROWS = 64  # from which a pass takes one copy of the weights: it computes longer than it reads
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One projection on some rows; GB are 1e9 bytes of weights."""
+    """One projection on some rows. Seconds are of one product; GB are 1e9 bytes, GFLOP 1e9 operations."""
 
     projection: str
     in_features: int
     out_features: int
     rows: int
-    kernel_gb_s: Spread
-    torch_gb_s: Spread
+    kernel_seconds: Spread
+    torch_seconds: Spread
+    torch_fp32_seconds: Spread
     read_gb_s: Spread
-    kernel_is_used: bool  # by the engine, which leaves many rows to torch
+    weight_bytes: int
+
+    @property
+    def kernel_gb_s(self) -> float:
+        """Rate at which the kernel goes through the weights."""
+        return self.weight_bytes / self.kernel_seconds.median / 1e9
+
+    @property
+    def kernel_gflop_s(self) -> float:
+        """A multiply-add being two operations."""
+        return 2.0 * self.rows * self.in_features * self.out_features / self.kernel_seconds.median / 1e9
+
+    @property
+    def of_torch(self) -> float:
+        """Speed relative to the better of torch's two."""
+        return min(self.torch_seconds.median, self.torch_fp32_seconds.median) / self.kernel_seconds.median
 
 
 def projections(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -55,59 +75,68 @@ def projections(shape: Shape) -> dict[str, tuple[int, int]]:
 def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
     """All projections on all numbers of rows."""
     for name, (out_features, in_features) in projections(shape).items():
-        copies = max(1, peaks.BUFFER_BYTES // (out_features * in_features * shape.dtype.itemsize))
-        weights = torch.randn(copies, out_features, in_features, dtype=shape.dtype)
+        size = out_features * in_features * shape.dtype.itemsize
         for count in rows:
-            x = torch.randn(count, in_features, dtype=shape.dtype)
-            kernels = (cpu_linear.few_row_linear, F.linear)
-            figures = [(*(gb_s(k, x, weights) for k in kernels), peaks.read_gb_s()) for _ in range(rounds)]
-            kernel, of_torch, read = (Spread.of(column) for column in zip(*figures, strict=True))
-            assert kernel is not None and of_torch is not None and read is not None
-            used = cpu_linear.supports(x, weights[0], None)
-            yield Result(name, in_features, out_features, count, kernel, of_torch, read, used)
+            copies = max(1, peaks.BUFFER_BYTES // size) if count < MANY_ROWS else 1
+            weights = torch.randn(copies, out_features, in_features).to(shape.dtype)
+            x = torch.randn(count, in_features).to(shape.dtype)
+            wide = weights[: max(1, copies // 2)].float()  # as many bytes
+            works = (
+                lambda x=x, w=weights: seconds(cpu_linear.cpu_linear, x, w),
+                lambda x=x, w=weights: seconds(F.linear, x, w),
+                lambda x=x.float(), w=wide: seconds(F.linear, x, w),
+                peaks.read_gb_s,
+            )
+            figures = [[work() for work in works] for _ in range(rounds)]
+            spreads = [Spread.of(column) for column in zip(*figures, strict=True)]
+            assert all(spread is not None for spread in spreads)
+            yield Result(name, in_features, out_features, count, *spreads, weight_bytes=size)  # type: ignore[arg-type]
 
 
-def gb_s(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor) -> float:
-    """Rate at which `linear` goes through `weights` [copies, out, in], x [rows, in] being the input of each."""
+def seconds(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor) -> float:
+    """Of one product of x [rows, in] with one of `weights` [copies, out, in], in a pass over all of them."""
 
     def all_copies() -> None:
         for weight in weights:
             linear(x, weight)
 
-    return weights.nbytes / peaks.least_seconds(all_copies) / 1e9
+    return peaks.least_seconds(all_copies) / len(weights)
 
 
 def print_result(result: Result) -> None:
-    kernel, of_torch, read = (figure.median for figure in (result.kernel_gb_s, result.torch_gb_s, result.read_gb_s))
-    shape = f"{result.in_features} x {result.out_features}"
-    used = "" if result.kernel_is_used else "   torch is used"
-    figures = f"{kernel:8.1f} {kernel / read:8.0%} {of_torch:8.1f} {kernel / of_torch:8.2f}"
-    print(f"{result.projection:<8} {shape:>15} {result.rows:>5} {read:>8.1f} {figures}{used}", flush=True)
+    shape, read = f"{result.in_features} x {result.out_features}", result.read_gb_s.median
+    rates = f"{result.kernel_gb_s:8.1f} {result.kernel_gb_s / read:7.0%} {result.kernel_gflop_s:9.1f}"
+    torchs = [2.0 * result.rows * result.in_features * result.out_features / spread.median / 1e9
+              for spread in (result.torch_seconds, result.torch_fp32_seconds)]  # fmt: skip
+    others = " ".join(f"{rate:9.1f}" for rate in torchs)
+    print(f"{result.projection:<8} {shape:>15} {result.rows:>5} {read:>6.1f} {rates} {others} {result.of_torch:9.2f}",
+          flush=True)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON where asked."""
-    if not cpu_linear.available():
-        raise ConfigError("the kernel needs AVX512-bf16, which this processor does not have: measure on another one")
-    with open_shape(args.model, 1, "bfloat16") as shape:
+    with open_shape(args.model, 1, args.dtype) as shape:
         facts, load = machine_facts("cpu"), OtherLoad()
-        print(f"{shape.name}; {facts['cpu']}, {facts['threads']} threads; GB/s, medians of {args.rounds} rounds")
-        print(f"{'in x out':>24} {'rows':>5} {'read':>8} {'kernel':>8} {'of read':>8} {'torch':>8} {'ratio':>8}")
+        isa = cpu_isa.choose()
+        print(f"{shape.name} in {args.dtype}; {facts['cpu']}, {facts['threads']} threads, {isa}; medians of {args.rounds} rounds")
+        print(f"{'in x out':>24} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9}"
+              f" {'torch':>9} {'in fp32':>9} {'of torch':>9}")  # fmt: skip
         results = []
         for result in measure(shape, args.rows, args.rounds):
             print_result(result)
             results.append(result)
         other_load = load.share()
         print_other_load(other_load)
-        write_json(args.output_json, args, facts, model=shape.facts(), results=results, other_load=other_load)
+        write_json(args.output_json, args, facts, model=shape.facts(), isa=isa, results=results, other_load=other_load)
     return 0
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="cpu_linear", description="GB/s at which the linear layers of a decode step read weights.")
+    parser = Parser(prog="cpu_linear", description="Speed of a model's linear layers on the CPU.")
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
-    add("--rows", type=positive, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows of a step (default: %(default)s)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--rows", type=positive, nargs="+", default=[1, 2, 4, 8, 2048], help="rows of a step (default: %(default)s)")
     add("--rounds", type=positive, default=3, help="of all three measurements (default: %(default)s)")
     add_json_option(parser)
     return parser.parse_args(argv)

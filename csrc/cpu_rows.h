@@ -68,6 +68,13 @@ struct Angles {
     float factor;
 };
 
+// base^exponent of every base with every exponent: [rows, size].
+struct Powers {
+    const double *bases, *exponents;
+    double* results;
+    int64_t rows, size;
+};
+
 // y = softmax(x), or its logarithm, over rows of `size`.
 struct Softmax {
     Rows<const float> x;
@@ -104,6 +111,7 @@ void silu_and_mul(const GatedUnit<T>& unit, int threads);
 template <class T>
 void add(const Sum<T>& sum, int threads);
 void cos_sin(const Angles& angles, int threads);
+void powers(const Powers& powers, int threads);
 void softmax(const Softmax& softmax, int threads);
 void draw(const Draw& draw, int threads);
 void store_kv(const Store& store, int threads);

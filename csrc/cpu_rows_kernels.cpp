@@ -243,6 +243,12 @@ void cos_sin(const Angles& a, int threads) {
     });
 }
 
+void powers(const Powers& p, int threads) {
+    for_each(p.rows, p.size * kElementsOfFunction, threads, [&](int64_t row) {
+        for (int64_t i = 0; i < p.size; ++i) p.results[row * p.size + i] = std::pow(p.bases[row], p.exponents[i]);
+    });
+}
+
 void softmax(const Softmax& s, int threads) {
     for_each(s.rows, s.size, threads, [&](int64_t row) { softmax_row(s.x.at(row), s.y.at(row), s.size, s.log); });
 }

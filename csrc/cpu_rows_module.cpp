@@ -71,6 +71,14 @@ void cos_sin(const Address& angles, const Address& cos, const Address& sin, int6
     rows::cos_sin(all, threads);
 }
 
+void powers(uintptr_t bases, uintptr_t exponents, uintptr_t results, int64_t count, int64_t size, int threads) {
+    check_threads(threads);
+    const rows::Powers all{pointer<const double>(bases), pointer<const double>(exponents), pointer<double>(results),
+                           count, size};
+    const py::gil_scoped_release release;
+    rows::powers(all, threads);
+}
+
 void softmax(const Address& x, const Address& y, int64_t count, int64_t size, bool log, int threads) {
     check_threads(threads);
     if (size < 1) throw std::invalid_argument("A row must not be empty.");
@@ -119,6 +127,8 @@ void define_rows(py::module_& m) {
           py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("cos_sin", &cos_sin, py::kw_only(), py::arg("angles"), py::arg("cos"), py::arg("sin"), py::arg("rows"),
           py::arg("size"), py::arg("factor"), py::arg("threads"));
+    m.def("powers", &powers, py::kw_only(), py::arg("bases"), py::arg("exponents"), py::arg("results"),
+          py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("softmax", &softmax, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
           py::arg("log"), py::arg("threads"));
     m.def("draw", &draw, py::kw_only(), py::arg("scores"), py::arg("tokens"), py::arg("starts"), py::arg("drawn"),

@@ -154,9 +154,8 @@ class RowsOnCpu(NativeAttention):
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
-    norm, add_norm, gate, angles, product = (
-        cpu_rows.rms_norm, cpu_rows.add_rms_norm_, cpu_rows.silu_and_mul, cpu_rows.cos_sin, cpu_linear.cpu_linear,
-    )  # fmt: skip
+    norm, add_norm, gate = cpu_rows.rms_norm, cpu_rows.add_rms_norm_, cpu_rows.silu_and_mul
+    angles, power, product = cpu_rows.cos_sin, cpu_rows.powers, cpu_linear.cpu_linear
 
     def into(function: Callable[..., Any]) -> Callable[..., None]:
         """`function` with its results written into tensors that are given first."""
@@ -188,6 +187,11 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         into(angles)(results, x, factor)
         return results
 
+    def powers(bases: Tensor, exponents: Tensor) -> Tensor:
+        y = bases.new_empty(len(bases), len(exponents))
+        into(power)((y,), bases, exponents)
+        return y
+
     def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], weight.shape[0])
         into(product)((y,), x, weight, bias)
@@ -197,6 +201,7 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
     monkeypatch.setattr(cpu_rows, "add_rms_norm_", added_and_normed)
     monkeypatch.setattr(cpu_rows, "silu_and_mul", gated)
     monkeypatch.setattr(cpu_rows, "cos_sin", cos_sin)
+    monkeypatch.setattr(cpu_rows, "powers", powers)
     monkeypatch.setattr(cpu_linear, "cpu_linear", multiplied)
     monkeypatch.setattr(cpu_rows, "place_heads", device.kernel(cpu_rows.place_heads))
     for name in ("project", "finish_"):

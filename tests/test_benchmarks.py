@@ -33,7 +33,6 @@ from benchmark_helpers import (
     report_of,
 )
 
-from nanovllm.ops.cpu_linear import available
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +99,6 @@ def test_prefill_memory_adds_up(model: Path, placement: list[str]) -> None:
 # ---- linear layers
 
 
-@pytest.mark.skipif(not available(), reason="this processor has no AVX512-bf16")
 def test_cpu_linear_measures_every_projection(model: Path) -> None:
     output = model.parent / "linear.json"
     options = ["--model", str(model), "--rows", "1", "99", "--rounds", "2", "--output-json", str(output)]
@@ -118,17 +116,8 @@ def test_cpu_linear_measures_every_projection(model: Path) -> None:
     measured = [(r["projection"], r["rows"], r["in_features"], r["out_features"]) for r in report["results"]]
     assert measured == [(name, rows, *shape) for name, shape in shapes.items() for rows in (1, 99)]
     for result in report["results"]:
-        for name in ("kernel_gb_s", "torch_gb_s", "read_gb_s"):
+        for name in ("kernel_seconds", "torch_seconds", "torch_fp32_seconds", "read_gb_s"):
             assert 0 < result[name]["low"] <= result[name]["median"] <= result[name]["high"]
-        assert not (result["rows"] == 99 and result["kernel_is_used"])
-
-
-def test_cpu_linear_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    script = importlib.import_module("benchmarks.cpu_linear")
-    monkeypatch.setattr(script.cpu_linear, "available", lambda: False)
-    assert script.main([]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "AVX512-bf16" in error
 
 
 # ---- plan accuracy

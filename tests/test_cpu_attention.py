@@ -13,17 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm.ops.cpu_attention import (
-    KVSpan,
-    attend,
-    attend_batch,
-    block_addresses,
-    instruction_sets,
-    span_table,
-)
+from nanovllm.ops import cpu_isa
+from nanovllm.ops.cpu_attention import KVSpan, attend, attend_batch, block_addresses, span_table
 from nanovllm.ops.reference_attention import reference_attention
 
-ISAS = instruction_sets()
+ISAS = cpu_isa.instruction_sets()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUTPUT_BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-5, torch.float32: 1e-5}
 LSE_BOUND = 1e-4

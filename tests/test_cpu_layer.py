@@ -1,8 +1,9 @@
-"""A layer's rows in two calls: the bits of the single operators, and only where those would run."""
+"""A layer's rows in two calls: the bits of the single operators, in every dtype."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,13 +13,11 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
 from nanovllm.layers.linear import linear
 from nanovllm.layers.norm import add_rms_norm_, rms_norm
-from nanovllm.ops import cpu_linear
-from nanovllm.ops.cpu_layer import FewRowLayer, few_row_layer
+from nanovllm.ops.cpu_layer import MAX_ROWS, FewRowLayer, few_row_layer
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
 Tensors = dict[str, Tensor]
-
-pytestmark = pytest.mark.skipif(not cpu_linear.available(), reason="this machine has no AVX512-bf16")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def bf16(seed: int, *shape: int) -> Tensor:
@@ -40,6 +39,13 @@ def weights(seed: int, *, bias: bool, qk_norm: bool) -> tuple[tuple, tuple]:
     return norms, products
 
 
+def in_dtype(dtype: torch.dtype, tensors: Any) -> Any:
+    """All tensors of nested tuples in another dtype."""
+    if isinstance(tensors, tuple):
+        return tuple(in_dtype(dtype, each) for each in tensors)
+    return None if tensors is None else tensors.to(dtype)
+
+
 def rows_of(seed: int, tokens: int) -> Tensors:
     angles = torch.randn(tokens, 1, HEAD_DIM // 2, generator=torch.Generator().manual_seed(seed))
     return {
@@ -50,9 +56,9 @@ def rows_of(seed: int, tokens: int) -> Tensors:
     }
 
 
-
-def empty(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.full((tokens, heads, HEAD_DIM), 9.0).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+def empty(rows: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    x = rows["x"]
+    q, k, v = (x.new_full((len(x), heads, HEAD_DIM), 9.0) for heads in (HEADS, KV_HEADS, KV_HEADS))
     return q, k, v
 
 
@@ -60,7 +66,7 @@ def one_by_one(norms: tuple, products: tuple, rows: Tensors) -> tuple[Tensor, ..
     """q, k, v and the residual stream, as the operators make them."""
     before, heads, after = norms
     qkv, o, gate_up, down = products
-    q, k, v = empty(len(rows["x"]))
+    q, k, v = empty(rows)
     projected = linear(rms_norm(rows["x"], before, EPS), *qkv).unflatten(-1, (-1, HEAD_DIM))
     place_heads(projected, heads, EPS, rows["cos"], rows["sin"], q, k, v)
     x = rows["x"].clone()
@@ -70,7 +76,7 @@ def one_by_one(norms: tuple, products: tuple, rows: Tensors) -> tuple[Tensor, ..
 
 
 def in_two_calls(layer: FewRowLayer, rows: Tensors) -> tuple[Tensor, ...]:
-    q, k, v = empty(len(rows["x"]))
+    q, k, v = empty(rows)
     layer.project(rows["x"], rows["cos"], rows["sin"], q, k, v)
     x = rows["x"].clone()
     layer.finish_(x, rows["attended"])
@@ -78,16 +84,20 @@ def in_two_calls(layer: FewRowLayer, rows: Tensors) -> tuple[Tensor, ...]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+    as_int = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.view(as_int), b.view(as_int))
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**30), st.integers(0, cpu_linear.MAX_ROWS), st.booleans(), st.booleans())
-def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_norm: bool) -> None:
-    norms, products = weights(seed, bias=bias, qk_norm=qk_norm)
+@given(st.integers(0, 2**30), st.integers(0, MAX_ROWS), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
+def test_bits_are_those_of_the_operators(
+    seed: int, tokens: int, bias: bool, qk_norm: bool, dtype: torch.dtype
+) -> None:
+    norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm))
     layer = few_row_layer(norms, products, EPS, HEAD_DIM)
     assert layer is not None
     rows = rows_of(seed + 20, tokens)
+    rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}
     assert layer.takes(rows["x"])
     for ours, theirs in zip(in_two_calls(layer, rows), one_by_one(norms, products, rows), strict=True):
         assert same_bits(ours, theirs)
@@ -108,20 +118,13 @@ def test_rows_that_are_not_taken() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
     layer = few_row_layer(norms, products, EPS, HEAD_DIM)
     assert layer is not None
-    assert not layer.takes(bf16(0, cpu_linear.MAX_ROWS + 1, HIDDEN))
+    assert not layer.takes(bf16(0, MAX_ROWS + 1, HIDDEN))
     assert not layer.takes(bf16(0, 1, HIDDEN).float())
     assert not layer.takes(bf16(0, 1, HIDDEN // 2))
     assert not layer.takes(bf16(0, HIDDEN, 2).T)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_there_is_none_for_weights_of_another_type(dtype: torch.dtype) -> None:
+def test_there_is_none_for_weights_that_the_kernels_do_not_take() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
-    cast = tuple((weight.to(dtype), bias) for weight, bias in products)
-    assert few_row_layer(norms, cast, EPS, HEAD_DIM) is None
-
-
-def test_there_is_none_where_a_product_has_torchs_bits_only_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, products = weights(0, bias=False, qk_norm=False)
-    monkeypatch.setattr(cpu_linear, "sums_like_torch", lambda in_features, has_bias: in_features != INTERMEDIATE)
-    assert few_row_layer(norms, products, EPS, HEAD_DIM) is None
+    for cast in (lambda weight: weight.double(), lambda weight: weight.to("meta")):
+        assert few_row_layer(norms, tuple((cast(weight), bias) for weight, bias in products), EPS, HEAD_DIM) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanovllm.layers import sampler
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
 from nanovllm.layers.norm import add_rms_norm_, rms_norm
@@ -23,6 +25,7 @@ from nanovllm.ops.store_kv import store_kv
 
 EPS = 1e-6
 ONE_ULP = 2.0**-7  # of bf16, relative
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 64, 100, 1024]) | st.integers(1, 300)
 ROWS = st.integers(0, 9)
 SEEDS = st.integers(0, 2**20)
@@ -46,12 +49,21 @@ def assert_close(ours: Tensor, expected: Tensor, roundings: int = 1) -> None:
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16))
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    return torch.equal(ours.contiguous().view(as_int), theirs.contiguous().view(as_int))
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     scale = 1 / torch.sqrt(x.double().square().mean(-1, keepdim=True) + EPS)
     return (x.double() * scale).bfloat16() * weight
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the noise of a draw is named by."""
+
+    seed: int
+    index: int
 
 
 @contextmanager
@@ -146,7 +158,59 @@ def test_activation_in_other_dtypes(dtype: torch.dtype) -> None:
     assert torch.all((ours.double() - exact).abs() <= bound)
     rows = torch.tensor([[100.0, -100.0, torch.inf, -90.0, torch.nan]])
     expected = torch.tensor([[100.0, 0.0, torch.inf, 0.0, torch.nan]])
-    torch.testing.assert_close(cpu_rows.silu(rows), expected, equal_nan=True)
+    torch.testing.assert_close(silu_and_mul(torch.cat((rows, torch.ones_like(rows)), dim=1)), expected, equal_nan=True)
+
+
+# ---- other dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_and_heads_in_other_dtypes(dtype: torch.dtype) -> None:
+    bound = 2.0**-21 if dtype == torch.float32 else 2.0**-9
+    x, weight = torch.randn(9, 130).to(dtype), torch.randn(130).to(dtype)
+    exact = x.double() / torch.sqrt(x.double().square().mean(-1, keepdim=True) + EPS) * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, EPS).double(), exact, rtol=bound, atol=1e-6)
+    heads, angles = torch.randn(9, 5, 32).to(dtype), torch.randn(9, 1, 16)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
+    q, k, v = (torch.empty(9, count, 32, dtype=dtype) for count in (3, 1, 1))
+    place_heads(heads, None, EPS, cos, sin, q, k, v)
+    turned = rotate(heads[:, :4], cos, sin)
+    torch.testing.assert_close(torch.cat((q, k), dim=1).float(), turned, rtol=bound, atol=bound)
+    assert same_bits(v, heads[:, 4:])
+
+
+# ---- angles, softmax, draws
+
+
+def test_angles_are_cosines_and_sines() -> None:
+    angles = torch.cat((torch.linspace(-7, 7, 999), torch.logspace(-6, 6, 1001))).view(20, 100)
+    cos, sin = cpu_rows.cos_sin(angles, 1.25)
+    exact = angles.double()
+    torch.testing.assert_close(cos.double(), 1.25 * exact.cos().repeat(1, 2), rtol=0, atol=2.0**-22)
+    torch.testing.assert_close(sin.double(), 1.25 * exact.sin(), rtol=0, atol=2.0**-22)
+
+
+def test_powers() -> None:
+    bases, exponents = torch.logspace(-3, 7, 11, dtype=torch.float64), torch.linspace(-1, 2, 7, dtype=torch.float64)
+    torch.testing.assert_close(cpu_rows.powers(bases, exponents), bases[:, None] ** exponents, rtol=1e-15, atol=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, ROWS, SIZES, st.sampled_from([0.1, 10.0, 1000.0]), st.booleans())
+def test_softmax_is_torchs(seed: int, rows: int, width: int, size: float, log: bool) -> None:
+    x = size * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    x[:, 1::7] = -torch.inf
+    exact = torch.log_softmax(x.double(), dim=-1) if log else torch.softmax(x.double(), dim=-1)
+    torch.testing.assert_close(cpu_rows.softmax(x, log=log).double(), exact, rtol=2e-6, atol=1e-6 if log else 1e-37)
+
+
+def test_a_draw_takes_the_largest_score_with_its_noise() -> None:
+    rows = [Row(seed=index * 7919, index=index) for index in range(50)]
+    scores = torch.randn(50, 333)
+    scores[:, ::3] = -torch.inf
+    tokens = torch.randperm(1000)[:333]
+    expected = torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
+    assert torch.equal(cpu_rows.draw(scores, tokens, sampler._noise_starts(rows)), expected)
 
 
 # ---- rounding
@@ -203,27 +267,34 @@ def test_each_token_goes_into_its_slot_and_nowhere_else(
 
 def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     """Each function with tensors that share their rows."""
-    weight, head_weight = bf16(seed, 200), bf16(seed, 6, 64)
     cos, sin = torch.randn(rows, 1, 64), torch.randn(rows, 1, 32)
-    wide = 4 * torch.randn(rows, 320)
+    wide, tokens, starts = 4 * torch.randn(rows, 321), torch.arange(321), torch.arange(seed, seed + rows)
 
     def add_norm(residual: Tensor, x: Tensor) -> Tensor:
         residual = residual.clone()
+        weight = bf16(seed, 200).to(x.dtype)
         return torch.cat((add_rms_norm_(residual, x, weight, EPS), residual), dim=1)
 
     def heads(all_heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (all_heads.new_empty(len(all_heads), count, 64) for count in (4, 2, 2))
-        place_heads(all_heads, head_weight, EPS, cos, sin, q, k, v)
+        place_heads(all_heads, bf16(seed, 6, 64).to(all_heads.dtype), EPS, cos, sin, q, k, v)
         return torch.cat((q, k, v), dim=1)
 
-    return {
-        "norm": (lambda x: rms_norm(x, weight, EPS), [bf16(seed, rows, 200)]),
-        "norm of a sum": (add_norm, [bf16(seed, rows, 200), bf16(seed + 1, rows, 200)]),
-        "heads": (heads, [bf16(seed, rows, 8, 64), cos, sin]),
-        "activation": (silu_and_mul, [bf16(seed, rows, 600)]),
-        "activation in fp32": (silu_and_mul, [wide]),
-        "activation in fp16": (silu_and_mul, [wide.half()]),
+    found: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "angles": (lambda x: torch.cat(cpu_rows.cos_sin(x, 1.5), dim=1), [100 * wide]),
+        "softmax": (cpu_rows.softmax, [wide]),
+        "log softmax": (lambda x: cpu_rows.softmax(x, log=True), [wide]),
+        "draw": (lambda x, starts: cpu_rows.draw(x, tokens, starts), [wide, starts]),
     }
+    for dtype in DTYPES:
+        x, y = (bf16(seed + i, rows, 200).to(dtype) for i in range(2))
+        found |= {
+            f"norm, {dtype}": (lambda x: rms_norm(x, bf16(seed, 200).to(x.dtype), EPS), [x]),
+            f"norm of a sum, {dtype}": (add_norm, [x, y]),
+            f"heads, {dtype}": (heads, [bf16(seed, rows, 8, 64).to(dtype), cos, sin]),
+            f"activation, {dtype}": (silu_and_mul, [bf16(seed, rows, 600).to(dtype)]),
+        }
+    return found
 
 
 @pytest.mark.parametrize("name", work(0, 1))
@@ -241,7 +312,9 @@ def test_a_row_depends_on_itself_alone(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_row(value: float) -> None:
-    for function, tensors in work(6, 3).values():
+    for name, (function, tensors) in work(6, 3).items():
+        if name == "draw":
+            continue
         tensors[0][1].view(-1)[3] = value
         finite = function(*tensors).flatten(1).isfinite()
         assert finite[0].all() and finite[2].all() and not finite[1].all()
@@ -292,7 +365,13 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
             },
         ),
         "activation": (cpu_rows.silu_and_mul, {"gate_up": x}),
-        "activation in fp32": (cpu_rows.silu, {"x": torch.ones(2, 8)}),
+        "angles": (cpu_rows.cos_sin, {"angles": torch.ones(2, 8), "factor": 1.0}),
+        "powers": (cpu_rows.powers, {"bases": torch.ones(2).double(), "exponents": torch.ones(3).double()}),
+        "softmax": (cpu_rows.softmax, {"x": torch.ones(2, 8)}),
+        "draw": (
+            cpu_rows.draw,
+            {"scores": torch.ones(2, 8), "tokens": torch.arange(8), "starts": torch.zeros(2, dtype=torch.int64)},
+        ),
         "store": (cpu_rows.store_kv, {"pool": pool, **kv, "slots": torch.tensor([0, 11])}),
     }
     return calls[name]
@@ -312,8 +391,13 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         ("heads", {"sin": torch.ones(2, 1, 8)}, "sin torch.float32 (2, 1, 8)"),
         ("heads", {"weight": bf16(0, 4, 8)}, "weight torch.bfloat16 (4, 8)"),
         ("activation", {"gate_up": bf16(0, 2, 7)}, "(2, 7)"),
-        ("activation in fp32", {"x": bf16(0, 2, 8)}, "x torch.bfloat16 (2, 8)"),
-        ("activation in fp32", {"x": torch.zeros(8, 2).T}, "strides (1, 2)"),
+        ("angles", {"angles": bf16(0, 2, 8)}, "torch.bfloat16 (2, 8)"),
+        ("angles", {"angles": torch.zeros(8, 2).T}, "strides (1, 2)"),
+        ("powers", {"bases": torch.ones(2)}, "torch.float32 (2,)"),
+        ("softmax", {"x": bf16(0, 2, 8)}, "torch.bfloat16 (2, 8)"),
+        ("draw", {"scores": bf16(0, 2, 8)}, "torch.bfloat16 (2, 8)"),
+        ("draw", {"tokens": torch.zeros(8)}, "tokens torch.float32"),
+        ("draw", {"starts": torch.zeros(3, dtype=torch.int64)}, "starts torch.int64 (3,)"),
         ("store", {"slots": torch.tensor([0, 1], dtype=torch.int32)}, "slots torch.int32"),
         ("store", {"k": bf16(0, 2, 2, 8)}, "k torch.bfloat16 (2, 2, 8)"),
         ("store", {"v": torch.zeros(2, 1, 8)}, "v torch.float32"),

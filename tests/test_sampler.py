@@ -287,7 +287,7 @@ def test_a_row_without_any_token_left_still_gives_one(kind: dict[str, Any]) -> N
 
 
 def test_a_mixed_batch_costs_no_more_than_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy rows are not copied, only rows with top_k or top_p are sorted, and noise is made for kept tokens."""
+    """Greedy rows are not copied, only rows with top_k or top_p are sorted, and draws are made among kept tokens."""
     greedy, drawn = row(temperature=0.0), row()
     cut, penalized = row(top_k=3), row(temperature=0.0, adjustments=changes(banned=[1]))
     seen: list[tuple[str, tuple[int, ...]]] = []
@@ -301,12 +301,12 @@ def test_a_mixed_batch_costs_no_more_than_its_parts(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(sampler, name, watched)
 
-    for name in ("adjust_", "kept_in_order", "gumbel_noise"):
+    for name in ("adjust_", "kept_in_order", "_draw"):
         watch(name)
     logits = torch.randn(8, 50)
     sample(logits, [greedy] * 8)
     assert seen == []
     sample(logits, [greedy, cut, penalized, drawn, greedy, cut, greedy, greedy])
     expected = [("adjust_", (1, 50)), ("adjust_", (1, 50)), ("adjust_", (2, 50))]
-    expected += [("gumbel_noise", (2, 3)), ("gumbel_noise", (50,)), ("kept_in_order", (2, 50))]
+    expected += [("_draw", (1, 50)), ("_draw", (2, 3)), ("kept_in_order", (2, 50))]
     assert sorted(seen) == expected

@@ -42,13 +42,7 @@ class RotaryEmbedding:
         """[head_dim / 2], or [tokens, head_dim / 2] where each token has its own."""
         if self.rope.kind != "dynamic":
             return self.inv_freq
-        if lengths.is_cpu:
-            # Each length alone: how torch computes a power may depend on where in a tensor it stands.
-            distinct, index = lengths.unique(return_inverse=True)
-            rows = [dynamic_frequencies(self.rope, self._exponents, length) for length in distinct.split(1)]
-            grown = torch.cat(rows)[index] if rows else self.inv_freq.expand(0, -1)
-        else:
-            grown = dynamic_frequencies(self.rope, self._exponents, lengths)
+        grown = dynamic_frequencies(self.rope, self._exponents, lengths)
         return torch.where((lengths > self.rope.original_max_position)[:, None], grown, self.inv_freq)
 
 
@@ -83,12 +77,18 @@ def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> T
 
     exponents: fp64 [head_dim / 2], those of `inverse_frequencies`, where the lengths are.
     theta' = theta * (factor * length / trained - (factor - 1)) ^ (head_dim / (head_dim - 2)). In fp64: the
-    fp32 pow gives one token alone other bits than the same token in a batch; rounded from fp64 they agree.
+    fp32 pow gives one token alone other bits than the same token in a batch; rounded from fp64 they agree. On the CPU
+    they agree by design, since `cpu_rows.powers` takes each power alone.
     """
     growth = rope.factor * lengths.double() / rope.original_max_position - (rope.factor - 1)
     head_dim = 2 * len(exponents)
-    theta = rope.theta * growth ** (head_dim / (head_dim - 2))
-    return (1.0 / theta[:, None] ** exponents).float()
+    powers = cpu_rows.powers if lengths.is_cpu else _powers
+    theta = rope.theta * powers(growth, exponents.new_full((1,), head_dim / (head_dim - 2)))[:, 0]
+    return (1.0 / powers(theta, exponents)).float()
+
+
+def _powers(bases: Tensor, exponents: Tensor) -> Tensor:
+    return bases[:, None] ** exponents
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -65,6 +65,7 @@ def cos_sin(
 ) -> None:
     """fp32; cos is twice as wide as the angles."""
 
+def powers(*, bases: int, exponents: int, results: int, rows: int, size: int, threads: int) -> None: ...
 def softmax(*, x: _Address, y: _Address, rows: int, size: int, log: bool, threads: int) -> None: ...
 def draw(
     *, scores: _Address, tokens: _Address, starts: int, drawn: int, rows: int, size: int, threads: int

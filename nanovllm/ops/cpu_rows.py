@@ -109,6 +109,19 @@ def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
+def powers(bases: Tensor, exponents: Tensor) -> Tensor:
+    """base^exponent in fp64: [bases], [exponents] -> [bases, exponents]."""
+    for x in (bases, exponents):
+        if not (x.is_cpu and x.dtype == torch.float64 and x.dim() == 1):
+            raise _misfit("powers takes fp64 vectors on the CPU", x=x)
+    results = bases.new_empty(len(bases), len(exponents))
+    _cpu_kernels.powers(
+        bases=bases.contiguous().data_ptr(), exponents=exponents.contiguous().data_ptr(), results=results.data_ptr(),
+        rows=len(bases), size=len(exponents), threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return results
+
+
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     """The softmax, or its natural logarithm, of each row of fp32 x [rows, size]."""
     _check_rows("softmax takes x [rows, size]", x)
