@@ -309,4 +309,4 @@ def test_a_mixed_batch_costs_no_more_than_its_parts(monkeypatch: pytest.MonkeyPa
     sample(logits, [greedy, cut, penalized, drawn, greedy, cut, greedy, greedy])
     expected = [("adjust_", (1, 50)), ("adjust_", (1, 50)), ("adjust_", (2, 50))]
     expected += [("_draw", (1, 50)), ("_draw", (2, 3)), ("kept_in_order", (2, 50))]
-    assert sorted(seen) == expected
+    assert sorted(seen) == sorted(expected)
