@@ -124,6 +124,10 @@ class Device(ABC):
         """Put a copy on `stream`, which is not the compute stream. Returns how many copies that takes: 1, or one for
         each row where a pitch is above what the device copies with."""
 
+    def rows_in_reach(self, host: Tensor) -> int:
+        """Of memory from `empty_host`: no copy may reach across a multiple of so many `host[i]`."""
+        return len(host)
+
     @abstractmethod
     def link_busy(self) -> Busy:
         """Bytes copied to the device so far, and the time in which such copies ran. Waits for nothing."""

@@ -23,7 +23,7 @@ from nanovllm.device.base import CallStream, Device, Event, Graph, Mark, Pitched
 from nanovllm.device.busy import Busy
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.link_meter import LinkMeter
-from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
+from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
 
 _HIGH_PRIORITY = -1
@@ -203,6 +203,9 @@ class CudaDevice(Device):
         count = copy_pitched(copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch)
         self._link.after(stream, begin, copy.width * copy.height)
         return count
+
+    def rows_in_reach(self, host: Tensor) -> int:
+        return rows_in_reach(host)
 
     def link_busy(self) -> Busy:
         """Of the copies that are measured, which are a part of all."""

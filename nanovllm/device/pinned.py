@@ -104,6 +104,12 @@ def empty_pinned(
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
+def rows_in_reach(tensor: Tensor, max_piece: int = MAX_PIECE) -> int:
+    """Of a tensor from `empty_pinned`: how many `tensor[i]` a piece holds. No copy may reach from one into the next."""
+    unit = tensor[:1].nbytes
+    return _piece_size(unit, max_piece) // unit if unit else 1
+
+
 def nearest_node(device_index: int) -> int | None:
     """The NUMA node that a CUDA device hangs on; None where there is one node only, or nobody knows."""
     try:

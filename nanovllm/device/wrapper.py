@@ -63,6 +63,9 @@ class DeviceWrapper(Device):
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         return self.inner.copy_2d(copy, stream)
 
+    def rows_in_reach(self, host: Tensor) -> int:
+        return self.inner.rows_in_reach(host)
+
     def link_busy(self) -> Busy:
         return self.inner.link_busy()
 

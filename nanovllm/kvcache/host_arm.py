@@ -130,9 +130,8 @@ class HostArm:
 
     def begin_step(self, plans: Sequence[LayerPlan]) -> None:
         """Let the arm's work wait for what it reads. No block that it reads is written in the same step."""
-        visits = [visit for plan in plans for run in plan.arm_runs for visit in run.visits]
-        for host_block in {self._host_block(visit) for visit in visits}:
-            self._engine.order.before_arm(host_block)
+        if any(plan.arm_runs for plan in plans):
+            self._engine.order.before_arm()
 
     def end_step(self) -> None:
         """Raises EngineError if a call of the step failed; on some devices nobody who waits for a call learns of it."""

@@ -67,7 +67,7 @@ def plan_kv_cache(
     left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
     num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
-        split = split_device(num_gpu_blocks, layout.num_layers)
+        split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
     else:
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
