@@ -14,6 +14,7 @@ import torch
 from arms import DeviceOfItsOwn, force_share, put_arm_beside
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, set_prefill, set_ring
+from host_tasks import PythonTask
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device import PitchedCopy
@@ -106,7 +107,7 @@ def test_a_call_is_ordered_like_a_kernel() -> None:
     pool, done = device.empty_host("pool", SHAPE, torch.float32), device.new_event()
     calls, ran = device.new_call_stream("calls"), []
     device.declare_kernel("fill", writes=(pool[0],), stream=calls)
-    calls.launch(lambda: ran.append(1))
+    calls.launch(PythonTask(lambda: ran.append(1)))
     with pytest.raises(OrderingError, match=r"kernel 'read' on stream compute reads pool\[0\].*'fill' on stream calls"):
         device.declare_kernel("read", reads=(pool[0],))
     calls.record(done)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
+from nanovllm.comm import CopyError, _sgdma, copy_pitched, memcpy_2d_async
 from nanovllm.device import memory
-from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
+from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError
 
 PAGE = 4096
@@ -116,6 +116,38 @@ def test_nothing_is_nothing() -> None:
     assert not ledger.asked
 
 
+def test_a_lock_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that CUDA need not be asked at every copy whether a pool is pinned."""
+    for name in ("lock_pages", "unlock_pages"):
+        monkeypatch.setattr(_sgdma, name, lambda *_: None)
+    lock = CudaPageLock()
+    tensor = empty_pinned("host blocks", (4, 4 * PAGE), torch.uint8, lock, max_piece=5 * PAGE)
+    start, size = tensor.data_ptr(), tensor.nbytes
+    assert lock.covers(start, size) and lock.covers(start, 4 * PAGE)
+    assert not lock.covers(start, size + 1) and not lock.covers(start + PAGE, PAGE)
+    del tensor
+    assert not lock.covers(start, size), "other memory may be there now"
+
+
+def test_memory_that_is_known_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = torch.zeros(8)
+
+    def asked(address: int) -> tuple[str, int]:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(_sgdma, "memory_of", asked)
+    with pytest.raises(CopyError, match="needs src on cuda"):  # the next thing that is wrong
+        copy_pitched(host, host, 4, 4, 4, 1, "d2h", is_known=lambda tensor: tensor is host)
+
+
+@pytest.mark.parametrize(("block_bytes", "max_piece", "rows"), [(PAGE, 3 * PAGE, 3), (6144, 5 * PAGE, 2), (96, 1, 128)])
+def test_a_piece_holds_whole_rows(block_bytes: int, max_piece: int, rows: int) -> None:
+    ledger = Ledger()
+    tensor = empty_pinned("host blocks", (40, block_bytes), torch.uint8, ledger, max_piece=max_piece)
+    assert rows_in_reach(tensor, max_piece) == rows
+    assert {(start - tensor.data_ptr()) // block_bytes % rows for start in ledger.locked} == {0}
+
+
 @pytest.mark.parametrize("threads", [1, 3, 64])
 def test_every_page_is_touched(threads: int) -> None:
     """Resident memory grows by the whole mapping, though nothing was written by anyone else."""
@@ -173,6 +205,7 @@ class FailsLater(CudaPageLock):
     """Really locks, but the third piece is memory that is not mapped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.starts: list[int] = []
 
     def lock(self, start: int, size: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 EXTENSIONS = {  # module -> (sources, tests that exercise it)
     "nanovllm/comm/_sgdma": (("sgdma*.cpp",), ("test_sgdma.py", "test_batch_copy.py", "test_pinned.py")),
-    "nanovllm/ops/_cpu_attention": (("cpu_attention*.cpp",), ("test_cpu_attention.py",)),
+    "nanovllm/ops/_cpu_attention": (("cpu_attention*.cpp",), ("test_cpu_attention.py", "test_host_attention.py")),
     "nanovllm/ops/_cpu_linear": (("cpu_linear*.cpp",), ("test_cpu_linear.py",)),
     "nanovllm/ops/_cpu_rows": (("cpu_rows*.cpp",), ("test_cpu_rows.py",)),
     "nanovllm/ops/_cpu_layer": (

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -66,15 +66,33 @@ class Stream(ABC):
         """Mark the work put on this stream so far, to be asked later when it was done."""
 
 
+class HostTask(Protocol):
+    """Work on host memory that a stream carries out: a C function with its data.
+
+    It runs on whatever thread the stream has for it and uses neither Python nor the device: it could never get the GIL
+    while a thread that has it waits for the stream.
+    """
+
+    def take(self) -> tuple[int, int]:
+        """Addresses of a function `void f(void *)` and of its argument. Calling it once does the work, and lets go of
+        what the argument holds."""
+        ...
+
+    def drop(self, data: int) -> None:
+        """Let go of an argument that was taken and will not be used."""
+        ...
+
+    def failure(self) -> str | None:
+        """What went wrong when it ran."""
+        ...
+
+
 class CallStream(Stream):
-    """A stream whose work is calls that run on cores of the host, alongside the thread that puts them there."""
+    """A stream whose work runs on cores of the host, alongside the thread that puts it there."""
 
     @abstractmethod
-    def launch(self, call: Callable[[], None]) -> None:
-        """Put `call` on this stream. What it raises is a failure of the stream.
-
-        It touches host memory only and puts nothing on any stream; where it computes, it lets go of the GIL.
-        """
+    def launch(self, task: HostTask) -> None:
+        """Put `task` on this stream. What goes wrong in it is a failure of the stream."""
 
 
 class Graph(ABC):

@@ -34,13 +34,27 @@ class PageLock(Protocol):
 
 
 class CudaPageLock:
-    """cudaHostRegister and cudaHostUnregister."""
+    """cudaHostRegister and cudaHostUnregister, and what is locked through it."""
+
+    def __init__(self) -> None:
+        self._locked: dict[int, int] = {}  # bytes from each start
 
     def lock(self, start: int, size: int) -> None:
         _sgdma.lock_pages(start, size)
+        self._locked[start] = size
 
     def unlock(self, start: int) -> None:
+        del self._locked[start]
         _sgdma.unlock_pages(start)
+
+    def covers(self, start: int, size: int) -> bool:
+        """Whether all of the memory from `start`, where a locked piece begins, is locked."""
+        while size > 0:
+            piece = self._locked.get(start)
+            if piece is None:
+                return False
+            start, size = start + piece, size - piece
+        return True
 
 
 class LockedMapping(mmap.mmap):

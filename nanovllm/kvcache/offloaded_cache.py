@@ -45,7 +45,7 @@ class OffloadedKVCache(KVRoom):
         self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
         self.engine.move_blocks(moves)
         if self.arm is not None:
-            self.arm.begin_step(list(self._plans.values()))
+            self.arm.begin_step(self._plans)
         layers = enumerate(self._geometry.windows)
         runs = [(layer, run.visits) for layer, window in layers for run in self._plans[window].ring]
         self.engine.begin([[self._ring_use(layer, visit) for visit in visits] for layer, visits in runs])
