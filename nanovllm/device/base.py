@@ -108,6 +108,7 @@ class Device(ABC):
 
     `shares_host`: the compute stream runs on the host's own cores, and its kernels reach host memory as they do device
     memory. A call stream would then only take cores away from it. `captures`: whether it can record graphs.
+    `host_memory_may_grow`: whether `empty_host` may have more than `free_host_memory`, and finds out by taking it.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Device(ABC):
     compute_stream: Stream
     shares_host: bool
     captures: bool = False
+    host_memory_may_grow: bool = False
 
     def compute(self) -> AbstractContextManager[None]:
         """What torch is called for inside goes on the compute stream."""

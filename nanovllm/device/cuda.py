@@ -147,6 +147,7 @@ class CudaDevice(Device):
     name = "cuda"
     shares_host = False
     captures = True
+    host_memory_may_grow = True
 
     def __init__(self) -> None:
         """Raises ConfigError where there is no CUDA device, or the extension was built without CUDA."""

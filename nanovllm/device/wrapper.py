@@ -41,6 +41,7 @@ class DeviceWrapper(Device):
         self.compute_stream = inner.compute_stream
         self.shares_host = inner.shares_host
         self.captures = inner.captures
+        self.host_memory_may_grow = inner.host_memory_may_grow
 
     def compute(self) -> AbstractContextManager[None]:
         return self.inner.compute()
