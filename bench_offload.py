@@ -108,7 +108,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_weights_option(parser)
     add = parser.add_argument
     add("--prompt-len", type=positive, nargs="+", default=[4096, 8192], help="tokens; several are run in turn")
-    add("--no-cpu-attention", action="store_true", help="all host blocks of a decode step go over the link")
+    no_cpu = "all host blocks of a decode step go over the link; decode by share is left out"
+    add("--no-cpu-attention", action="store_true", help=no_cpu)
     add("--device-share", type=share, default=Fraction(1, 8), help="KV blocks on the device (default: %(default)s)")
     add("--against", nargs="+", choices=OTHERS, default=list(OTHERS), help="what to compare with (default: all)")
     add_run_options(parser, output_len=17, repeats=2)

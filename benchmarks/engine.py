@@ -71,6 +71,7 @@ class Work:
             kvcache_block_size=self.block_size,
             enable_prefix_caching=False,
             seed=self.seed,
+            swap_space=0,  # nothing is swapped, and pinned memory takes seconds to be had
             **placement,
         )
 
@@ -89,10 +90,10 @@ class Work:
     def offloaded(self, share: Fraction) -> dict[str, Any]:
         """`share` of the blocks on the device, ring included, and the rest on the host. Raises ConfigError."""
         device_blocks = int(self.num_blocks * share)
-        if device_blocks < MIN_GPU_BLOCKS:
+        if device_blocks < self._ring_blocks():
             raise ConfigError(
-                f"--device-share {share} of {self.num_blocks} blocks is {device_blocks} on the device, and it takes"
-                f" {MIN_GPU_BLOCKS}: name a longer prompt, smaller blocks or a larger share"
+                f"--device-share {share} of {self.num_blocks} blocks is {device_blocks} on the device, and the ring"
+                f" takes {self._ring_blocks()}: name a longer prompt, smaller blocks or a larger share"
             )
         resident = device_blocks - self._ring_blocks()
         return {

@@ -210,7 +210,7 @@ def open_variants(
 
 
 def decode_by_share(args: argparse.Namespace, work: Work) -> ByShare | None:
-    if not args.decode_steps:
+    if not args.decode_steps or args.no_cpu_attention:
         return None
     return measure_by_share(work, args.device_share, SHARES, args.decode_steps, args.repeats)
 

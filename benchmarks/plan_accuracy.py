@@ -36,6 +36,7 @@ from benchmarks.timing import Spread
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import split_device
+from nanovllm.kvcache.layout import KVLayout
 from nanovllm.ops import select_backend
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
@@ -106,7 +107,8 @@ def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
 def rates_for(work: Work, *, offload: bool) -> Rates:
     """Measured as `nanovllm plan` does."""
     spec, sizes = work.shape.spec, ProbeSizes()
-    ring_slots = split_device(MIN_GPU_BLOCKS, spec.num_layers).ring_slots if offload else 0
+    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, work.block_size, work.shape.dtype.itemsize)
+    ring_slots = split_device(0, spec.num_layers, layout.block_layer_bytes).ring_slots if offload else 0
     with closing(create_device(work.device)) as device:
         model = random_model(spec, work.shape.dtype, device, sizes)
         backend = select_backend(device.torch_device, spec.head_dim)

@@ -28,9 +28,9 @@ from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, in_runs
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_runs
 
-LAYOUTS = {"a stream for each slot": False, "a stream for each direction": True}
+LAYOUTS = {"a stream for each group of slots": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}
 
 
@@ -46,7 +46,8 @@ class Ring:
 
     def __init__(self, device: Device, layout: KVLayout, dtype: torch.dtype, blocks: int) -> None:
         self.device = device
-        split = DeviceSplit(split_device(0, layout.num_layers).ring_slots, resident_blocks=1)
+        ring_slots = split_device(0, layout.num_layers, layout.block_layer_bytes).ring_slots
+        split = DeviceSplit(ring_slots, resident_blocks=1)
         self.engine = OffloadEngine(device, layout, dtype, split, blocks)
         self.engine.host.zero_()
         size = MATRIX[device.name]
@@ -61,18 +62,19 @@ class Ring:
             for layer in range(layout.num_layers)
             for block in range(engine.num_host_blocks)
         ]
-        runs = in_runs(uses, engine.split.run_slots)
+        runs = in_runs(uses, engine.group_slots)
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():
-            engine.begin(runs, engine.split.run_slots)
+            engine.begin(runs)
             for run in runs:
                 slots, _ = engine.acquire()
-                for slot, use in zip(slots, run, strict=True):
-                    if computes:
-                        torch.mm(self._matrix, self._matrix)
-                    if stores:
-                        engine.offload_slot_layer(slot, use.layer, use.host_block, 0, layout.block_size)
+                for _ in run if computes else ():
+                    torch.mm(self._matrix, self._matrix)
+                if stores:
+                    tokens = layout.block_size
+                    written = zip(slots, run, strict=True)
+                    engine.store([SlotTokens(slot, use.layer, use.host_block, 0, tokens) for slot, use in written])
                 engine.release()
         engine.synchronize()
         moved = engine.transfers - before

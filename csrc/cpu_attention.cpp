@@ -1,6 +1,7 @@
 // The Python door of the CPU attention: addresses in, nothing kept. nanovllm/ops/cpu_attention.py checks shapes, dtypes
 // and spans before it comes here.
 #include "cpu_attention.h"
+#include "cpu_attention_task.h"
 
 #include "cpu_isa.h"
 
@@ -105,4 +106,5 @@ PYBIND11_MODULE(_cpu_attention, m) {
           py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"), py::arg("tokens"), py::arg("heads"),
           py::arg("kv_heads"), py::arg("head_dim"),
           py::arg("block_size"), py::arg("window"), py::arg("scale"), py::arg("carry"), py::arg("threads"));
+    attention::bind_tasks(m, {&dtype_of, &kernel_of, &check_sequences});
 }

@@ -83,6 +83,7 @@ struct Sequence {
 struct Batch {
     QueryRows rows;  // base pointers and strides of the whole tensors; tokens, group and position unused
     const int64_t* blocks;
+    int64_t block_offset;  // bytes from each of these addresses to its block
     const Sequence* sequences;
     int64_t sequence_count;
     int heads, kv_heads, head_dim, block_size;

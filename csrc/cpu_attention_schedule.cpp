@@ -53,8 +53,9 @@ Task make_task(const Batch& batch, const Sequence& seq, int kv_head, int64_t tok
     rows.group = group;
     rows.position = seq.query_position + token;
     const int64_t plane = int64_t(batch.block_size) * batch.head_dim * batch.element_bytes;
-    task.keys = {batch.blocks + seq.block_start, batch.block_size, batch.head_dim, kv_head * plane,
-                 (batch.kv_heads + kv_head) * plane, seq.first_position, seq.kv_end};
+    const int64_t k_offset = batch.block_offset + kv_head * plane, v_offset = k_offset + batch.kv_heads * plane;
+    task.keys = {batch.blocks + seq.block_start, batch.block_size, batch.head_dim, k_offset, v_offset,
+                 seq.first_position, seq.kv_end};
     task.window = batch.window;
     task.scale = batch.scale;
     task.carry = batch.carry;

@@ -1,5 +1,5 @@
 // Memory copies for the KV cache: pitched (2D) ones, `height` rows of `width` bytes, `pitch` bytes from one row to the
-// next, and batches of copies of any sizes. Besides, what it takes to page-lock host memory, and calls on streams.
+// next, and batches of copies of any sizes. Besides, what it takes to page-lock host memory, and host tasks on streams.
 //
 // The module does not link against torch: pointers, pitches and a stream handle go in, so that one build serves every
 // torch version. All checking that needs to know a tensor is done before, in nanovllm/comm/sgdma.py.
@@ -33,7 +33,7 @@ constexpr bool kHasCuda = false;
 
 // Taking the GIL back can cost a whole switch interval (5 ms) while another thread runs Python, far more than a
 // small copy does, so the GIL is kept below this many bytes; a row counts as a cache line at least. It is never kept for
-// device copies: where CUDA's queue is full they wait for the stream, which may wait for a call that needs the GIL.
+// device copies: where CUDA's queue is full they wait for the stream.
 constexpr std::size_t kKeepGilBelow = 64 * 1024;
 constexpr std::size_t kCacheLine = 64;
 
@@ -155,35 +155,41 @@ std::size_t memcpy_batch_async(const std::vector<std::uintptr_t>& dst, const std
     return batch.size.size();
 }
 
-// ---- calls
+// ---- host tasks: C++ functions with their data, that streams call as they come to them
 
-#ifdef NANOVLLM_WITH_CUDA
-// Owns the callable until CUDA has come to it. What it raises has nowhere to go but the interpreter's hook.
-void run_call(void* data) {
-    const py::gil_scoped_acquire acquired;
-    const std::unique_ptr<py::function> call(static_cast<py::function*>(data));
-    try {
-        (*call)();
-    } catch (py::error_already_set& error) {
-        error.discard_as_unraisable("a call on a CUDA stream");
-    }
-}
-#endif
+using HostFunction = void (*)(void*);
 
-void launch_call(const py::function& call, std::uintptr_t stream) {
+HostFunction function_at(std::uintptr_t address) { return reinterpret_cast<HostFunction>(address); }
+
+void run_host_task(std::uintptr_t function, std::uintptr_t data) { function_at(function)(pointer(data)); }
+
+void launch_host_task(std::uintptr_t function, std::uintptr_t data, std::uintptr_t stream) {
 #ifdef NANOVLLM_WITH_CUDA
-    auto held = std::make_unique<py::function>(call);
-    const char* error = nullptr;
-    {
-        const py::gil_scoped_release released;
-        error = sgdma::cuda_launch(run_call, held.get(), stream);
-    }
-    check(error, "cudaLaunchHostFunc");
-    held.release();
+    check(sgdma::cuda_launch(function_at(function), pointer(data), stream), "cudaLaunchHostFunc");
 #else
-    (void)call;
+    (void)function;
+    (void)data;
     (void)stream;
-    refuse_without_cuda("no call can be put on a stream");
+    refuse_without_cuda("no task can be put on a stream");
+#endif
+}
+
+// Owns the copy's arguments.
+[[maybe_unused]] void run_host_copy(void* data) {
+    const std::unique_ptr<sgdma::Copy2D> copy(static_cast<sgdma::Copy2D*>(data));
+    copy_on_host(*copy);
+}
+
+void launch_host_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch, std::size_t spitch,
+                      std::size_t width, std::size_t height, std::uintptr_t stream) {
+#ifdef NANOVLLM_WITH_CUDA
+    auto copy = std::make_unique<sgdma::Copy2D>(
+        sgdma::Copy2D{pointer(dst), pointer(src), dpitch, spitch, width, height});
+    check(sgdma::cuda_launch(run_host_copy, copy.get(), stream), "cudaLaunchHostFunc");
+    copy.release();
+#else
+    (void)dst, (void)src, (void)dpitch, (void)spitch, (void)width, (void)height, (void)stream;
+    refuse_without_cuda("no h2h copy can be put on a stream");
 #endif
 }
 
@@ -259,8 +265,14 @@ PYBIND11_MODULE(_sgdma, m) {
     m.def("memcpy_batch_async", &memcpy_batch_async, py::arg("dst_ptrs"), py::arg("src_ptrs"), py::arg("sizes"),
           py::arg("kind"), py::arg("stream"),
           "Copy sizes[i] bytes for each i, in any order; returns the number of copies after joining neighbours.");
-    m.def("launch_call", &launch_call, py::arg("call"), py::arg("stream"),
-          "Call `call` on a thread of CUDA's when `stream` gets to it. It must not use CUDA.");
+    m.def("run_host_task", &run_host_task, py::arg("function"), py::arg("data"),
+          py::call_guard<py::gil_scoped_release>(), "Call the C function at `function` with `data`, without the GIL.");
+    m.def("launch_host_task", &launch_host_task, py::arg("function"), py::arg("data"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>(),
+          "The same on a thread of CUDA's when `stream` gets to it. The function must use neither CUDA nor Python.");
+    m.def("launch_host_copy", &launch_host_copy, py::arg("dst_ptr"), py::arg("src_ptr"), py::arg("dpitch"),
+          py::arg("spitch"), py::arg("width"), py::arg("height"), py::arg("stream"),
+          py::call_guard<py::gil_scoped_release>(), "Copy rows within host memory when `stream` gets to it.");
     m.def("memory_of", &memory_of, py::arg("address"),
           "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA.");
     m.def("touch_pages", [](std::uintptr_t start, std::size_t size, unsigned threads) {

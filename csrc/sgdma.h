@@ -51,7 +51,8 @@ const char* cuda_copy(const Copy2D& copy, std::string_view kind, std::uintptr_t 
 // The same for a batch: one call where toolkit, driver and stream allow it, else one for each copy.
 const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintptr_t stream);
 
-// Calls `call(data)` on a thread of CUDA's when `stream` gets to it. `call` must not use CUDA.
+// Calls `call(data)` on a thread of CUDA's when `stream` gets to it. `call` must not use CUDA, nor wait for a thread
+// that may: CUDA holds locks meanwhile. Python's GIL is such a wait, so no Python runs there.
 const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream);
 
 Place cuda_memory_of(const void* address);  // pageable where CUDA cannot be asked

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, get_args
 from nanovllm.errors import ConfigError, unknown_name_message
 
 MIN_BLOCK_SIZE = 16
-MIN_GPU_BLOCKS = 4  # the smallest ring that can load, attend and store at once
+MIN_GPU_BLOCKS = 4  # always enough for a ring that can load, attend and store at once
 OFFLOAD_BLOCK_SIZE = 4096  # large copies run at the link's peak
 RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for one attention call per block
 
@@ -116,7 +116,9 @@ class EngineConfig:
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
             _require_int("kvcache_block_size", self.kvcache_block_size, MIN_BLOCK_SIZE)
-        for name, minimum in (("num_gpu_blocks", MIN_GPU_BLOCKS), ("num_cpu_blocks", 0)):
+        # Under offload the ring may do with less, which depends on the model: see `kvcache.sizing`.
+        fewest = 1 if self.enable_cpu_offload is True else MIN_GPU_BLOCKS
+        for name, minimum in (("num_gpu_blocks", fewest), ("num_cpu_blocks", 0)):
             value = getattr(self, name)
             if value != -1:
                 _require_int(name, value, minimum, "or -1 to size it from memory")

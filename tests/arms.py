@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from host_tasks import PythonTask, run
 
 from nanovllm import LLM
-from nanovllm.device import CallStream
+from nanovllm.device import CallStream, HostTask
 from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import model_runner
@@ -15,6 +16,7 @@ from nanovllm.errors import EngineError
 from nanovllm.kvcache.decode_shares import arm_query_len
 from nanovllm.kvcache.host_arm import ForcedShare, HostArm
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+from nanovllm.ops.host_attention import HostAttention
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -32,14 +34,14 @@ class SilentStream(WorkerStream):
         super().__init__(name)
         self._silent: EngineError | None = None
 
-    def launch(self, call: Callable[[], None]) -> None:
+    def launch(self, task: HostTask) -> None:
         def carry_out() -> None:
             try:
-                call()
-            except Exception as error:
+                run(task)
+            except OSError as error:
                 self._silent = EngineError(f"work on stream failed: {error}")
 
-        super().launch(carry_out)
+        super().launch(PythonTask(carry_out))
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -76,6 +78,17 @@ def arm(llm: LLM) -> HostArm:
 
 def force_share(llm: LLM, share: float) -> None:
     arm(llm).policy = ForcedShare(share)
+
+
+def around_tasks(patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]], None]) -> None:
+    """From now on every task of an arm beside the device is `around(run)`, on the thread that runs it."""
+    task = HostAttention.task
+
+    def wrapped(attention: HostAttention, layer_offset: int) -> PythonTask:
+        inner = task(attention, layer_offset)
+        return PythonTask(lambda: around(lambda: run(inner)))
+
+    patch.setattr(HostAttention, "task", wrapped)
 
 
 def most_arm_tokens(llm: LLM) -> int:

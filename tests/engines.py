@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kvcache import offloaded_cache, sizing
+from nanovllm.kvcache import sizing
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.prefill_plan import NO_SPANS
 
@@ -114,14 +114,12 @@ def set_prefill(llm: LLM, way: str) -> None:
 
 
 def set_ring(monkeypatch: pytest.MonkeyPatch, ring_slots: int) -> None:
-    """Engines made from now on have so many slots, as if they had as many layers, and use several in a run if they can,
-    however few query rows a step has."""
+    """Engines made from now on have so many slots, as if they had as many layers."""
 
-    def split(num_gpu_blocks: int, num_layers: int) -> DeviceSplit:
+    def split(num_gpu_blocks: int, num_layers: int, slot_bytes: int | None = None) -> DeviceSplit:
         return DeviceSplit(ring_slots, num_gpu_blocks - -(-ring_slots // num_layers))
 
     monkeypatch.setattr(sizing, "split_device", split)
-    monkeypatch.setattr(offloaded_cache, "FEW_ROWS", 0)
 
 
 def watch_spans(llm: LLM) -> list[ScheduledSequence]:

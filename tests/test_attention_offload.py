@@ -29,7 +29,7 @@ from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.ops import torch_attention
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend
+from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
@@ -103,7 +103,7 @@ def test_copies_calls_and_merges_follow_the_formula(
         out, expected = prefill(room, watch, chunk)
         room.engine.synchronize()
         stats, layout = room.stats(), room.layout
-        run_slots = room.engine.split.run_slots if chunk > FEW_ROWS else 1
+        run_slots = room.engine.group_slots
     assert (out - expected).abs().max() < 1e-5
 
     resident = stats.resident_blocks
@@ -111,9 +111,12 @@ def test_copies_calls_and_merges_follow_the_formula(
     for index in range(CHUNKS):
         predicted += predict_transfers(layout, resident, index * chunk, chunk)
     assert stats.transfers == predicted
-    assert watch.calls["copy"] == predicted.h2d_copies + predicted.d2h_copies
-    # A call for the resident blocks together and one for each run of host blocks.
+    # A call for the resident blocks together and one for each run of host blocks. Blocks of a run are neighbours on the
+    # host, so each run that holds a stored one is loaded by one call; each chunk's block is stored by another.
     runs = [-(-max(0, index + 1 - resident) // run_slots) for index in range(CHUNKS)]
+    loads = [-(-max(0, index - resident) // run_slots) for index in range(CHUNKS)]
+    assert sum(loads) < predicted.h2d_copies // LAYERS
+    assert watch.calls["copy"] == LAYERS * sum(loads) + predicted.d2h_copies
     assert watch.calls["attend"] == LAYERS * sum(1 + count for count in runs)
     # The native kernel carries its state on. torch's operator leaves a result to be merged for each block, and for the
     # one that the rows stand in two: of the rows under the causal mask, and of the last row, which sees all.

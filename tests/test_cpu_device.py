@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cpu_streams import PATIENCE, Gate, copy, filled, happens
+from host_tasks import PythonTask
 
 from nanovllm.device import Busy, BusyMeter, PitchedCopy, create_device
 from nanovllm.device.cpu import CpuDevice, WorkerStream
@@ -190,7 +191,7 @@ def test_calls_run_in_order_on_a_thread_of_their_own(device: CpuDevice) -> None:
     calls.wait(event)
     seen: list[tuple[str, int]] = []
     for _ in range(2):
-        calls.launch(lambda: seen.append((threading.current_thread().name, int(dst[0]))))
+        calls.launch(PythonTask(lambda: seen.append((threading.current_thread().name, int(dst[0])))))
     assert not seen
     gate.open()
     calls.synchronize()
@@ -204,8 +205,8 @@ def test_what_a_call_raises_reaches_whoever_waits_and_skips_what_follows(device:
     def broken() -> None:
         raise OSError("no such bank")
 
-    calls.launch(broken)
-    calls.launch(lambda: ran.append(1))
+    calls.launch(PythonTask(broken))
+    calls.launch(PythonTask(lambda: ran.append(1)))
     calls.record(event)
     stream.wait(event)
     dst = filled(0)
@@ -214,7 +215,7 @@ def test_what_a_call_raises_reaches_whoever_waits_and_skips_what_follows(device:
         with pytest.raises(EngineError, match="work on stream calls failed: no such bank"):
             waiting.synchronize()
     assert (ran, int(dst[0])) == ([], 0)
-    calls.launch(lambda: ran.append(2))
+    calls.launch(PythonTask(lambda: ran.append(2)))
     calls.synchronize()
     assert ran == [2]
 

@@ -16,6 +16,7 @@ from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
 
 from nanovllm import LLM
 from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
+from nanovllm.config import engine_config
 from nanovllm.device import PitchedCopy, create_device, cuda
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, CudaStream, Origin, check_cuda, seconds_between
@@ -244,6 +245,17 @@ def arguments(num_gpu_blocks: int, **others: Any) -> dict[str, Any]:
     return {**offloaded(BLOCK, num_gpu_blocks, 40), **sizes, **engine, **others}
 
 
+def resident_arguments() -> dict[str, Any]:
+    """Everything on the device: without offload `cpu_attention` and `num_cpu_blocks` mean nothing, and are refused."""
+    offload = ("enable_cpu_offload", "num_cpu_blocks", "cpu_attention")
+    return {name: value for name, value in arguments(-1).items() if name not in offload}
+
+
+@pytest.mark.parametrize("sizes", [arguments(4), arguments(40, cpu_attention=True), resident_arguments()])
+def test_the_engines_of_this_file_have_arguments_that_are_taken(model_dir: Path, sizes: dict[str, Any]) -> None:
+    engine_config(model_dir, sizes)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("cpu_attention", [False, True])
 @pytest.mark.parametrize("num_gpu_blocks", [4, 9, 40])
@@ -256,7 +268,7 @@ def test_an_offloaded_engine_gives_the_tokens_of_the_cpu(
     with LLM(model_dir, **arguments(num_gpu_blocks, cpu_attention=cpu_attention)) as llm:
         assert llm._runner.device.name == "cuda" and isinstance(llm._runner.device, OrderingCheck)
         assert token_ids(llm, prompts, greedy(20)) == expected
-    with LLM(model_dir, **arguments(-1, enable_cpu_offload=False, num_cpu_blocks=-1)) as llm:
+    with LLM(model_dir, **resident_arguments()) as llm:
         assert token_ids(llm, prompts, greedy(20)) == expected
 
 

@@ -19,6 +19,15 @@ def test_a_place_pool_hands_out_each_place_once() -> None:
     assert (pool.num_free, pool.take(), pool.num_free) == (1, 6, 0)
 
 
+def test_places_are_handed_out_lowest_first() -> None:
+    """So that blocks placed one after the other are neighbours, which one copy moves."""
+    pool = PlacePool(5, 9)
+    taken = [pool.take() for _ in range(7)]
+    for place in (8, 5, 7, 6):
+        pool.give_back(place)
+    assert taken == list(range(5, 12)) and [pool.take() for _ in range(6)] == [5, 6, 7, 8, 12, 13]
+
+
 def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
     manager = HybridManager(1, 1)
     manager.place(7, Tier.DEVICE)

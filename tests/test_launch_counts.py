@@ -1,13 +1,24 @@
 """What a step puts on the device, counted at the seam: launches, copies, waits, and that the host never waits.
 
-The bounds are per layer and per host block visited (`visits`), of which `written` get new tokens. A prefill is held to
-the sum over its chunks, also where it goes layer by layer and visits fewer:
+Host blocks are visited in groups, which are at least 16 MiB where the ring can hold two of them
+(`DeviceSplit.group_slots`). The bounds are per layer, for a sequence alone whose host blocks are neighbours; `written`
+blocks get new tokens, and `written groups` have one of them:
 
-    kernels declared    visits of all blocks + written blocks
-    copies              visits + written: one load for each, one store for each that is written
+    attention calls     groups, and one for all resident blocks; each is two launches at most with few query rows
+    kernels declared    as many, and written blocks
+    loads               groups, and one for a block of which only a part is stored
+    stores              written blocks
+    waits               2 groups + written groups
+    records             2 groups + written groups
+    host waits          none; a step reads its sampled tokens, and nothing else
+
+So a group without new tokens, which is 16 MiB or more, takes 2 launches, 2 waits, 2 records and 1 copy. A step waits
+once for what was stored before it: at most 2 waits and a record for each stream of the ring, and one record.
+
+A prefill that goes layer by layer visits blocks one by one, and is held to the sum over chunks of
+
     waits               3 visits + 2 written
     records             2 visits + 2 written
-    host waits          none; a step reads its sampled tokens, and nothing else
 
 A decode step with graphs, on the host: of a whole step one replay, one kernel declared and a copy to the device for the
 inputs, one for the slots and one for each table, however many layers there are; under offload a replay for each layer
@@ -16,6 +27,7 @@ and one more, one copy for the inputs, and between replays what is said above.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +35,9 @@ from typing import Any
 
 import pytest
 import torch
+from arms import room
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt
+from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, set_ring
 from graph_devices import CapturingDevice, RowsOnCpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +49,7 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.kvcache import decode_tables
 from nanovllm.models.decoder import DecoderLayer
+from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
 from nanovllm.ops.store_kv import store_kv
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -117,18 +131,27 @@ def counted_step(llm: LLM) -> Counter[str]:
     return Counter(device.counts)
 
 
-def bounds(resident: int, context: int, query: int) -> Counter[str]:
-    """Of a step of one sequence alone whose first `resident` blocks are on the device."""
+def bounds(llm: LLM, context: int, query: int, way: str = "chunk-major") -> Counter[str]:
+    """Of a step of one sequence alone whose first blocks are on the device."""
+    resident, engine = llm.kv_stats().resident_blocks, room(llm).engine
     begin, end = context // BLOCK, -(-(context + query) // BLOCK)
     visits, written = max(0, end - resident), max(0, end - max(begin, resident))
+    groups, is_part = -(-visits // engine.group_slots), context % BLOCK > 0 and context // BLOCK >= resident
+    written_groups = min(written, groups)
     most = {
-        "kernels": end + (end - begin),
-        "h2d": visits,
+        "kernels": 1 + groups + (end - begin),
+        "attends": 1 + groups,
+        "h2d": groups + is_part,
         "d2h": written,
-        "waits": 3 * visits + 2 * written,
-        "records": 2 * visits + 2 * written,
+        "waits": 2 * groups + written_groups,
+        "records": 2 * groups + written_groups,
     }
-    return Counter({name: LAYERS * count for name, count in most.items()})
+    if way == "layer-major":
+        most |= {"kernels": end + (end - begin), "h2d": visits}
+        most |= {"waits": 3 * visits + 2 * written, "records": 2 * visits + 2 * written}
+    streams = len(engine.order._group_streams)
+    once = Counter({"waits": 2 * streams, "records": streams + 1})
+    return Counter({name: LAYERS * count for name, count in most.items()}) + once
 
 
 def check(counts: Counter[str], most: Counter[str]) -> None:
@@ -136,19 +159,82 @@ def check(counts: Counter[str], most: Counter[str]) -> None:
     assert all(count <= most[name] for name, count in counts.items() if name != "host waits"), (counts, most)
 
 
-def test_prefill_and_decode_stay_within_their_bounds(llm: LLM) -> None:
+def count_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the backend count as well from now on."""
+    device, backend = llm._runner.device, room(llm)._backend
+    assert isinstance(device, CountedDevice)
+    attend = backend.attend
+
+    def counted(*arguments: Any) -> None:
+        device.counts["attends"] += 1
+        attend(*arguments)
+
+    monkeypatch.setattr(backend, "attend", counted)
+
+
+@pytest.mark.parametrize("way", PREFILL_WAYS)
+def test_prefill_and_decode_stay_within_their_bounds(llm: LLM, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt_len, output_len = 8 * BLOCK, 4
+    set_prefill(llm, way)
+    count_attention(llm, monkeypatch)
     llm.engine.add_request("r", None, greedy(output_len), random_prompt(prompt_len, VOCAB, 1))
-    resident = llm.kv_stats().resident_blocks
-    chunks = [bounds(resident, context, 2 * BLOCK) for context in range(0, prompt_len, 2 * BLOCK)]
+    chunks = [bounds(llm, context, 2 * BLOCK, way) for context in range(0, prompt_len, 2 * BLOCK)]
     counts = sum((counted_step(llm) for _ in chunks), Counter[str]())
     check(counts, sum(chunks, Counter[str]()))
-    assert counts["d2h"] > 0
+    assert counts["d2h"] > 0 and counts["attends"] > 0
     for context in range(prompt_len, prompt_len + output_len - 1):
         counts = counted_step(llm)
-        check(counts, bounds(resident, context, 1))
+        check(counts, bounds(llm, context, 1))
         assert counts["h2d"] > 0 and counts["d2h"] > 0
     assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(("ring_slots", "group_slots"), [(4, 2), (8, 4)])
+def test_a_group_of_a_decode_step_is_a_copy_two_waits_and_two_records(
+    model_dir: Path, ring_slots: int, group_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What more groups add to a step, exactly: the host's work grows with them and not with blocks."""
+    set_ring(monkeypatch, ring_slots)
+    monkeypatch.setattr(model_runner, "create_device", lambda name: CountedDevice(CpuDevice()))
+    found = []
+    ring_blocks = -(-ring_slots // LAYERS)
+    sizes = {"num_gpu_blocks": ring_blocks + 1, "num_cpu_blocks": 60, "max_num_batched_tokens": 64}
+    for groups in (1, 3):  # and the block that is being written, in a group of its own
+        prompt = random_prompt((1 + groups * group_slots) * BLOCK + 3, VOCAB, 1)
+        with LLM(model_dir, dtype="float32", **offloaded(BLOCK, **sizes, cpu_attention=False)) as llm:
+            assert room(llm).engine.group_slots == group_slots and llm.kv_stats().resident_blocks == 1
+            count_attention(llm, monkeypatch)
+            set_prefill(llm, "chunk-major")
+            llm.engine.add_request("r", None, greedy(4), prompt)
+            for _ in range(-(-len(prompt) // 64)):
+                llm.engine.step()
+            counted_step(llm)
+            found.append(counted_step(llm))
+            streams = len(room(llm).engine.order._group_streams)
+    more = found[1] - found[0]
+    once = {name: more.pop(name) - 2 * 2 * LAYERS for name in ("waits", "records")}
+    assert more == {"attends": 2 * LAYERS, "kernels": 2 * LAYERS, "h2d": 2 * LAYERS}
+    assert all(abs(count) <= streams for count in once.values()), "of the step: for what was stored before it"
+
+
+def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("launches are counted in Triton's interpreter, which does not run where there is a GPU")
+    from triton.runtime import interpreter
+
+    from nanovllm.ops.triton_attention import TritonAttention
+
+    launches, launch = [], interpreter.GridExecutor.__call__
+
+    def counted(executor: Any, *arguments: Any, **named: Any) -> None:
+        launches.append(executor)
+        launch(executor, *arguments, **named)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+    q, pool = torch.randn(2, 4, 16), torch.randn(4, 2, 2, BLOCK, 16)
+    rows = (KVSegment(0, 1, 4 * BLOCK, 0, 4 * BLOCK, range(4)), KVSegment(1, 1, 2 * BLOCK, 0, 2 * BLOCK, (3, 1)))
+    TritonAttention().attend(q, pool, SegmentTable(rows), AttentionState.empty(q), 0.25, None)
+    assert 1 <= len(launches) <= 2
 
 
 def test_nothing_in_the_forward_pass_makes_the_host_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +304,8 @@ def test_pieces_are_a_replay_for_each_layer_and_one_more(model_dir: Path, monkey
     engine = offloaded(BLOCK, num_gpu_blocks=5, num_cpu_blocks=12, cpu_attention=False)
     counts, operators, replays = graph_step(model_dir, monkeypatch, False, **engine)
     assert replays == LAYERS + 1 and counts["host waits"] == 0
-    # Each sequence has two blocks, of which the second is written.
-    most = {"kernels": 9, "h2d": 6, "d2h": 3, "waits": 3 * 6 + 2 * 3, "records": 2 * 6 + 2 * 3}
-    assert all(counts[name] <= LAYERS * count for name, count in most.items()), counts
+    # Each sequence has two blocks, of which the second is written: three groups of two at most.
+    most = {"kernels": 1 + 3 + 3, "h2d": 6, "d2h": 3, "waits": 2 * 3 + 3, "records": 2 * 3 + 3}
+    once = {"waits": 2 * 2, "records": 2 + 1}  # with two streams
+    assert all(counts[name] <= LAYERS * count + once.get(name, 0) for name, count in most.items()), counts
     assert not any(name.startswith(WAITING_OPERATORS) for name in operators), operators

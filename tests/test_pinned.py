@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
-from nanovllm.device import memory
-from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
+from nanovllm.comm import CopyError, _sgdma, copy_pitched, memcpy_2d_async
+from nanovllm.device import memory, pinned
+from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError
 
 PAGE = 4096
@@ -95,17 +95,60 @@ def test_a_failure_at_any_piece_is_one_sentence_and_leaves_nothing(piece: int) -
     assert not any(is_mapped(start) for start in ledger.asked)
 
 
-def test_more_than_is_free_is_refused_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 20)
+class Machine:
+    """Says how much memory it has and leaves: what is touched counts, and it may grow when it is used up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, grows_to: int = 0, when_left: int = 0) -> None:
+        self.total, self.used, self._grows_to, self._when_left = free, 0, grows_to, when_left
+        touch = _sgdma.touch_pages
+        monkeypatch.setattr(memory, "container_free_bytes", lambda: None)
+        monkeypatch.setattr(memory, "total_bytes", lambda: self.total)
+        monkeypatch.setattr(memory, "available_bytes", lambda: max(0, self.total - self.used))
+        monkeypatch.setattr(_sgdma, "touch_pages", lambda start, size, n: (touch(start, size, n), self._use(size)))
+        monkeypatch.setattr(pinned, "TOUCHED_STEP", 4 * PAGE)
+        monkeypatch.setattr(pinned, "GROWTH_SECONDS", 0.01)
+
+    def _use(self, size: int) -> None:
+        self.used += size
+        while self.used + self._when_left > self.total < self._grows_to:
+            self.total += 16 * PAGE
+
+
+@pytest.mark.parametrize("when_left", [0, 2 * PAGE])
+def test_a_machine_that_grows_when_it_is_used_gives_what_it_has(
+    when_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its MemTotal is at first far below what it can have, so that is no reason to refuse."""
+    machine, ledger = Machine(monkeypatch, 20 * PAGE, grows_to=500 * PAGE, when_left=when_left), Ledger()
+    tensor = empty_pinned("host blocks", (400, PAGE), torch.uint8, ledger)
+    assert machine.used == tensor.nbytes and sum(ledger.locked.values()) == tensor.nbytes
+    assert bool((tensor == 0).all())
+    del tensor
+    with pytest.raises(ConfigError, match=r"GiB of it were taken, and no more are free"):
+        empty_pinned("host blocks", (400, PAGE), torch.uint8, ledger)
+    assert machine.used < 500 * PAGE + 5 * PAGE and not ledger.locked
+
+
+def test_what_a_machine_does_not_have_is_refused_when_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, ledger = Machine(monkeypatch, 100 * PAGE), Ledger()
+    with pytest.raises(ConfigError, match=r"had: 0\.00 GiB of it were taken, and no more are free; lower num_cpu"):
+        empty_pinned("host blocks", (1000, PAGE), torch.uint8, ledger)
+    assert machine.used <= 104 * PAGE and not ledger.asked, "a small step at a time near the end"
+    machine.used = 0
+    assert empty_pinned("host blocks", (90, PAGE), torch.uint8, ledger).nbytes == 90 * PAGE
+
+
+def test_more_than_a_container_leaves_is_refused_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "container_free_bytes", lambda: 1 << 20)
     ledger = Ledger()
-    with pytest.raises(ConfigError, match=r"only 0\.00 GiB of host memory are free; lower num_cpu_blocks"):
+    with pytest.raises(ConfigError, match=r"the container leaves 0\.00 GiB; lower num_cpu_blocks"):
         empty_pinned("host blocks", (2, 1 << 20), torch.uint8, ledger)
     assert not ledger.asked
     assert empty_pinned("host blocks", (1, 1 << 20), torch.uint8, ledger).nbytes == 1 << 20
 
 
 def test_more_than_the_address_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1 << 62)
+    monkeypatch.setattr(memory, "container_free_bytes", lambda: None)
     with pytest.raises(ConfigError, match="cannot be mapped"):
         empty_pinned("host blocks", (1 << 20, 1 << 40), torch.uint8, Ledger())
 
@@ -114,6 +157,38 @@ def test_nothing_is_nothing() -> None:
     ledger = Ledger()
     assert empty_pinned("host blocks", (0, 3, 4), torch.float32, ledger).shape == (0, 3, 4)
     assert not ledger.asked
+
+
+def test_a_lock_knows_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that CUDA need not be asked at every copy whether a pool is pinned."""
+    for name in ("lock_pages", "unlock_pages"):
+        monkeypatch.setattr(_sgdma, name, lambda *_: None)
+    lock = CudaPageLock()
+    tensor = empty_pinned("host blocks", (4, 4 * PAGE), torch.uint8, lock, max_piece=5 * PAGE)
+    start, size = tensor.data_ptr(), tensor.nbytes
+    assert lock.covers(start, size) and lock.covers(start, 4 * PAGE)
+    assert not lock.covers(start, size + 1) and not lock.covers(start + PAGE, PAGE)
+    del tensor
+    assert not lock.covers(start, size), "other memory may be there now"
+
+
+def test_memory_that_is_known_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = torch.zeros(8)
+
+    def asked(address: int) -> tuple[str, int]:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(_sgdma, "memory_of", asked)
+    with pytest.raises(CopyError, match="needs src on cuda"):  # the next thing that is wrong
+        copy_pitched(host, host, 4, 4, 4, 1, "d2h", is_known=lambda tensor: tensor is host)
+
+
+@pytest.mark.parametrize(("block_bytes", "max_piece", "rows"), [(PAGE, 3 * PAGE, 3), (6144, 5 * PAGE, 2), (96, 1, 128)])
+def test_a_piece_holds_whole_rows(block_bytes: int, max_piece: int, rows: int) -> None:
+    ledger = Ledger()
+    tensor = empty_pinned("host blocks", (40, block_bytes), torch.uint8, ledger, max_piece=max_piece)
+    assert rows_in_reach(tensor, max_piece) == rows
+    assert {(start - tensor.data_ptr()) // block_bytes % rows for start in ledger.locked} == {0}
 
 
 @pytest.mark.parametrize("threads", [1, 3, 64])
@@ -173,6 +248,7 @@ class FailsLater(CudaPageLock):
     """Really locks, but the third piece is memory that is not mapped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.starts: list[int] = []
 
     def lock(self, start: int, size: int) -> None:

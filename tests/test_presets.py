@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 from benchmark_helpers import main_of, make_config, make_scripts_small, report_of
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.sizing import MemoryFacts, plan_kv_cache
 
 SCRIPTS = ("bench", "bench_offload", "bench_vllm")
 
@@ -94,6 +101,21 @@ def test_every_preset_prompt_fits_its_model_and_its_device_share() -> None:
             placed = work.of(shape, args, prompt_len, settings["output_len"]).offloaded(settings["device_share"])
             assert placed["num_gpu_blocks"] >= 4 and placed["num_cpu_blocks"] > 0
             assert prompt_len + max(settings["output_len"], by_share) <= shape.spec.max_position_embeddings
+
+
+def test_blocks_of_4096_go_at_32k_with_an_eighth_on_the_device() -> None:
+    """Which is the ring alone: nine blocks hold the sequence, and an eighth of them is one."""
+    presets, work = importlib.import_module("benchmarks.presets"), importlib.import_module("benchmarks.engine").Work
+    with importlib.import_module("benchmarks.shapes").open_shape("llama-3.1-8b", None, "auto") as shape:
+        args = argparse.Namespace(seed=0, **{**presets.OFFLOAD, "block_size": 4096})
+        placed = work.of(shape, args, presets.PROMPT_32K, 33).offloaded(Fraction(1, 8))
+        assert (placed["num_gpu_blocks"], placed["num_cpu_blocks"]) == (1, 9)
+        layout = KVLayout(32, 8, 128, 4096, 2)
+    config = EngineConfig(model=".", kvcache_block_size=4096, swap_space=0, max_num_seqs=1, **placed)
+    facts = MemoryFacts(80 << 30, 60 << 30, 100 << 30, tiers_share_memory=False, activation_peak=0)
+    plan = plan_kv_cache(config, layout, 131072, facts, WATERMARK)
+    assert plan.split == DeviceSplit(ring_slots=16, resident_blocks=0)
+    assert plan.split.group_slots(layout.block_layer_bytes) == 4 and plan.max_model_len >= presets.PROMPT_32K + 33
 
 
 # ---- weights of a checkpoint

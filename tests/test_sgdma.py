@@ -23,8 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
+from nanovllm.comm import CopyError, _sgdma, copy_on_host_async, memcpy_2d_async
 from nanovllm.comm import sgdma as sgdma_module
+from nanovllm.ops.host_attention import empty_task
 
 REPO = Path(__file__).resolve().parent.parent
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.bfloat16, torch.float64)
@@ -253,25 +254,42 @@ def test_build_without_cuda_refuses_device_copies(kind: str) -> None:
 
 
 @pytest.mark.skipif(_sgdma.has_cuda, reason="the extension was built with CUDA")
-def test_build_without_cuda_refuses_calls() -> None:
-    with pytest.raises(RuntimeError, match="has no CUDA, so no call can be put on a stream"):
-        _sgdma.launch_call(lambda: None, 0)
+def test_build_without_cuda_refuses_tasks() -> None:
+    with pytest.raises(RuntimeError, match="has no CUDA, so no task can be put on a stream"):
+        _sgdma.launch_host_task(*empty_task().take(), 0)
+    with pytest.raises(RuntimeError, match="has no CUDA, so no h2h copy can be put on a stream"):
+        _sgdma.launch_host_copy(0, 0, 1, 1, 1, 1, 0)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not _sgdma.has_cuda, reason="the extension was built without CUDA")
-def test_calls_run_in_the_order_of_the_stream() -> None:
-    stream = torch.cuda.Stream()
-    seen: list[int] = []
-    device, host = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda"), torch.zeros(1 << 20, dtype=torch.uint8)
-    host = host.pin_memory()
+def test_copies_within_host_memory_run_in_the_order_of_the_stream() -> None:
+    stream, size = torch.cuda.Stream(), 1 << 20
+    device = torch.full((size,), 7, dtype=torch.uint8, device="cuda")
+    host, other = (torch.zeros(size, dtype=torch.uint8).pin_memory() for _ in range(2))
     torch.cuda.synchronize()
-    memcpy_2d_async(host, device, 1 << 20, 1 << 20, 1 << 20, 1, "d2h", stream)
-    _sgdma.launch_call(lambda: seen.append(int(host[-1])), stream.cuda_stream)
-    memcpy_2d_async(device, host, 1 << 20, 1 << 20, 1 << 20, 1, "h2d", stream)
-    _sgdma.launch_call(lambda: seen.append(len(seen)), stream.cuda_stream)
+    memcpy_2d_async(host, device, size, size, size, 1, "d2h", stream)
+    copy_on_host_async(other, host, 1024, 1024, 512, 1024, stream)
+    memcpy_2d_async(device, other, size, size, size, 1, "h2d", stream)
     stream.synchronize()
-    assert seen == [7, 1]
+    rows = device.cpu().view(1024, 1024)
+    assert bool((rows[:, :512] == 7).all()) and not rows[:, 512:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": -1}, "width must be an int of at least 0, got -1"),
+        ({"height": 9}, "The copy would run past the end of dst"),
+        ({"src": torch.zeros(8, device="meta")}, "A h2h copy needs src on cpu, but it is on meta"),
+        ({"stream": None}, "stream must be a torch.cuda.Stream or its handle"),
+    ],
+)
+def test_a_copy_on_a_stream_within_host_memory_is_checked(change: dict[str, Any], message: str) -> None:
+    memory = {"dst": torch.zeros(8), "src": torch.zeros(8)}
+    arguments = {**memory, "dpitch": 4, "spitch": 4, "width": 4, "height": 8, "stream": 0, **change}
+    with pytest.raises(CopyError, match=message):
+        copy_on_host_async(**arguments)
 
 
 def test_extension_refuses_an_unknown_kind() -> None:

@@ -86,6 +86,14 @@ def test_ring_and_resident_blocks_stay_within_the_device(num_gpu_blocks: int, nu
     assert (ring_blocks - 1) * num_layers < split.ring_slots <= ring_blocks * num_layers
 
 
+@given(num_layers=st.integers(1, 130), slot_bytes=st.integers(1, 64 << 20))
+def test_small_slots_make_the_ring_longer_and_take_no_block_for_it(num_layers: int, slot_bytes: int) -> None:
+    usual, longer = split_device(8, num_layers), split_device(8, num_layers, slot_bytes)
+    assert usual.resident_blocks == longer.resident_blocks and usual.ring_slots <= longer.ring_slots
+    most = (8 - usual.resident_blocks) * num_layers
+    assert longer.ring_slots in (usual.ring_slots, most, 2 * -(-(16 << 20) // slot_bytes)) and longer.ring_slots <= most
+
+
 @pytest.mark.parametrize(
     "layers, ring_slots, resident", [(1, 4, 0), (2, 4, 2), (3, 4, 2), (4, 4, 3), (12, 12, 3), (28, 16, 3)]
 )
@@ -219,6 +227,21 @@ def test_max_model_len_is_the_models_or_what_the_cache_holds() -> None:
 
 
 # ---- refusals
+
+def test_a_ring_needs_as_many_blocks_as_its_slots_take() -> None:
+    offload = {"enable_cpu_offload": True, "num_cpu_blocks": 9}
+    with pytest.raises(ConfigError, match=r"num_gpu_blocks=1: .* a model with 2 layers takes 2 blocks; raise num_gpu"):
+        plan(layout=replace(LAYOUT, num_layers=2), num_gpu_blocks=1, **offload)
+    small = plan(layout=replace(LAYOUT, num_layers=16), num_gpu_blocks=1, **offload)
+    assert (small.split.ring_slots, small.split.resident_blocks, small.num_cpu_blocks) == (16, 0, 9)
+
+
+def test_a_host_that_may_grow_is_not_refused_by_what_is_free_now() -> None:
+    """Whether there is as much shows when it is allocated; what is sized from memory takes what there is."""
+    growing = replace(MEMORY, host_may_grow=True)
+    assert plan(growing, enable_cpu_offload=True, num_cpu_blocks=5001).num_cpu_blocks == 5001
+    assert plan(growing, enable_cpu_offload=True).num_cpu_blocks == plan(enable_cpu_offload=True).num_cpu_blocks
+
 
 REFUSALS: list[tuple[MemoryFacts, dict[str, Any], tuple[str, ...]]] = [
     (MEMORY, {"max_model_len": MODEL_LEN + 1}, ("max_model_len=16001", "positions end at 16000")),

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanovllm.forward_context import SequenceSlice
 from nanovllm.kvcache.budget import DeviceSplit
@@ -66,12 +68,29 @@ def test_sequences_share_calls_whatever_tiers_they_are_on() -> None:
     assert segments_of(plan.items[3]) == [(0, 12, [0]), (1, 12, [1]), (2, 12, [2])]
 
 
+MIB = 1 << 20
+
+
 @pytest.mark.parametrize(
-    ("ring_slots", "run_slots"), [(0, 1), (2, 1), (4, 1), (7, 1), (8, 2), (11, 1), (12, 3), (14, 2), (15, 3), (16, 4)]
+    ("ring_slots", "slot_bytes", "group_slots"),
+    [
+        *[(0, MIB, 1), (1, MIB, 1), (2, 64 * MIB, 1), (3, MIB, 1), (4, 16 * MIB, 1), (7, 32 * MIB, 1)],
+        *[(8, 64 * MIB, 2), (11, 64 * MIB, 2), (12, 64 * MIB, 3), (16, 16 * MIB, 4)],  # a quarter of the ring
+        *[(16, 4 * MIB, 4), (16, 2 * MIB, 8), (32, MIB, 16), (28, 3 * MIB, 7)],  # 16 MiB, and the ring divided evenly
+        *[(4, MIB, 2), (5, 8 * MIB, 2), (11, 1, 5), (16, MIB, 8)],  # half of the ring is less
+    ],
 )
-def test_the_ring_is_a_whole_number_of_runs(ring_slots: int, run_slots: int) -> None:
-    assert DeviceSplit(ring_slots, RESIDENT).run_slots == run_slots
-    assert ring_slots % run_slots == 0
+def test_the_ring_holds_groups_of_at_least_16_mib_if_two_of_them_fit(
+    ring_slots: int, slot_bytes: int, group_slots: int
+) -> None:
+    assert DeviceSplit(ring_slots, RESIDENT).group_slots(slot_bytes) == group_slots
+
+
+@given(ring_slots=st.integers(2, 300), slot_bytes=st.integers(1, 64 * MIB))
+def test_two_groups_fit_and_16_mib_are_a_group_where_they_can_be(ring_slots: int, slot_bytes: int) -> None:
+    size = DeviceSplit(ring_slots, RESIDENT).group_slots(slot_bytes)
+    assert size >= 1 and 2 * size <= ring_slots
+    assert size * slot_bytes >= 16 * MIB or ring_slots // size == 2 or ring_slots < 4
 
 
 def test_what_streams_goes_in_runs_of_ring_slots() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
+from host_tasks import PythonTask
 
 from nanovllm import LLM
 from nanovllm.device import PitchedCopy, Stream, cpu
@@ -73,11 +74,11 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
     assert {s["name"] for s in compute} == {"step", "wait", "write K/V", "attend", "attend on the host"}
     kernels = [s["args"] for s in compute if s["name"] not in ("step", "wait")]
     assert all(args["bytes"] > 0 and args["declared"] > 0 for args in kernels)
-    assert set(rows) == {f"kv-slot-{slot}" for slot in range(4)} | {"kv-moves"}
+    assert set(rows) == {"kv-slots-0", "kv-slots-1", "kv-moves"}, "a stream for each group of the ring"
     copies = [s for slices in rows.values() for s in slices]
     for kind, count, total in (("h2d", moved.h2d_copies, moved.h2d_bytes), ("d2h", moved.d2h_copies, moved.d2h_bytes)):
         of_kind = [s["args"] for s in copies if s["name"] == f"{kind} copy"]
-        assert len(of_kind) == count > 0
+        assert 0 < len(of_kind) <= count, "a call carries neighbouring blocks"
         assert sum(args["bytes"] for args in of_kind) == total
     assert all(in_turn(slices) for slices in rows.values())
 
@@ -86,8 +87,8 @@ def test_calls_are_slices_of_their_stream(tmp_path: Path) -> None:
     device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
     calls, tensor = device.new_call_stream("arm"), torch.zeros(8)
     device.declare_kernel("attend on the host", reads=(t for t in (tensor, tensor)), stream=calls)
-    calls.launch(lambda: time.sleep(0.01))
-    calls.launch(lambda: None)
+    calls.launch(PythonTask(lambda: time.sleep(0.01)))
+    calls.launch(PythonTask(lambda: None))
     device.close()
     slices = rows_of(tmp_path / "trace.json")["arm"]
     assert [(s["name"], s["args"]["bytes"]) for s in slices] == [("attend on the host", 64), ("call", 0)]
@@ -152,7 +153,7 @@ def test_a_kernel_ends_where_it_is_ended_or_something_else_begins(tmp_path: Path
 def test_a_wait_lasts_as_long_as_what_it_waits_for(tmp_path: Path) -> None:
     device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
     calls, event = device.new_call_stream("calls"), device.new_event()
-    calls.launch(lambda: time.sleep(0.02))
+    calls.launch(PythonTask(lambda: time.sleep(0.02)))
     calls.record(event)
     device.compute_stream.wait(event)
     device.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,37 +60,45 @@ def copy_pitched(
     kind: str,
     stream: int | object = 0,
     rows_above: int | None = MAX_PITCH,
+    is_known: Callable[[Tensor], bool] | None = None,
 ) -> int:
     """`memcpy_2d_async` for any pitch: with one above `rows_above` the rows go as a batch, instead of being refused.
 
-    Returns the number of copies that this took: 1, or what `memcpy_batch_async` returns; 0 when nothing was copied.
+    is_known: whether a tensor's memory is known to be what the copy needs, pinned or on its device, so that CUDA need
+    not be asked. Returns the number of copies that this took: 1, or what `memcpy_batch_async` returns; 0 when nothing
+    was copied.
     """
-    for name, value in (("dpitch", dpitch), ("spitch", spitch), ("width", width), ("height", height)):
-        if type(value) is not int or value < 0:
-            raise CopyError(f"{name} must be an int of at least 0, got {value!r}.")
-    _check_sides(dst, src, kind, "", set())
+    _check_sizes(dpitch, spitch, width, height)
+    _check_sides(dst, src, kind, "", set(), is_known)
     handle = _stream_handle(stream, kind, dst, src)
     by_rows = rows_above is not None and max(dpitch, spitch) > rows_above
-    dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
-    for name, pitch in (("dst", dpitch), ("src", spitch)):
-        if pitch > MAX_PITCH and not by_rows:
-            raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
-    dst_end = dst_ptr + _checked_span("dst", dst, dpitch, width, height)
-    src_end = src_ptr + _checked_span("src", src, spitch, width, height)
+    if not by_rows:
+        _check_pitches(dpitch, spitch)
+    _check_spans(dst, src, dpitch, spitch, width, height)
     if not width or not height:
         return 0
-    interleaved = height > 1 and dpitch == spitch and width <= (dst_ptr - src_ptr) % dpitch <= dpitch - width
-    if dst_ptr < src_end and src_ptr < dst_end and not interleaved:
-        raise CopyError(
-            f"dst and src must not overlap, but dst spans bytes [{dst_ptr:#x}, {dst_end:#x}) and src "
-            f"[{src_ptr:#x}, {src_end:#x})."
-        )
+    dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
     if by_rows:
         dst_rows = [dst_ptr + row * dpitch for row in range(height)]
         src_rows = [src_ptr + row * spitch for row in range(height)]
         return _sgdma.memcpy_batch_async(dst_rows, src_rows, [width] * height, kind, handle)
     _sgdma.memcpy_2d_async(dst_ptr, src_ptr, dpitch, spitch, width, height, kind, handle)
     return 1
+
+
+def copy_on_host_async(
+    dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int, stream: int | object
+) -> None:
+    """An h2h copy of any pitch that is carried out when `stream`, one of CUDA's, gets to it.
+
+    C++ copies, on a thread of CUDA's that never waits for the GIL. Both tensors must live until then.
+    """
+    _check_sizes(dpitch, spitch, width, height)
+    _check_sides(dst, src, "h2h", "", set())
+    handle = _stream_handle(stream, "h2d", dst, src)
+    _check_spans(dst, src, dpitch, spitch, width, height)
+    if width and height:
+        _sgdma.launch_host_copy(dst.data_ptr(), src.data_ptr(), dpitch, spitch, width, height, handle)
 
 
 def memcpy_batch_async(
@@ -121,7 +129,41 @@ def memcpy_batch_async(
     return _sgdma.memcpy_batch_async(dst_ptrs, src_ptrs, sizes, kind, handle)
 
 
-def _check_sides(dst: Tensor, src: Tensor, kind: str, number: str, asked: set[int]) -> None:
+def _check_sizes(dpitch: int, spitch: int, width: int, height: int) -> None:
+    for name, value in (("dpitch", dpitch), ("spitch", spitch), ("width", width), ("height", height)):
+        if type(value) is not int or value < 0:
+            raise CopyError(f"{name} must be an int of at least 0, got {value!r}.")
+
+
+def _check_pitches(dpitch: int, spitch: int) -> None:
+    for name, pitch in (("dst", dpitch), ("src", spitch)):
+        if pitch > MAX_PITCH:
+            raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
+
+
+def _check_spans(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
+    """Refuse rows that leave their storage, and rows of dst that lie on rows of src."""
+    dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
+    dst_end = dst_ptr + _checked_span("dst", dst, dpitch, width, height)
+    src_end = src_ptr + _checked_span("src", src, spitch, width, height)
+    if not width or not height:
+        return
+    interleaved = height > 1 and dpitch == spitch and width <= (dst_ptr - src_ptr) % dpitch <= dpitch - width
+    if dst_ptr < src_end and src_ptr < dst_end and not interleaved:
+        raise CopyError(
+            f"dst and src must not overlap, but dst spans bytes [{dst_ptr:#x}, {dst_end:#x}) and src "
+            f"[{src_ptr:#x}, {src_end:#x})."
+        )
+
+
+def _check_sides(
+    dst: Tensor,
+    src: Tensor,
+    kind: str,
+    number: str,
+    asked: set[int],
+    is_known: Callable[[Tensor], bool] | None = None,
+) -> None:
     """Refuse what is no plain tensor, an unknown kind, and memory that is not where the kind says.
 
     asked: addresses of storages that CUDA has been asked about for this call.
@@ -136,7 +178,7 @@ def _check_sides(dst: Tensor, src: Tensor, kind: str, number: str, asked: set[in
             raise CopyError(f"{name}{number} must be a strided tensor, got layout {tensor.layout}.")
         if tensor.device.type != side:
             raise CopyError(f"A {kind} copy needs {name}{number} on {side}, but it is on {tensor.device}.")
-        if kind != "h2h":
+        if kind != "h2h" and not (is_known is not None and is_known(tensor)):
             _check_memory(name + number, tensor, kind, asked)
 
 

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from nanovllm.device.base import CallStream, CopyKind, Device, Event, Graph, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, CopyKind, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, check_cuda
@@ -22,6 +22,7 @@ __all__ = [
     "Device",
     "Event",
     "Graph",
+    "HostTask",
     "Mark",
     "PitchedCopy",
     "Stream",

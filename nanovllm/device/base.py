@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -66,15 +66,33 @@ class Stream(ABC):
         """Mark the work put on this stream so far, to be asked later when it was done."""
 
 
+class HostTask(Protocol):
+    """Work on host memory that a stream carries out: a C function with its data.
+
+    It runs on whatever thread the stream has for it and uses neither Python nor the device: it could never get the GIL
+    while a thread that has it waits for the stream.
+    """
+
+    def take(self) -> tuple[int, int]:
+        """Addresses of a function `void f(void *)` and of its argument. Calling it once does the work, and lets go of
+        what the argument holds."""
+        ...
+
+    def drop(self, data: int) -> None:
+        """Let go of an argument that was taken and will not be used."""
+        ...
+
+    def failure(self) -> str | None:
+        """What went wrong when it ran."""
+        ...
+
+
 class CallStream(Stream):
-    """A stream whose work is calls that run on cores of the host, alongside the thread that puts them there."""
+    """A stream whose work runs on cores of the host, alongside the thread that puts it there."""
 
     @abstractmethod
-    def launch(self, call: Callable[[], None]) -> None:
-        """Put `call` on this stream. What it raises is a failure of the stream.
-
-        It touches host memory only and puts nothing on any stream; where it computes, it lets go of the GIL.
-        """
+    def launch(self, task: HostTask) -> None:
+        """Put `task` on this stream. What goes wrong in it is a failure of the stream."""
 
 
 class Graph(ABC):
@@ -90,6 +108,7 @@ class Device(ABC):
 
     `shares_host`: the compute stream runs on the host's own cores, and its kernels reach host memory as they do device
     memory. A call stream would then only take cores away from it. `captures`: whether it can record graphs.
+    `host_memory_may_grow`: whether `empty_host` may have more than `free_host_memory`, and finds out by taking it.
     """
 
     name: str
@@ -97,6 +116,7 @@ class Device(ABC):
     compute_stream: Stream
     shares_host: bool
     captures: bool = False
+    host_memory_may_grow: bool = False
 
     def compute(self) -> AbstractContextManager[None]:
         """What torch is called for inside goes on the compute stream."""
@@ -123,6 +143,10 @@ class Device(ABC):
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         """Put a copy on `stream`, which is not the compute stream. Returns how many copies that takes: 1, or one for
         each row where a pitch is above what the device copies with."""
+
+    def rows_in_reach(self, host: Tensor) -> int:
+        """Of memory from `empty_host`: no copy may reach across a multiple of so many `host[i]`."""
+        return len(host)
 
     @abstractmethod
     def link_busy(self) -> Busy:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanovllm.comm import copy_pitched
+from nanovllm.comm import _sgdma, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.errors import EngineError
 
@@ -93,8 +93,14 @@ class WorkerStream(CallStream):
         works, self._held = self._held, []
         self._queue.put(works)
 
-    def launch(self, call: Callable[[], None]) -> None:
-        self.put(lambda: self._unless_failed(call))
+    def launch(self, task: HostTask) -> None:
+        def carry_out() -> None:
+            _sgdma.run_host_task(*task.take())
+            failure = task.failure()
+            if failure is not None:
+                raise RuntimeError(failure)
+
+        self.put(lambda: self._unless_failed(carry_out))
 
     def copy(self, copy: PitchedCopy) -> None:
         """Put a copy between two spans of ordinary memory on the stream."""

@@ -11,19 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from nanovllm.comm import _sgdma, copy_pitched
+from nanovllm.comm import _sgdma, copy_on_host_async, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.link_meter import LinkMeter
-from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node
+from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
 
 _HIGH_PRIORITY = -1
@@ -115,31 +114,31 @@ class CudaStream(Stream):
 
 
 class CudaCallStream(CudaStream, CallStream):
-    """Calls run on a thread of CUDA's, in the order of the stream, so that events order them as they order copies.
+    """Host tasks run on a thread of CUDA's, in the order of the stream, so that events order them as they order copies.
 
-    After a failure calls are skipped; `synchronize` raises it once. Other streams do not learn of it: whoever relies on
-    a call's result synchronizes before it is used.
+    Other streams do not learn of a failure: whoever relies on a result synchronizes before it is used, which raises it
+    once. No Python runs on that thread. CUDA holds locks while a task runs; a thread that has the GIL may wait for them
+    in any call of the driver, and would wait for ever if the task waited for the GIL.
     """
 
     def __init__(self, name: str, inner: torch.cuda.Stream, clock: CudaClock) -> None:
         super().__init__(name, inner, clock)
-        self._failure: EngineError | None = None
+        self._launched: list[HostTask] = []  # since the stream was last synchronized
 
-    def launch(self, call: Callable[[], None]) -> None:
-        def carry_out() -> None:
-            if self._failure is None:
-                try:
-                    call()
-                except Exception as error:
-                    self._failure = EngineError(f"work on stream {self.name} failed: {error}")
-
-        _sgdma.launch_call(carry_out, self.inner.cuda_stream)
+    def launch(self, task: HostTask) -> None:
+        function, data = task.take()
+        try:
+            _sgdma.launch_host_task(function, data, self.inner.cuda_stream)
+        except RuntimeError:
+            task.drop(data)
+            raise
+        self._launched.append(task)
 
     def synchronize(self) -> None:
         super().synchronize()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        launched, self._launched = self._launched, []
+        for failure in filter(None, (task.failure() for task in launched)):
+            raise EngineError(f"work on stream {self.name} failed: {failure}")
 
 
 class CudaDevice(Device):
@@ -148,6 +147,7 @@ class CudaDevice(Device):
     name = "cuda"
     shares_host = False
     captures = True
+    host_memory_may_grow = True
 
     def __init__(self) -> None:
         """Raises ConfigError where there is no CUDA device, or the extension was built without CUDA."""
@@ -159,6 +159,8 @@ class CudaDevice(Device):
         self.compute_stream = self._compute
         self._streams: list[CudaStream] = []
         self._link = LinkMeter()
+        self._page_lock = CudaPageLock()
+        self._known: set[tuple[int, int]] = set()  # storages that CUDA says are memory of this device
         self._max_pitch = min(MAX_PITCH, _sgdma.max_pitch(self.torch_device.index))
         self._closed = False
 
@@ -188,7 +190,7 @@ class CudaDevice(Device):
             ) from error
 
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return empty_pinned(name, shape, dtype, CudaPageLock(), node=nearest_node(self.torch_device.index))
+        return empty_pinned(name, shape, dtype, self._page_lock, node=nearest_node(self.torch_device.index))
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, CudaStream) and stream is not self._compute, "copies run on transfer streams"
@@ -196,17 +198,28 @@ class CudaDevice(Device):
             raise EngineError(f"stream {stream.name} is closed: the engine it belongs to was shut down")
         sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
         if copy.kind == "h2h":  # which CUDA would do at once, whatever the stream waits for
-            on_host = partial(copy_pitched, copy.dst, copy.src, *sizes, "h2h")
-            _sgdma.launch_call(on_host, stream.inner.cuda_stream)
+            copy_on_host_async(copy.dst, copy.src, *sizes, stream.inner)
             return 1
         begin = self._link.before(stream) if copy.kind == "h2d" else None
-        count = copy_pitched(copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch)
+        count = copy_pitched(
+            copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch, is_known=self._is_known
+        )
         self._link.after(stream, begin, copy.width * copy.height)
+        # The copy was not refused, so CUDA has been asked about memory that was not known yet.
+        self._known.update(map(_storage_of, (tensor for tensor in (copy.dst, copy.src) if tensor.is_cuda)))
         return count
+
+    def rows_in_reach(self, host: Tensor) -> int:
+        return rows_in_reach(host)
 
     def link_busy(self) -> Busy:
         """Of the copies that are measured, which are a part of all."""
         return self._link.read()
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory never has to be asked about again: pools live as long as they are copied."""
+        storage = _storage_of(tensor)
+        return storage in self._known if tensor.is_cuda else self._page_lock.covers(*storage)
 
     def peak_memory(self, work: Callable[[], object]) -> int:
         """What the allocator took from the device for it, rounding and fragments included, and gave back."""
@@ -253,6 +266,12 @@ def check_cuda() -> None:
             "device='cuda': the extension was built without CUDA; put nvcc on PATH and build it again with "
             "`NANOVLLM_CUDA=1 python setup.py build_ext --inplace`"
         )
+
+
+def _storage_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the tensor's storage begins, and its bytes."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

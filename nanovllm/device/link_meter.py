@@ -30,14 +30,22 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self._count = 0
+        self._measures = False  # in the run of copies under way
         self._run: list[MarkedCopy] = []
         self._total = Busy()
 
     def before(self, stream: Stream) -> Mark | None:
-        """To be passed on to `after`, before a copy is put on `stream`; None if this one is not measured."""
-        measured = self._count % _OUT_OF < _MEASURED
+        """To be passed on to `after`, before a copy is put on `stream`; None if this one is not measured.
+
+        At most _MEASURED copies are kept, whether anybody reads the meter or not: a new run of them begins only when
+        the last one was counted.
+        """
+        position = self._count % _OUT_OF
         self._count += 1
-        return stream.mark() if measured else None
+        if position == 0:
+            self.read()
+            self._measures = not self._run
+        return stream.mark() if self._measures and position < _MEASURED else None
 
     def after(self, stream: Stream, begin: Mark | None, num_bytes: int) -> None:
         if begin is not None:

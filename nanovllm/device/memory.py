@@ -51,6 +51,12 @@ def available_bytes() -> int:
     return max(0, min(available, limit[0] - limit[1])) if limit else available
 
 
+def container_free_bytes() -> int | None:
+    """Memory that the container leaves, beyond which the kernel kills; None without a limit."""
+    limit = _cgroup_limit_and_usage()
+    return max(0, limit[0] - limit[1]) if limit else None
+
+
 def rss_bytes() -> int:
     """Resident memory of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import CallStream, Device, Event, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, HostTask, PitchedCopy, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
 GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
@@ -108,11 +108,11 @@ class CheckedStream(StreamWrapper):
 
 
 class CheckedCallStream(CheckedStream, CallStream):
-    """A stream of calls. What they touch is declared when they are launched."""
+    """A stream of host tasks. What they touch is declared when they are launched."""
 
-    def launch(self, call: Callable[[], None]) -> None:
+    def launch(self, task: HostTask) -> None:
         assert isinstance(self.inner, CallStream)
-        self.inner.launch(call)
+        self.inner.launch(task)
 
 
 class OrderingCheck(DeviceWrapper):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ from nanovllm.errors import ConfigError
 
 MAX_PIECE = 64 << 30  # bytes locked by one call: a single one over 512 GiB fails
 MAX_TOUCHING_THREADS = 16
+PAGE = mmap.PAGESIZE
+TOUCHED_STEP = 64 << 20  # bytes taken at a time of memory that is not known to be there
+GROWTH_SECONDS = 1.0  # in which a machine grows that can
 
 
 class PageLock(Protocol):
@@ -34,13 +38,27 @@ class PageLock(Protocol):
 
 
 class CudaPageLock:
-    """cudaHostRegister and cudaHostUnregister."""
+    """cudaHostRegister and cudaHostUnregister, and what is locked through it."""
+
+    def __init__(self) -> None:
+        self._locked: dict[int, int] = {}  # bytes from each start
 
     def lock(self, start: int, size: int) -> None:
         _sgdma.lock_pages(start, size)
+        self._locked[start] = size
 
     def unlock(self, start: int) -> None:
+        del self._locked[start]
         _sgdma.unlock_pages(start)
+
+    def covers(self, start: int, size: int) -> bool:
+        """Whether all of the memory from `start`, where a locked piece begins, is locked."""
+        while size > 0:
+            piece = self._locked.get(start)
+            if piece is None:
+                return False
+            start, size = start + piece, size - piece
+        return True
 
 
 class LockedMapping(mmap.mmap):
@@ -86,7 +104,7 @@ def empty_pinned(
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype)
-    _check_free(name, size)
+    _check_container(name, size)
     try:
         mapping = LockedMapping(size, lock)
     except (OSError, OverflowError) as error:
@@ -96,12 +114,19 @@ def empty_pinned(
     start = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     if node is not None:
         _sgdma.prefer_node(start, size, node)
-    _sgdma.touch_pages(start, size, min(MAX_TOUCHING_THREADS, os.cpu_count() or 1))
-    failure = _lock_all(mapping, start, size, _piece_size(size // shape[0], max_piece))
+    failure = _touch_all(start, size)
+    if failure is None:
+        failure = _lock_all(mapping, start, size, _piece_size(size // shape[0], max_piece))
     if failure is not None:
         mapping.close()
-        raise ConfigError(_refusal(name, size, f"page-locking failed ({failure})"))
+        raise ConfigError(_refusal(name, size, failure))
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+def rows_in_reach(tensor: Tensor, max_piece: int = MAX_PIECE) -> int:
+    """Of a tensor from `empty_pinned`: how many `tensor[i]` a piece holds. No copy may reach from one into the next."""
+    unit = tensor[:1].nbytes
+    return _piece_size(unit, max_piece) // unit if unit else 1
 
 
 def nearest_node(device_index: int) -> int | None:
@@ -121,7 +146,7 @@ def _lock_all(mapping: LockedMapping, start: int, size: int, piece: int) -> str 
             mapping.lock_piece(start + offset, length)
     except RuntimeError as error:
         mapping.release()
-        return str(error).rstrip(".")
+        return f"page-locking failed ({str(error).rstrip('.')})"
     return None
 
 
@@ -137,10 +162,38 @@ def _piece_size(unit: int, max_piece: int) -> int:
     return max(max_piece // step, 1) * step
 
 
-def _check_free(name: str, size: int) -> None:
-    free = memory.available_bytes()
-    if size > free:
-        raise ConfigError(_refusal(name, size, f"only {free / 2**30:.2f} GiB of host memory are free"))
+def _check_container(name: str, size: int) -> None:
+    free = memory.container_free_bytes()
+    if free is not None and size > free:
+        raise ConfigError(_refusal(name, size, f"the container leaves {free / 2**30:.2f} GiB"))
+
+
+def _touch_all(start: int, size: int) -> str | None:
+    """Make the pages exist. Returns None, or why not all of them can.
+
+    A virtual machine may grow as its memory is used, and say so only then. So memory that is free by its own account is
+    touched at once, and beyond that a small step at a time, until a step neither fits nor makes the machine grow.
+    """
+    threads, done = min(MAX_TOUCHING_THREADS, os.cpu_count() or 1), 0
+    while done < size:
+        free, total = memory.available_bytes(), memory.total_bytes()
+        left = size - done
+        step = left if left + TOUCHED_STEP <= free else min(left, max(TOUCHED_STEP, free // 2 // PAGE * PAGE))
+        _sgdma.touch_pages(start + done, step, threads)
+        done += step
+        if free < TOUCHED_STEP and not _has_grown(total):
+            return f"{done / 2**30:.2f} GiB of it were taken, and no more are free"
+    return None
+
+
+def _has_grown(total: int) -> bool:
+    """Whether the machine has more memory than `total`, or is free of want, now or in a moment."""
+    until = time.monotonic() + GROWTH_SECONDS
+    while memory.total_bytes() <= total and memory.available_bytes() < TOUCHED_STEP:
+        if time.monotonic() > until:
+            return False
+        time.sleep(GROWTH_SECONDS / 20)
+    return True
 
 
 def _refusal(name: str, size: int, reason: str) -> str:

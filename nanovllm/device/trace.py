@@ -8,7 +8,7 @@ that the device hears of on the compute stream. Marks are read once they are pas
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.device.base import CallStream, Device, Event, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
 
@@ -97,7 +97,7 @@ class TracedStream(StreamWrapper):
 
 
 class TracedCallStream(TracedStream, CallStream):
-    """A call is a slice, named after the kernel that was declared for it."""
+    """A task is a slice, named after the kernel that was declared for it."""
 
     def __init__(self, inner: CallStream, name: str, device: TracedDevice) -> None:
         super().__init__(inner, name)
@@ -105,9 +105,9 @@ class TracedCallStream(TracedStream, CallStream):
         self._calls = inner
         self._device = device
 
-    def launch(self, call: Callable[[], None]) -> None:
+    def launch(self, task: HostTask) -> None:
         begin = self._calls.mark()
-        self._calls.launch(call)
+        self._calls.launch(task)
         (name, num_bytes), self.declared = self.declared, ("call", 0)
         self._device.add(name, self.name, begin, self._calls.mark(), bytes=num_bytes)
 

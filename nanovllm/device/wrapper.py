@@ -41,6 +41,7 @@ class DeviceWrapper(Device):
         self.compute_stream = inner.compute_stream
         self.shares_host = inner.shares_host
         self.captures = inner.captures
+        self.host_memory_may_grow = inner.host_memory_may_grow
 
     def compute(self) -> AbstractContextManager[None]:
         return self.inner.compute()
@@ -62,6 +63,9 @@ class DeviceWrapper(Device):
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         return self.inner.copy_2d(copy, stream)
+
+    def rows_in_reach(self, host: Tensor) -> int:
+        return self.inner.rows_in_reach(host)
 
     def link_busy(self) -> Busy:
         return self.inner.link_busy()

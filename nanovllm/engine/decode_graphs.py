@@ -35,9 +35,13 @@ def bucket_sizes(config: EngineConfig) -> list[int]:
     """Batch sizes that have graphs: 1, 2, 4, then every multiple of 8, and the largest that a step can have.
 
     A step takes the next one: less than 8 rows are computed for nothing. Steps above LARGEST_BUCKET have no graph.
+    Under offload a bucket is a graph for each layer and one more, and steps wait for the link: there the sizes are
+    powers of two, 330 graphs for 32 layers instead of 2,211.
     """
     most = min(config.max_num_seqs, config.max_num_batched_tokens, LARGEST_BUCKET)
-    return [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
+    doubled = [2**power for power in range(3, LARGEST_BUCKET.bit_length())]
+    larger = doubled if config.enable_cpu_offload else range(8, most, 8)
+    return [size for size in (1, 2, 4, *larger) if size < most] + [most]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, Wat
 from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.decode_shares import ONE_PROCESSOR
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend
+from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend, can_have_arm
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -221,7 +221,12 @@ def _make_room(
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
 
 
-def _make_arm(engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend) -> HostArm:
+def _make_arm(
+    engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend
+) -> HostArm | None:
+    if not can_have_arm(engine.device, model.spec.head_dim):
+        logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", model.spec.head_dim)
+        return None
     host_backend = arm_backend(engine.device, model.spec.head_dim)
     rates = ONE_PROCESSOR
     if not engine.device.shares_host:

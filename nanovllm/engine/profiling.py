@@ -87,6 +87,7 @@ def measure_memory(
         host_free=device.free_host_memory() - (to_load if shared else 0),
         tiers_share_memory=shared,
         activation_peak=peak,
+        host_may_grow=device.host_memory_may_grow,
         span_row_bytes=span_row_bytes(model, backend, config),
     )
 

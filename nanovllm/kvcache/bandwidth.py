@@ -13,6 +13,7 @@ from nanovllm.kvcache.decode_shares import Bandwidths
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.host_attention import empty_task
 
 _PROBE_BYTES = 32 << 20  # of KV: more than most caches hold, less than anyone waits for
 _ROUNDS = 3
@@ -66,7 +67,7 @@ def _seconds_of_attention(
 
 
 def _seconds_of_round_trip(device: Device, on_device: Tensor, host: Tensor) -> float:
-    """A small copy down, a call that does nothing, a small copy up, each waiting for the one before."""
+    """A small copy down, a task that does nothing, a small copy up, each waiting for the one before."""
     copies, calls = device.new_stream("kv-probe-arm"), device.new_call_stream("kv-probe-calls")
     there, back = device.new_event(), device.new_event()
     width = min(4096, host[0].nbytes)
@@ -75,7 +76,7 @@ def _seconds_of_round_trip(device: Device, on_device: Tensor, host: Tensor) -> f
         device.copy_2d(PitchedCopy(host, on_device, width, width, width, 1, "d2h"), copies)
         copies.record(there)
         calls.wait(there)
-        calls.launch(lambda: None)
+        calls.launch(empty_task())
         calls.record(back)
         copies.wait(back)
         device.copy_2d(PitchedCopy(on_device, host, width, width, width, 1, "h2d"), copies)

@@ -24,8 +24,10 @@ class CountedCopies:
     def transfers(self) -> TransferCount:
         return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["arm"])
 
-    def put(self, copy: PitchedCopy, stream: Stream) -> None:
-        self.count(copy.kind, self._device.copy_2d(copy, stream), copy.width * copy.height)
+    def put(self, copy: PitchedCopy, stream: Stream, blocks: int | None = None) -> None:
+        """blocks: what the copy counts for; without it, as many copies as it takes."""
+        number = self._device.copy_2d(copy, stream)
+        self.count(copy.kind, number if blocks is None else blocks, copy.width * copy.height)
 
     def count(self, kind: str, number: int, num_bytes: int) -> None:
         self._counts[kind][0] += number
@@ -56,21 +58,17 @@ class BlockMover:
         self._swap = swap
 
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Called between forward passes; the next one starts when they are done."""
-        if not moves:
-            return
-        stream = self._order.before_moves()
-        for move in moves:
-            self._move(move.src, move.dst, stream)
-        self._order.after_moves()
+        """Called between forward passes; the next one starts when they are done, and when all stores before are."""
+        if moves:
+            stream = self._order.before_moves()
+            for move in moves:
+                self._move(move.src, move.dst, stream)
+            self._order.after_moves()
+        self._order.before_copies()
 
     def _move(self, src: int, dst: int, stream: Stream) -> None:
         first_host = self._resident.shape[1]
         to_host, from_host = dst >= first_host, src >= first_host
-        if from_host:
-            self._order.before_load(stream, src - first_host)
-        if to_host:
-            self._order.before_move_to_host(dst - first_host)
         kinds: dict[tuple[bool, bool], CopyKind] = {
             (True, False): "h2d",
             (False, True): "d2h",
@@ -81,8 +79,6 @@ class BlockMover:
         dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
         width, height = self._layout.block_layer_bytes, self._layout.num_layers  # one strided copy for all layers
         self._copies.put(PitchedCopy(to, what, dpitch, spitch, width, height, kinds[from_host, to_host]), stream)
-        if to_host:
-            self._order.after_move_to_host(dst - first_host)
 
     def _block(self, place: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim], each layer contiguous."""

@@ -8,8 +8,9 @@ from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, prefill_steps
 
-MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; with more slots, as many runs of slots
+MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; with more slots, as many groups of slots
 MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
+GROUP_BYTES = 16 << 20  # of host blocks in a group, at least: on a fast link several times what the host does for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +20,28 @@ class DeviceSplit:
     ring_slots: int
     resident_blocks: int
 
-    @property
-    def run_slots(self) -> int:
-        """How many host blocks are attended in one call, at most. The ring is a whole number of such runs, at least
-        MIN_RING_SLOTS of them if it has as many slots."""
-        sizes = range(1, self.ring_slots // MIN_RING_SLOTS + 1)
-        return max((size for size in sizes if self.ring_slots % size == 0), default=1)
+    def group_slots(self, slot_bytes: int) -> int:
+        """How many host blocks are loaded and attended together, at most.
+
+        A quarter of the ring; more, up to half of it, where that is less than GROUP_BYTES: one group loads while the
+        other is attended. The ring is divided evenly, and holds `ring_slots // group_slots` groups.
+        """
+        wanted = max(self.ring_slots // MIN_RING_SLOTS, -(-GROUP_BYTES // slot_bytes))
+        size = max(1, min(wanted, self.ring_slots // 2))
+        groups = self.ring_slots // size
+        return self.ring_slots // groups if groups else 1
 
 
-def split_device(num_gpu_blocks: int, num_layers: int) -> DeviceSplit:
-    """The ring takes as few whole blocks as give it its depth; all others stay resident."""
+def split_device(num_gpu_blocks: int, num_layers: int, slot_bytes: int | None = None) -> DeviceSplit:
+    """The ring takes as few whole blocks as give it its depth; all others stay resident.
+
+    slot_bytes: one layer of a block. Where slots are small, the ring has as many of its whole blocks' layers as two
+    groups of GROUP_BYTES take, which costs no further block.
+    """
     ring_slots = max(MIN_RING_SLOTS, min(MAX_RING_SLOTS, num_layers))
     ring_blocks = -(-ring_slots // num_layers)
+    if slot_bytes is not None:
+        ring_slots = max(ring_slots, min(ring_blocks * num_layers, 2 * -(-GROUP_BYTES // slot_bytes)))
     return DeviceSplit(ring_slots=ring_slots, resident_blocks=num_gpu_blocks - ring_blocks)
 
 
@@ -38,7 +49,8 @@ def split_device(num_gpu_blocks: int, num_layers: int) -> DeviceSplit:
 class TransferCount:
     """KV copies over the link and their bytes, each way, and what the CPU arm attended to without a copy.
 
-    `arm_blocks` counts one layer of one block, as a copy does.
+    A copy is one layer of one block, or a whole block between steps. Neighbouring ones go out in one call, so there may
+    be fewer calls than copies. `arm_blocks` counts one layer of one block too.
     """
 
     h2d_copies: int = 0

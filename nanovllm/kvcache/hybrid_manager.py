@@ -7,6 +7,7 @@ are never attended. Moving a block changes its place and nothing else, so no blo
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,12 +33,15 @@ class BlockMove:
 
 
 class PlacePool:
-    """The free places of one tier: a range of integers, handed out lowest first and reused last-freed first."""
+    """The free places of one tier: a range of integers, handed out lowest first.
+
+    Blocks that are placed one after the other so lie beside each other where they can, and are copied in one call.
+    """
 
     def __init__(self, first: int, count: int) -> None:
         self._next = first
         self._end = first + count
-        self._returned: list[int] = []
+        self._returned: list[int] = []  # a heap
         self.count = count
 
     @property
@@ -47,14 +51,14 @@ class PlacePool:
     def take(self) -> int:
         """A free place. The caller has checked that there is one."""
         if self._returned:
-            return self._returned.pop()
+            return heapq.heappop(self._returned)
         if self._next == self._end:
             raise IndexError("no free place")
         self._next += 1
         return self._next - 1
 
     def give_back(self, place: int) -> None:
-        self._returned.append(place)
+        heapq.heappush(self._returned, place)
 
 
 class HybridManager:

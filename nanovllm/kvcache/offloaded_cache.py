@@ -10,11 +10,11 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext, SequenceSlice
 from nanovllm.kvcache.host_arm import HostArm
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic
 from nanovllm.kvcache.span_cache import SpanKVCache
 from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, LayerPlan, ResidentRun, RingRun, group_visits, plan_visits
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState
+from nanovllm.ops.attention import AttentionBackend, AttentionState
 
 
 class OffloadedKVCache(KVRoom):
@@ -42,14 +42,13 @@ class OffloadedKVCache(KVRoom):
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         if self.arm is not None:
             self.arm.observe()
-        run_slots = self._run_slots(sequences)
-        self._plans = {window: self._plan(sequences, window, run_slots) for window in set(self._geometry.windows)}
+        self._plans = {window: self._plan(sequences, window) for window in set(self._geometry.windows)}
         self.engine.move_blocks(moves)
         if self.arm is not None:
-            self.arm.begin_step(list(self._plans.values()))
+            self.arm.begin_step(self._plans)
         layers = enumerate(self._geometry.windows)
         runs = [(layer, run.visits) for layer, window in layers for run in self._plans[window].ring]
-        self.engine.begin([[self._ring_use(layer, visit) for visit in visits] for layer, visits in runs], run_slots)
+        self.engine.begin([[self._ring_use(layer, visit) for visit in visits] for layer, visits in runs])
         # A shared block is loaded once; it counts for its first reader.
         traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
         for visit in (visit for _, visits in runs for visit in visits):
@@ -69,7 +68,9 @@ class OffloadedKVCache(KVRoom):
             elif isinstance(item, ResidentRun):
                 pool = self.engine.resident[layer]
                 for visit in item.visits:
-                    self._write_and_declare(visit, pool[visit.place], k, v, ctx)
+                    self._write(visit, pool[visit.place], k, v, ctx)
+                reads = (pool[visit.place][:, :, : visit.held_tokens] for visit in item.visits)
+                self.engine.device.declare_kernel("attend", reads=reads)
                 self._backend.attend(q, pool, item.table, state, self._geometry.scale, window)
                 self.engine.device.end_kernel()
             else:
@@ -106,19 +107,14 @@ class OffloadedKVCache(KVRoom):
 
     # ---- helpers
 
-    def _run_slots(self, sequences: Sequence[SequenceSlice]) -> int:
-        """Many query rows go over several blocks in a call, which reads and writes their state once. With few rows
-        there is little state, and loads that are waited for one by one hide better."""
-        has_many = any(sequence.query_len > FEW_ROWS for sequence in sequences)
-        return self.engine.split.run_slots if has_many else 1
-
-    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None, run_slots: int) -> LayerPlan:
+    def _plan(self, sequences: Sequence[SequenceSlice], window: int | None) -> LayerPlan:
+        group_slots = self.engine.group_slots
         block_size, resident_blocks = self.layout.block_size, self.engine.split.resident_blocks
         visits = plan_visits(sequences, block_size, window)
         if self.arm is None:
-            return group_visits(visits, sequences, block_size, resident_blocks, run_slots)
+            return group_visits(visits, sequences, block_size, resident_blocks, group_slots)
         taken = self.arm.choose(visits, sequences)
-        return group_visits(visits, sequences, block_size, resident_blocks, run_slots, taken, self.arm.beside)
+        return group_visits(visits, sequences, block_size, resident_blocks, group_slots, taken, self.arm.beside)
 
     def _ring_use(self, layer: int, visit: BlockVisit) -> RingUse:
         return RingUse(layer, self._host_block(visit), visit.stored_tokens)
@@ -130,24 +126,29 @@ class OffloadedKVCache(KVRoom):
         self, layer: int, run: RingRun, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext, state: AttentionState
     ) -> None:
         slots, blocks = self.engine.acquire()
-        for slot, visit in zip(slots, run.visits, strict=True):
-            self._write_and_declare(visit, self.engine.ring[slot], k, v, ctx)
-            if visit.new_tokens:
-                host_block = self._host_block(visit)
-                self.engine.offload_slot_layer(slot, layer, host_block, visit.stored_tokens, visit.new_tokens)
+        written = [(index, visit) for index, visit in enumerate(run.visits) if visit.new_tokens]
+        for index, visit in written:
+            self._write(visit, blocks[index], k, v, ctx)
+        if written:
+            self.engine.store([self._new_tokens(slots[index], layer, visit) for index, visit in written])
+        reads = (block[:, :, : visit.held_tokens] for block, visit in zip(blocks, run.visits, strict=True))
+        self.engine.device.declare_kernel("attend", reads=reads)
         window = self._geometry.windows[layer]
         self._backend.attend(q, blocks, run.table, state, self._geometry.scale, window)
         self.engine.device.end_kernel()
         self.engine.release()
 
-    def _write_and_declare(self, visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:
-        """Write the visit's new tokens into the block `[2, kv_heads, block_size, head_dim]`, which is then attended."""
-        begin, end = visit.stored_tokens, visit.stored_tokens + visit.new_tokens
-        if visit.new_tokens:
-            seq = ctx.sequences[visit.readers[0]]
-            row = seq.query_start + visit.first_position + begin - seq.context_len
-            new = block[:, :, begin:end]
-            self.engine.device.declare_kernel("write K/V", writes=(new,))
-            new[0] = k[row : row + visit.new_tokens].transpose(0, 1)
-            new[1] = v[row : row + visit.new_tokens].transpose(0, 1)
-        self.engine.device.declare_kernel("attend", reads=(block[:, :, :end],))
+    def _new_tokens(self, slot: int, layer: int, visit: BlockVisit) -> SlotTokens:
+        return SlotTokens(slot, layer, self._host_block(visit), visit.stored_tokens, visit.new_tokens)
+
+    def _write(self, visit: BlockVisit, block: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> None:
+        """Write the visit's new tokens, if any, into the block `[2, kv_heads, block_size, head_dim]`."""
+        if not visit.new_tokens:
+            return
+        begin, end = visit.stored_tokens, visit.held_tokens
+        seq = ctx.sequences[visit.readers[0]]
+        row = seq.query_start + visit.first_position + begin - seq.context_len
+        new = block[:, :, begin:end]
+        self.engine.device.declare_kernel("write K/V", writes=(new,))
+        new[0] = k[row : row + visit.new_tokens].transpose(0, 1)
+        new[1] = v[row : row + visit.new_tokens].transpose(0, 1)

@@ -40,7 +40,7 @@ class PagedKVCache(KVRoom):
         self._backend = backend
         self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
         self._swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
-        self._order = TransferOrder(device, num_slots=0)
+        self._order = TransferOrder(device, num_groups=0)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
         self._sequences: Sequence[SequenceSlice] = ()  # of the step under way

@@ -22,6 +22,7 @@ class MemoryFacts:
     host_free: int
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch, graphs with it; 0 when nothing had to be sized from memory
+    host_may_grow: bool = False  # what is free now is not all that can be had: only allocating it tells
     span_row_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
 
 
@@ -67,7 +68,7 @@ def plan_kv_cache(
     left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
     num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
-        split = split_device(num_gpu_blocks, layout.num_layers)
+        split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
     else:
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
@@ -119,6 +120,12 @@ def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
 def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int) -> int:
     """blocks = (total * gpu_memory_utilization - peak) // bytes per block; peak: what is held, and what steps need."""
     if config.num_gpu_blocks != -1:
+        ring_blocks = -split_device(0, layout.num_layers).resident_blocks if config.enable_cpu_offload else 0
+        if config.num_gpu_blocks < ring_blocks:
+            raise ConfigError(
+                f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.num_layers} "
+                f"layers takes {ring_blocks} blocks; raise num_gpu_blocks to at least that, or use -1"
+            )
         _check_fits("num_gpu_blocks", config.num_gpu_blocks, layout, memory.device_free, "the device has")
         return config.num_gpu_blocks
     held, budget = memory.device_total - memory.device_free, _budget(config, memory)
@@ -140,6 +147,8 @@ def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, nu
     if memory.tiers_share_memory:
         free -= num_gpu_blocks * layout.block_bytes + memory.activation_peak
     if config.num_cpu_blocks != -1:
+        if memory.host_may_grow:
+            return config.num_cpu_blocks
         _check_fits("num_cpu_blocks", config.num_cpu_blocks, layout, free, "the host has")
         return config.num_cpu_blocks
     return max(0, min(int(free * config.gpu_memory_utilization) // layout.block_bytes, useful))

@@ -20,6 +20,11 @@ class BlockVisit:
     stored_tokens: int  # tokens that it holds before the step
     new_tokens: int  # tokens written in the step, by its only reader
 
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that it holds after they were written."""
+        return self.stored_tokens + self.new_tokens
+
 
 @dataclass(slots=True)
 class BlockRun:
@@ -122,14 +127,14 @@ def group_visits(
     sequences: Sequence[SequenceSlice],
     block_size: int,
     resident_blocks: int,
-    run_slots: int,
+    group_slots: int,
     arm: Collection[int] = (),
     arm_beside: bool = False,
 ) -> LayerPlan:
     """The visits with their attention tables. `arm`: indices of the CPU arm's, in order with the others or beside them.
 
-    Every sequence meets its blocks in the order of the visits, in as few calls as that and runs of `run_slots` ring
-    slots allow.
+    Every sequence meets its blocks in the order of the visits, in as few calls as that and runs of `group_slots`
+    ring slots allow.
     """
     in_order, beside = _Grouping(block_size), _Grouping(block_size)
     for index, visit in enumerate(visits):
@@ -138,7 +143,7 @@ def group_visits(
         elif visit.place < resident_blocks:
             in_order.join(ResidentRun, visit)
         else:
-            in_order.join(RingRun, visit, most=run_slots)
+            in_order.join(RingRun, visit, most=group_slots)
     for item in [*in_order.items, *beside.items]:
         item.table = _run_table(item, sequences, block_size, resident_blocks)
     runs = [run for run in beside.items if isinstance(run, ArmRun)]

@@ -28,7 +28,7 @@ def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts,
     if config.swap_space is None:
         return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
     asked = asked_swap_bytes(config)
-    if asked > left:
+    if asked > left and not memory.host_may_grow:
         raise ConfigError(
             f"swap_space={config.swap_space}: the host has {left / 2**30:.2f} GiB left beside the KV cache; lower "
             "swap_space, num_cpu_blocks or num_gpu_blocks"

@@ -1,5 +1,7 @@
 """csrc/cpu_attention.cpp. Use it through nanovllm.ops.cpu_attention, which checks its arguments."""
 
+from collections.abc import Sequence
+
 def attend(
     *,
     isa: str,
@@ -28,3 +30,51 @@ def attend(
 
     Raises ValueError for sequences whose rows or blocks lie outside of what is given.
     """
+
+class Meter:
+    """What tasks have read so far, and in what time."""
+
+    def __init__(self) -> None: ...
+    def read(self) -> tuple[int, float]:
+        """Bytes and seconds."""
+
+class HostTask:
+    """One layer of a step's attention, for any thread to run."""
+
+    def take(self) -> tuple[int, int]:
+        """Addresses of a function and of its data: calling the function once runs the task."""
+
+    def drop(self, data: int) -> None:
+        """Let go of data that was taken and will not be run."""
+
+    def failure(self) -> str | None:
+        """What went wrong when it ran."""
+
+class HostAttention:
+    """Arguments of a step's attention, kept for its tasks."""
+
+    def __init__(
+        self,
+        *,
+        isa: str,
+        dtype: str,
+        q: int,
+        q_strides: tuple[int, int],
+        out: int,
+        out_strides: tuple[int, int],
+        lse: int,
+        lse_strides: tuple[int, int],
+        calls: Sequence[tuple[int, int, int, int]],
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int,
+        scale: float,
+        threads: int,
+        read_bytes: int,
+        meter: Meter,
+    ) -> None: ...
+    def task(self, block_offset: int) -> HostTask:
+        """The task whose blocks lie so many bytes behind the addresses given."""

@@ -21,7 +21,7 @@ from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positio
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.host_arm import arm_backend
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, in_runs
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_runs
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom
@@ -63,6 +63,11 @@ class Probe:
     @property
     def layout(self) -> KVLayout:
         return self.network.layout(self.block_size)
+
+    @property
+    def group_slots(self) -> int:
+        """The most host blocks that the engine loads and attends together."""
+        return DeviceSplit(self.ring_slots, resident_blocks=0).group_slots(self.layout.block_layer_bytes)
 
     @property
     def network(self) -> Network:
@@ -196,8 +201,7 @@ def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_runs: bool
         end = min(keys, first + len(group) * layout.block_size)
         return SegmentTable([KVSegment(0, rows, keys - rows, first, end, group)])
 
-    run_slots = DeviceSplit(probe.ring_slots, resident_blocks=0).run_slots
-    tables = [table(run) for run in (in_runs(blocks, run_slots) if in_ring_runs else [blocks])]
+    tables = [table(run) for run in (in_runs(blocks, probe.group_slots) if in_ring_runs else [blocks])]
 
     def attend() -> None:
         state = AttentionState.empty(q)
@@ -279,13 +283,12 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     layout, tokens = engine.layout, engine.layout.block_size
     stored = tokens if way == "h2d" else 0
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
-    runs = in_runs(uses, engine.split.run_slots)
-    engine.begin(runs, engine.split.run_slots)
+    runs = in_runs(uses, engine.group_slots)
+    engine.begin(runs)
     for run in runs:
         slots, _ = engine.acquire()
-        for slot, use in zip(slots, run, strict=True):
-            if way == "d2h":
-                engine.offload_slot_layer(slot, use.layer, use.host_block, 0, tokens)
+        if way == "d2h":
+            engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, run, strict=True)])
         engine.release()
     engine.synchronize()
 
@@ -327,7 +330,8 @@ def _visit_seconds(probe: Probe) -> float:
 
 def _offloaded_room(probe: Probe, layout: KVLayout, resident_blocks: int, host_blocks: int) -> OffloadedKVCache:
     split = DeviceSplit(probe.ring_slots, resident_blocks)
-    engine = OffloadEngine(probe.device, layout, probe.model.dtype, split, host_blocks)
+    groups = probe.group_slots  # of the engine, however small the blocks are here
+    engine = OffloadEngine(probe.device, layout, probe.model.dtype, split, host_blocks, group_slots=groups)
     for memory in (engine.resident, engine.ring, engine.host):
         _written(memory)
     return OffloadedKVCache(engine, _geometry(probe), probe.backend, 0)

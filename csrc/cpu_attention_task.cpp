@@ -1,0 +1,220 @@
+// A step's attention over host blocks, prepared once, and the tasks that carry it out layer by layer.
+//
+// Who owns what: the prepared arguments are shared by Python and by all tasks that were taken and have not run. A task
+// that runs touches memory of the process's own and nothing of Python's, and frees no more than its share of that, so
+// that it can run on a thread that holds locks which a thread with the GIL waits for.
+#include "cpu_attention_task.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace nanovllm::attention {
+namespace {
+
+using Strides = std::pair<int64_t, int64_t>;  // (token, head) in elements
+
+// What tasks have read, and in what time. They run one at a time.
+class Meter {
+public:
+    void add(int64_t bytes, double seconds) {
+        const std::lock_guard<std::mutex> guard(lock_);
+        bytes_ += bytes;
+        seconds_ += seconds;
+    }
+    std::pair<int64_t, double> read() const {
+        const std::lock_guard<std::mutex> guard(lock_);
+        return {bytes_, seconds_};
+    }
+
+private:
+    mutable std::mutex lock_;
+    int64_t bytes_ = 0;
+    double seconds_ = 0;
+};
+
+// Consecutive blocks of some sequences, attended in one call; the calls of a task follow each other.
+struct Call {
+    std::vector<int64_t> blocks;
+    std::vector<Sequence> sequences;
+};
+
+struct Prepared {
+    Batch batch;  // blocks and sequences are those of each call
+    const Kernel* kernel;
+    std::vector<Call> calls;
+    int64_t tokens;  // rows whose state is written
+    int64_t read_bytes;
+    int threads;
+    std::shared_ptr<Meter> meter;
+};
+
+// The state of a row before any key was seen.
+void clear_state(const Prepared& prepared) {
+    const QueryRows& rows = prepared.batch.rows;
+    for (int64_t token = 0; token < prepared.tokens; ++token) {
+        for (int head = 0; head < prepared.batch.heads; ++head) {
+            float* out = rows.out + token * rows.out_token_stride + head * rows.out_head_stride;
+            std::fill_n(out, prepared.batch.head_dim, 0.0f);
+            rows.lse[token * rows.lse_token_stride + head * rows.lse_head_stride] = -INFINITY;
+        }
+    }
+}
+
+void attend_all(const Prepared& prepared, int64_t block_offset) {
+    clear_state(prepared);
+    for (const Call& call : prepared.calls) {
+        Batch batch = prepared.batch;
+        batch.blocks = call.blocks.data();
+        batch.sequences = call.sequences.data();
+        batch.sequence_count = int64_t(call.sequences.size());
+        batch.block_offset = block_offset;
+        attend(batch, *prepared.kernel, prepared.threads);
+    }
+}
+
+// One layer of a step.
+class LayerTask {
+public:
+    LayerTask(std::shared_ptr<const Prepared> prepared, int64_t block_offset)
+        : prepared_(std::move(prepared)), block_offset_(block_offset) {}
+
+    void run() {
+        const auto start = std::chrono::steady_clock::now();
+        int64_t bytes = 0;
+        try {
+            attend_all(*prepared_, block_offset_);
+            bytes = prepared_->read_bytes;
+        } catch (const std::exception& error) {
+            fail(error.what());
+        }
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        prepared_->meter->add(bytes, took.count());
+    }
+
+    std::optional<std::string> failure() const {
+        const std::lock_guard<std::mutex> guard(lock_);
+        return failure_;
+    }
+
+private:
+    void fail(const char* what) {
+        const std::lock_guard<std::mutex> guard(lock_);
+        failure_ = what;
+    }
+
+    std::shared_ptr<const Prepared> prepared_;
+    int64_t block_offset_;
+    mutable std::mutex lock_;
+    std::optional<std::string> failure_;
+};
+
+using TaskHandle = std::shared_ptr<LayerTask>;
+
+TaskHandle* handle_of(std::uintptr_t data) { return reinterpret_cast<TaskHandle*>(data); }
+
+// What a stream calls, on any thread.
+void run_task(void* data) {
+    const std::unique_ptr<TaskHandle> task(static_cast<TaskHandle*>(data));
+    (*task)->run();
+}
+
+std::pair<std::uintptr_t, std::uintptr_t> take(const TaskHandle& task) {
+    return {reinterpret_cast<std::uintptr_t>(&run_task), reinterpret_cast<std::uintptr_t>(new TaskHandle(task))};
+}
+
+// ---- preparing
+
+// (address of int64 block addresses, their number, address of int64 [sequences, 7], their number)
+using CallTable = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;
+
+Call call_of(const CallTable& table) {
+    const auto [blocks, block_count, sequences, sequence_count] = table;
+    const auto* addresses = reinterpret_cast<const int64_t*>(blocks);
+    const auto* rows = reinterpret_cast<const Sequence*>(sequences);
+    return {{addresses, addresses + block_count}, {rows, rows + sequence_count}};
+}
+
+Batch batch_of(uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides, uintptr_t lse,
+               Strides lse_strides) {
+    Batch batch{};
+    batch.rows.q = reinterpret_cast<const void*>(q);
+    batch.rows.out = reinterpret_cast<float*>(out);
+    batch.rows.lse = reinterpret_cast<float*>(lse);
+    std::tie(batch.rows.q_token_stride, batch.rows.q_head_stride) = q_strides;
+    std::tie(batch.rows.out_token_stride, batch.rows.out_head_stride) = out_strides;
+    std::tie(batch.rows.lse_token_stride, batch.rows.lse_head_stride) = lse_strides;
+    batch.carry = true;
+    return batch;
+}
+
+std::shared_ptr<Prepared> prepare(const Door& door, const std::string& isa, const std::string& dtype, Batch batch,
+                                  const std::vector<CallTable>& tables, int64_t tokens) {
+    auto prepared = std::make_shared<Prepared>();
+    const DType type = door.dtype_of(dtype);
+    batch.element_bytes = type == DType::fp32 ? 4 : 2;
+    prepared->kernel = &door.kernel_of(isa, type);
+    prepared->batch = batch;
+    prepared->tokens = tokens;
+    for (const CallTable& table : tables) {
+        prepared->calls.push_back(call_of(table));
+        const Call& call = prepared->calls.back();
+        batch.sequences = call.sequences.data();
+        batch.sequence_count = int64_t(call.sequences.size());
+        door.check_sequences(batch, tokens, int64_t(call.blocks.size()));
+    }
+    return prepared;
+}
+
+}  // namespace
+
+void bind_tasks(py::module_& m, const Door& door) {
+    py::class_<Meter, std::shared_ptr<Meter>>(m, "Meter", "What tasks have read so far, and in what time.")
+        .def(py::init<>())
+        .def("read", &Meter::read, "(bytes, seconds)");
+    py::class_<LayerTask, TaskHandle>(m, "HostTask", "One layer of a step's attention, for any thread to run.")
+        .def("take", &take, "(function, data): addresses; calling function(data) once runs the task.")
+        .def("drop", [](const LayerTask&, std::uintptr_t data) { delete handle_of(data); }, py::arg("data"),
+             "Let go of data that was taken and will not be run.")
+        .def("failure", &LayerTask::failure, "What went wrong when it ran, or None.");
+    py::class_<Prepared, std::shared_ptr<Prepared>>(m, "HostAttention", "Arguments of a step's attention.")
+        .def(py::init([door](const std::string& isa, const std::string& dtype, uintptr_t q, Strides q_strides,
+                             uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
+                             const std::vector<CallTable>& calls, int64_t tokens, int heads, int kv_heads,
+                             int head_dim, int block_size, int64_t window, float scale, int threads,
+                             int64_t read_bytes, std::shared_ptr<Meter> meter) {
+                 Batch batch = batch_of(q, q_strides, out, out_strides, lse, lse_strides);
+                 batch.heads = heads;
+                 batch.kv_heads = kv_heads;
+                 batch.head_dim = head_dim;
+                 batch.block_size = block_size;
+                 batch.window = window;
+                 batch.scale = scale;
+                 auto prepared = prepare(door, isa, dtype, batch, calls, tokens);
+                 prepared->threads = threads;
+                 prepared->read_bytes = read_bytes;
+                 prepared->meter = std::move(meter);
+                 return prepared;
+             }),
+             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("q"), py::arg("q_strides"), py::arg("out"),
+             py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("calls"), py::arg("tokens"),
+             py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
+             py::arg("scale"), py::arg("threads"), py::arg("read_bytes"), py::arg("meter"))
+        .def("task", [](const std::shared_ptr<Prepared>& prepared, int64_t block_offset) {
+                 return std::make_shared<LayerTask>(prepared, block_offset);
+             }, py::arg("block_offset"), "The task whose blocks lie so many bytes behind the addresses given.");
+}
+
+}  // namespace nanovllm::attention

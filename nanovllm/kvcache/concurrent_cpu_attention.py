@@ -1,0 +1,140 @@
+"""CPU attention of host blocks beside a device: queries go down, C++ attends on a stream of its own, a partial state
+comes up and is merged last, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from nanovllm.device import Busy, PitchedCopy, Stream
+from nanovllm.kvcache.decode_shares import MAX_ARM_TOKENS
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.room import AttentionGeometry
+from nanovllm.kvcache.step_plan import LayerPlan
+from nanovllm.ops.attention import AttentionState
+from nanovllm.ops.host_attention import HostAttention, Meter
+from nanovllm.ops.merge import merge_states_
+
+_GRANULE = 16  # bytes that partial states are padded to
+
+
+class ConcurrentCpuAttention:
+    """What a step leaves to the CPU, prepared when the step begins and launched layer by layer."""
+
+    def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, num_threads: int) -> None:
+        self._engine = engine
+        self._device = engine.device
+        self._geometry = geometry
+        self._num_threads = num_threads
+        self._staging = Staging(engine, geometry.num_heads)
+        self._meter = Meter()
+        self._prepared: Mapping[int | None, HostAttention] = {}  # of the step, by sliding window
+        self._launched = False  # in the step under way
+        engine.order.put_arm_beside()
+
+    def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
+        """Prepare what the plans, by sliding window, leave to the CPU."""
+        self._prepared = {window: self._prepare(plan, window) for window, plan in plans.items() if plan.beside}
+
+    def end_step(self) -> None:
+        """Raises EngineError if a task of the step failed; on some devices nobody who waits for one learns of it."""
+        if self._launched:
+            self._launched = False
+            self._engine.order.finish_arm()
+
+    def busy(self) -> Busy:
+        """What was read so far, and in what time."""
+        return Busy(*self._meter.read())
+
+    def start(self, layer: int, plan: LayerPlan, q: Tensor, reads: Iterable[Tensor]) -> None:
+        """Put attention over `plan.beside` on its stream, with copies of the queries and of the result.
+
+        reads: the parts of the host pool that are attended, for those who follow accesses.
+        """
+        staging, order = self._staging, self._engine.order
+        rows, device = plan.beside_rows, self._device
+        device.declare_kernel("write the arm's queries", writes=(staging.queries[:rows].flatten(),))
+        staging.queries[:rows] = q[:rows]
+        device.end_kernel()
+        staging.copy_queries(rows, order.before_queries())
+        stream = order.before_arm_call()
+        device.declare_kernel(
+            "attend on the host",
+            reads=chain(reads, [staging.host_queries[:rows].flatten()]),
+            writes=(staging.used(staging.host_partial, rows),),
+            stream=stream,
+        )
+        attention = self._prepared[self._geometry.windows[layer]]
+        stream.launch(attention.task(layer * self._engine.layout.block_layer_bytes))
+        self._launched = True
+        staging.copy_partial(rows, order.before_partial())
+        order.after_partial()
+
+    def merge(self, plan: LayerPlan, state: AttentionState) -> None:
+        """Merge what `start` set going into `state`, in place."""
+        staging, rows = self._staging, plan.beside_rows
+        self._engine.order.before_merge()
+        self._device.declare_kernel("merge the arm's state", reads=(staging.used(staging.partial, rows),))
+        partial = staging.state(staging.partial, rows)
+        merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
+        self._device.end_kernel()
+
+    def _prepare(self, plan: LayerPlan, window: int | None) -> HostAttention:
+        staging, rows = self._staging, plan.beside_rows
+        token_bytes = self._engine.layout.token_layer_bytes
+        return HostAttention(
+            staging.host_queries[:rows],
+            self._engine.host[:, 0],
+            [run.table for run in plan.beside],
+            staging.state(staging.host_partial, rows),
+            self._geometry.scale,
+            window,
+            num_threads=self._num_threads,
+            read_bytes=sum(run.read_tokens for run in plan.beside) * token_bytes,
+            meter=self._meter,
+        )
+
+
+class Staging:
+    """Buffers on both sides for the queries of a step's short sequences and for a partial state of theirs.
+
+    A partial state of n rows is one piece of memory, so that it is one copy: output `[n, heads, head_dim]`, then LSE
+    `[heads, n]`, fp32. There is one of each buffer, since a layer's partial state is merged before the next layer has
+    queries.
+    """
+
+    def __init__(self, engine: OffloadEngine, heads: int) -> None:
+        self._device = device = engine.device
+        self._heads, self._head_dim = heads, engine.layout.head_dim
+        head_dim, dtype = engine.layout.head_dim, engine.host.dtype
+        queries = (MAX_ARM_TOKENS, heads, head_dim)
+        partial = (MAX_ARM_TOKENS * heads * (head_dim + 1) + _GRANULE,)
+        self.queries = device.empty("arm queries", queries, dtype)
+        self.partial = device.empty("arm state", partial, torch.float32)
+        self.host_queries = device.empty_host("arm queries on the host", queries, dtype)
+        self.host_partial = device.empty_host("arm state on the host", partial, torch.float32)
+
+    def state(self, buffer: Tensor, rows: int) -> AttentionState:
+        """The state of `rows` query rows that a partial buffer holds."""
+        heads, head_dim = self._heads, self._head_dim
+        floats = rows * heads * head_dim
+        lse = buffer[floats : floats + rows * heads].view(heads, rows)
+        return AttentionState(buffer[:floats].view(rows, heads, head_dim), lse)
+
+    def used(self, buffer: Tensor, rows: int) -> Tensor:
+        """The part of a partial buffer that a state of `rows` rows takes, padded to whole granules."""
+        floats, granule = rows * self._heads * (self._head_dim + 1), _GRANULE // 4
+        return buffer[: -(-floats // granule) * granule]
+
+    def copy_queries(self, rows: int, stream: Stream) -> None:
+        self._copy(self.host_queries[:rows].flatten(), self.queries[:rows].flatten(), stream, down=True)
+
+    def copy_partial(self, rows: int, stream: Stream) -> None:
+        self._copy(self.used(self.partial, rows), self.used(self.host_partial, rows), stream, down=False)
+
+    def _copy(self, dst: Tensor, src: Tensor, stream: Stream, *, down: bool) -> None:
+        width = src.nbytes
+        self._device.copy_2d(PitchedCopy(dst, src, width, width, width, 1, "d2h" if down else "h2d"), stream)
