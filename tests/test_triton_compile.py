@@ -17,7 +17,7 @@ from nanovllm.ops.kernel_config import decode_variants, prefill_variants
 
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have (CUDA C++ Guide, 16.2)
 REGISTERS = 65536  # of a multiprocessor
-FEW_SPILLED = 64  # bytes of a thread that a variant may spill: a few of its 255 registers
+FEW_SPILLED = 96  # bytes of a thread that a variant may spill: a few of its 255 registers
 KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel", "_norm_kernel",
            "_heads_kernel", "_silu_kernel", "_draw_kernel"}  # fmt: skip
 

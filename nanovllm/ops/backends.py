@@ -78,7 +78,7 @@ def first_right(backends: Iterable[AttentionBackend], device: torch.device, head
     tried = []
     for backend in backends:
         try:
-            difference = _difference_from_reference(backend, device, head_dim)
+            difference = difference_from_reference(backend, device, head_dim)
         except Exception as error:  # a library built for another torch or GPU may fail in any way
             logger.warning("attention backend %s is not used, it fails: %s", backend.name, error)
         else:
@@ -92,7 +92,7 @@ def first_right(backends: Iterable[AttentionBackend], device: torch.device, head
     )
 
 
-def _difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
+def difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
     """Largest error of output or LSE over a few rows of prefill, of whole blocks and not, and of decode; NaN counts as
     infinite."""
     if isinstance(backend, CudnnAttention):
