@@ -190,7 +190,7 @@ class Check:
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         if self.dry:
-            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "NANOVLLM_DRY_RUN": "1"}
         else:
             environment |= {"NANOVLLM_CUDA": "1"}
         process = subprocess.Popen(

@@ -80,6 +80,15 @@ def test_kernels_compile_and_fit(arch: int, dtype: str, head_dims: tuple[int, ..
     check_fit(table, arch, most_spilled=0)
 
 
+def test_loads_stay_in_flight(tmp_path: Path) -> None:
+    """Prefill has a loop for tiles that every row sees and one for the others, both over all blocks; the reduction of
+    decode, which feeds no matrix product, is pipelined as well."""
+    table = {(row["launch"], row["kernel"]): row for row in compiled(90, "bfloat16", (128,), tmp_path)}
+    prefill, reduction = table["prefill", "_prefill_kernel"], table["decode", "_reduce_kernel"]
+    assert prefill["loops"] == 2 and prefill["loads_in_flight"] == 2, "K and V of the next tile"
+    assert reduction["loops"] == 1 and reduction["loads_in_flight"] >= 6, "three loads of each of the next two blocks"
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.slow
 def test_every_variant_of_a_sweep_compiles_and_fits(arch: int, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class NoDriver:
 
 
 def resources(kernel: Any) -> dict[str, Any]:
-    """What a compiled kernel takes: registers and local memory of a thread, shared memory of a program."""
+    """What a compiled kernel takes: registers and local memory of a thread, shared memory of a program; its loops, and how
+    many loads may still be on their way where one of them waits for others."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -71,6 +72,8 @@ def resources(kernel: Any) -> dict[str, Any]:
         "spilled": found["STACK"] + found["LOCAL"],
         "shared": kernel.metadata.shared,
         "threads": kernel.metadata.num_warps * 32,
+        "loops": kernel.asm["ttgir"].count("scf.for "),
+        "loads_in_flight": max(map(int, re.findall(r"async_wait.*{num = (\d+)", kernel.asm["ttgir"])), default=0),
     }
 
 
