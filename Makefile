@@ -26,10 +26,20 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
 
-# Uses the packages that $(PYTHON) has and installs none: a machine with a GPU may have no network.
+# Uses the packages that $(PYTHON) has and installs none: a machine with a GPU may have no network. See
+# benchmarks/GPU.md. PART="smoke copies" runs these parts only, MINUTES ends the command, COMMIT names the commit in a
+# copy of the tree without git. DRY=1 walks the same parts on the CPU, with tiny sizes.
+MINUTES ?= 9
+ifdef DRY
+OUTPUT_DIR ?= build/gpu-check
+gpu-check: venv
+	$(BIN)/python -m benchmarks.gpu_check --dry $(CHECK_OPTIONS)
+else
 OUTPUT_DIR ?= benchmarks/results
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check --output-dir $(OUTPUT_DIR)
+	$(if $(COMMIT),NANOVLLM_COMMIT=$(COMMIT)) $(PYTHON) -m benchmarks.gpu_check $(CHECK_OPTIONS)
+endif
+CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) --minutes $(MINUTES) $(if $(PART),--only $(PART))
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,71 +1,125 @@
-"""Everything that only a GPU can show, in one command: build, tests, benchmarks, and what came of each.
+"""Everything that only a GPU can show, in one command, in the order of what would be missed most.
 
-    python -m benchmarks.gpu_check --output-dir DIR [--only PART ...] [--skip PART ...] [--minutes 8]
+    python -m benchmarks.gpu_check --output-dir DIR [--only PART ...] [--skip PART ...] [--minutes 9] [--dry]
 
-Needs no network and installs nothing: it says which packages are missing. Each part runs in a process of its own, with
-a time limit; what one does to itself, or how it fails, does not stop the others. DIR gets `gpu-check.json` with all
-outcomes and the end of every part's output, and the benchmarks' own JSON files. Exit status: 0 when every part that ran
-is good, 1 when one is not, 2 without a GPU.
+Needs no network, no git and installs nothing. Each part runs in a process of its own with a time limit; what one does
+to itself, or how it fails, does not stop the others, and one that hangs says where before it is ended. DIR gets
+`gpu-check.json`, written anew the moment a part ends, with the outcome, the figures and the end of the output of every
+part, of earlier runs too; and `gpu-check.log`, all output as it comes. --dry walks the same parts on the CPU with tiny
+sizes. Exit status: 0 when every part that ran is good, 1 when one is not, 2 without a GPU. See GPU.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.util
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from benchmarks import gpu_bars
 from benchmarks.options import Parser, positive
 from benchmarks.presets import PROMPT_32K, PROMPT_128K
-from benchmarks.report import ROOT, machine_facts, write_json
+from benchmarks.report import ROOT, machine_facts, plain
+from benchmarks.tiny import write_tiny_config
 
-PACKAGES = ("pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors", "tokenizers", "xxhash")
-PACKAGES += ("numpy", "tqdm", "triton")
-KEPT_OUTPUT = 6000  # characters of a part's output that are kept, from its end
+KEPT_OUTPUT = 30_000  # characters of a part's output that are kept, from its end
+STACKS_SECONDS = 5  # that a part has to say where it stands before it is killed
+DRY_SECONDS = 300  # for a part of a dry run: machines that test have few cores, and other work
 PRESET = ("--preset", "h200")  # what a part does not say is as in the full table
+MODEL = "{model}"  # in arguments of a dry run: the directory of a tiny model
+TINY = ("--device", "cpu", "--model", MODEL, "--num-layers", "2", "--dtype", "float32", "--block-size", "16")
+TINY_RUN = (*TINY, "--max-num-batched-tokens", "128", "--output-len", "5", "--warmup", "0", "--repeats", "1")
+XDIST = importlib.util.find_spec("xdist") is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process: what it is asked, for how long, and whether it writes figures."""
+    """One process. `dry`: arguments behind the others, which they override, in a dry run."""
 
     name: str
     command: tuple[str, ...]  # arguments of Python
-    seconds: int
-    figures: bool = True
+    seconds: int  # after which it is ended
+    likely: int = 1  # seconds that it will take: it is not begun with less
+    dry: tuple[str, ...] = ()
+    figures: bool = True  # takes --output-json
+
+    def arguments(self, dry: bool, model: Path, figures: Path) -> list[str]:
+        """Of Python."""
+        options = [*self.command, *(self.dry if dry else ())]
+        written = ["--output-json", str(figures)] if self.figures else []
+        return [str(model) if option == MODEL else option for option in [*options, *written]]
 
 
-def offload(name: str, prompt_len: int, seconds: int, *options: str) -> Part:
+def offload(name: str, prompt_len: int, seconds: int, likely: int, *options: str) -> Part:
     """A prompt on the device and offloaded, in turns."""
-    runs = ("--prompt-len", str(prompt_len), "--output-len", "17", "--repeats", "1")
-    return Part(name, ("bench_offload.py", *PRESET, *runs, *options), seconds)
+    runs = ("--prompt-len", str(prompt_len), "--output-len", "17", "--repeats", "1", "--decode-steps", "0")
+    command = ("bench_offload.py", *PRESET, *runs, "--against", "on-device", *options)
+    return Part(name, command, seconds, likely, (*TINY_RUN, "--prompt-len", "600"))
 
 
 PARTS = (
-    Part("build", ("setup.py", "build_ext", "--inplace"), 150, figures=False),
-    Part("tests", ("-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"), 240, figures=False),
-    Part("copies", ("-m", "benchmarks.copy_bandwidth", "--device", "cuda"), 60),
-    Part("streams", ("-m", "benchmarks.transfer_streams", "--device", "cuda"), 60),
-    Part("kernels", ("-m", "benchmarks.kernels"), 90),
+    Part("facts", ("-m", "benchmarks.gpu_facts"), 40),
+    Part("build", ("setup.py", "build_ext", "--inplace"), 180, 30, ("--help",), figures=False),
+    Part("smoke", ("-m", "benchmarks.smoke", "--device", "cuda"), 150, 40, ("--device", "cpu")),
+    offload("offload-32k", PROMPT_32K, 150, 60, "--no-cpu-attention"),
+    offload("cpu-attention-32k", PROMPT_32K, 150, 60),
     Part(
-        "recall",
+        "copies",
+        ("-m", "benchmarks.copy_bandwidth", "--device", "cuda"),
+        60,
+        15,
+        ("--device", "cpu", "--mib", "1", "--row-bytes", "4096", "--repeats", "2"),
+    ),
+    Part("kernels", ("-m", "benchmarks.kernels"), 100, 40, ("--dry",)),
+    Part(
+        "recall-128k",
         ("-m", "nanovllm.demo", "--device", "cuda", "--prompt-tokens", "131072", "--num-gpu-blocks", "12"),
-        90,
+        120,
+        40,
+        ("--device", "cpu", "--prompt-tokens", "1024", "--num-gpu-blocks", "4", "--block-size", "64",
+         "--max-num-batched-tokens", "256"),
         figures=False,
     ),
-    offload("offload-32k", PROMPT_32K, 120, "--no-cpu-attention"),
-    Part("resident", ("bench.py", *PRESET, "--prompt-len", "2048", str(PROMPT_32K), "--repeats", "2"), 90),
-    offload("offload-128k", PROMPT_128K, 240, "--decode-steps", "0", "--against", "on-device"),
-)
+    offload("offload-128k", PROMPT_128K, 300, 120, "--no-cpu-attention"),
+    Part("sweep", ("-m", "benchmarks.sweep", "--keep"), 300, 120, ("--dry",)),
+    Part(
+        "tests",
+        ("-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
+         "--durations=15", *(("-n", "8") if XDIST else ())),
+        420,
+        120,
+        (*(("-n", "0") if XDIST else ()), "tests/test_cudnn_attention.py", "tests/test_sgdma.py"),
+        figures=False,
+    ),
+    Part(
+        "resident",
+        ("bench.py", *PRESET, "--prompt-len", "2048", str(PROMPT_32K), "--repeats", "2"),
+        100,
+        50,
+        (*TINY_RUN, "--prompt-len", "64"),
+    ),
+    Part(
+        "streams",
+        ("-m", "benchmarks.transfer_streams", "--device", "cuda"),
+        60,
+        20,
+        (*TINY, "--blocks", "2", "--repeats", "1"),
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,93 +130,183 @@ class Outcome:
     status: int | None
     seconds: float
     note: str
-    figures: str | None  # the file that it wrote
+    figures: Any  # what it wrote, also where it was stopped in the middle
     output: str
+    commit: str | None = None
+    date: str = ""
 
     @property
     def good(self) -> bool:
         return self.status == 0
 
 
-def run_part(part: Part, directory: Path, seconds: float) -> Outcome:
-    """Run one part for at most `seconds`, then end it and all that it started."""
-    path = directory / f"{part.name}.json"
-    command = [sys.executable, *part.command, *(["--output-json", str(path)] if part.figures else [])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "NANOVLLM_CUDA": "1"}
-    path.unlink(missing_ok=True)
-    start = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        status: int | None = process.returncode
-        note = "" if status == 0 else f"exit status {status}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        status, note = None, f"stopped after {seconds:.0f} s"
-    taken = time.monotonic() - start
-    return Outcome(part.name, status, taken, note, path.name if path.exists() else None, output[-KEPT_OUTPUT:])
+class Check:
+    """The parts of one run, and the report in its directory."""
 
+    def __init__(self, directory: Path, dry: bool = False, facts: dict[str, Any] | None = None) -> None:
+        self.directory = directory
+        self.dry = dry
+        self.facts = facts or {}
+        directory.mkdir(parents=True, exist_ok=True)
+        self._model = write_tiny_config(directory / "tiny-model") if dry else directory
+        self._log = directory / "gpu-check.log"
 
-def run_all(parts: Sequence[Part], directory: Path, minutes: float) -> list[Outcome]:
-    """All parts in turn within the time given in all. Each one's end is printed as soon as it is known."""
-    end = time.monotonic() + 60 * minutes
-    outcomes: list[Outcome] = []
-    for part in parts:
-        left = end - time.monotonic()
-        if left < 1:
-            outcome = Outcome(part.name, None, 0.0, "no time was left for it", None, "")
+    def run(self, parts: Sequence[Part], minutes: float, args: argparse.Namespace | None = None) -> list[Outcome]:
+        """All parts in turn within the time given in all; the report is written after each."""
+        end = time.monotonic() + 60 * minutes
+        outcomes: list[Outcome] = []
+        for part in parts:
+            left = end - time.monotonic()
+            likely, limit = (1, DRY_SECONDS) if self.dry else (part.likely, part.seconds)
+            if left < likely:
+                note = f"not run: {max(0.0, left):.0f} s were left, and it takes about {likely}"
+                outcomes.append(Outcome(part.name, None, 0.0, note, None, ""))
+                continue
+            outcomes.append(self.run_part(part, min(left, limit)))
+            self.write(outcomes, args)
+        return outcomes
+
+    def run_part(self, part: Part, seconds: float) -> Outcome:
+        """Run one part for at most `seconds`, then end it and all that it started."""
+        path = self.directory / f"{part.name}.json"
+        path.unlink(missing_ok=True)
+        command = [sys.executable, *part.arguments(self.dry, self._model, path)]
+        self._say(f"---- {part.name}, at most {seconds:.0f} s: {' '.join(command[1:])}\n")
+        start = time.monotonic()
+        with self._log.open("a") as log:
+            process = self._start(command)
+            output = Output(process, log)
+            note = wait_for(process, seconds)
+            output.finish()
+        taken = time.monotonic() - start
+        status = None if note else process.returncode
+        if status:
+            note = f"exit status {status}"
+        figures = read_json(path)
+        path.unlink(missing_ok=True)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Outcome(part.name, status, taken, note, figures, output.kept(), self.facts.get("commit"), date)
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        if self.dry:
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "NANOVLLM_DRY_RUN": "1"}
         else:
-            print(f"---- {part.name}: {' '.join(part.command)}", flush=True)
-            outcome = run_part(part, directory, min(left, part.seconds))
-            print(outcome.output if outcome.good else outcome.output[-KEPT_OUTPUT // 2 :], flush=True)
-        outcomes.append(outcome)
-    return outcomes
+            environment |= {"NANOVLLM_CUDA": "1"}
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        # A part that is told to say where it stands must not spend minutes on writing its memory to disk.
+        with suppress(OSError, ValueError):
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+        return process
+
+    def write(self, outcomes: Sequence[Outcome], args: argparse.Namespace | None) -> None:
+        """The report, whole at every moment; parts of earlier runs that did not run now stay in it."""
+        path = self.directory / "gpu-check.json"
+        new = {outcome.part: asdict(outcome) for outcome in outcomes if outcome.date}
+        earlier = read_json(path) or {"parts": []}
+        parts = {old["part"]: old for old in earlier["parts"]} | new
+        found = gpu_bars.bars(parts)
+        report = plain(args or argparse.Namespace(), self.facts, bars=found, parts=list(parts.values()))
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(report, indent=1) + "\n")
+        unfinished.replace(path)
+
+    def _say(self, text: str) -> None:
+        print(text, end="", flush=True)
+        with self._log.open("a") as log:
+            log.write(text)
 
 
-def missing_packages() -> list[str]:
-    """Of those that the parts use, what cannot be imported here."""
-    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+class Output:
+    """What a process prints: shown and logged as it comes, its end kept."""
+
+    def __init__(self, process: subprocess.Popen[str], log: IO[str]) -> None:
+        self._process, self._log = process, log
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            self._log.write(line)
+            self._log.flush()
+            print(line, end="", flush=True)
+
+    def finish(self) -> None:
+        """Wait for what is still on its way; a process that outlived the part does not hold it up."""
+        self._thread.join(STACKS_SECONDS)
+
+    def kept(self) -> str:
+        return "".join(self._lines)[-KEPT_OUTPUT:]
 
 
-def facts_now() -> dict[str, Any]:
+def wait_for(process: subprocess.Popen[str], seconds: float) -> str:
+    """Wait for its end, or end it and all that it started, after all have printed their stacks; then a note says so."""
+    try:
+        process.wait(seconds)
+        return ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # Python's fault handler prints the stacks of all threads
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STACKS_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"stopped after {seconds:.0f} s"
+
+
+def read_json(path: Path) -> Any:
+    """None where there is no such file, or half of one."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def facts_now(dry: bool) -> dict[str, Any]:
     """The machine's, also where the extension has not been built."""
+    if dry:
+        return machine_facts("cpu") | {"gpu": "dry run on the CPU"}
     try:
         return machine_facts("cuda")
     except ImportError as error:
         return machine_facts("cpu") | {"device": "cuda", "gpu": torch.cuda.get_device_name(), "extension": str(error)}
 
 
-def show(facts: dict[str, Any], outcomes: Sequence[Outcome], missing: Sequence[str]) -> None:
-    """The table that ends the report."""
-    print(f"\n{facts['gpu']}, torch {facts['torch']}, Python {facts['python']}, commit {facts['commit']}")
-    if missing:
-        print(f"missing packages: {', '.join(missing)}")
+def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu_bars.Bar]) -> None:
+    """The tables that end the report, and how to go on where parts are left."""
+    print(f"\n{facts['gpu']}, torch {facts['torch']}, Python {facts['python']}, commit {facts['commit']}\n")
+    gpu_bars.show(found)
+    print()
     for outcome in outcomes:
-        verdict = "good" if outcome.good else "NOT GOOD"
-        print(f"{outcome.part:<14}{verdict:<10}{outcome.seconds:>6.0f} s   {outcome.note}".rstrip())
+        verdict = "good" if outcome.good else "NOT GOOD" if outcome.date else "-"
+        print(f"{outcome.part:<20}{verdict:<10}{outcome.seconds:>6.0f} s   {outcome.note}".rstrip())
+    left = [outcome.part for outcome in outcomes if not outcome.date]
+    if left:
+        print(f'\nnot run: make gpu-check PART="{" ".join(left)}"')
 
 
 def run(args: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
+    if not args.dry and not torch.cuda.is_available():
         print("gpu-check: torch sees no CUDA device, and this check is of nothing else.", file=sys.stderr)
         return 2
     names = set(args.only or [part.name for part in PARTS]) - set(args.skip)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    missing = missing_packages()
-    outcomes = run_all([part for part in PARTS if part.name in names], args.output_dir, args.minutes)
-    facts = facts_now()
-    write_json(args.output_dir / "gpu-check.json", args, facts, missing_packages=missing, parts=outcomes)
-    show(facts, outcomes, missing)
+    check = Check(args.output_dir, args.dry, facts_now(args.dry))
+    outcomes = check.run([part for part in PARTS if part.name in names], args.minutes, args)
+    check.facts = facts_now(args.dry)  # now with the extension
+    check.write(outcomes, args)
+    show(check.facts, outcomes, gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"])))
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
@@ -170,10 +314,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.gpu_check", description="Everything that only a GPU can show.")
     names = [part.name for part in PARTS]
     add = parser.add_argument
-    add("--output-dir", type=Path, required=True, help="where the JSON files go; made if it is not there")
-    add("--only", nargs="+", choices=names, help="run these parts only")
+    add("--output-dir", type=Path, required=True, help="where the report goes; made if it is not there")
+    add("--only", nargs="+", choices=names, help="run these parts only, in the order of the table")
     add("--skip", nargs="+", choices=names, default=[], help="leave these parts out")
-    add("--minutes", type=positive, default=8, help="for all parts together (default: %(default)s)")
+    add("--minutes", type=positive, default=9, help="for all parts together (default: %(default)s)")
+    add("--dry", action="store_true", help="the same parts on the CPU with tiny sizes")
     return run(parser.parse_args(argv))
 
 

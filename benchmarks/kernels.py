@@ -1,9 +1,10 @@
 """The GPU kernels beside their ceilings and peers, one part after the other: merge, KV write, decode, prefill.
 
-    python -m benchmarks.kernels [--sweep] [--output-json FILE]
+    python -m benchmarks.kernels [--dry] [--output-json FILE]
 
-Each part stands for itself: one that fails says so, the others go on, and the exit status is 1. Times are medians
-over calls, taken by CUDA events. GB are 1e9 bytes, TFLOP 1e12 operations, a multiply-add being two.
+Each part stands for itself: one that fails says so, the others go on, and the exit status is 1. The file is written
+after each. Times are medians over calls that were queued before the first of them ran, taken by CUDA events. GB are 1e9
+bytes, TFLOP 1e12 operations, a multiply-add being two. --dry runs tiny sizes, without a GPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_timing import WARM_UP, queued_seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
@@ -45,6 +47,23 @@ class Sizes:
     copy_bytes: int = 1 << 30
     repeats: int = 20
 
+    @classmethod
+    def tiny(cls) -> Sizes:
+        """For a test of the benchmark itself, also in Triton's interpreter, whose bf16 products are wrong."""
+        return cls(
+            heads=2,
+            kv_heads=1,
+            head_dim=16,
+            dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float16,
+            merge_tokens=(3,),
+            store_tokens=20,
+            decode=((2, 40, 16),),
+            prefill=((70, 70, 64),),
+            matrix=8,
+            copy_bytes=64,
+            repeats=1,
+        )
+
     @property
     def token_bytes(self) -> int:
         """K and V of one token in one layer."""
@@ -55,18 +74,12 @@ Figure = dict[str, Any]
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call, after three that are not counted."""
-    for _ in range(3):
+    """Median seconds of a call, after three that are not counted; on a GPU, of the GPU alone."""
+    if device.type == "cuda":
+        return queued_seconds(work, repeats)
+    for _ in range(WARM_UP):
         work()
-    if device.type != "cuda":
-        return statistics.median(_timed(work) for _ in range(repeats))
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in marks:
-        begin.record()
-        work()
-        end.record()
-    torch.cuda.synchronize(device)
-    return statistics.median(begin.elapsed_time(end) for begin, end in marks) / 1e3
+    return statistics.median(_timed(work) for _ in range(repeats))
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -186,31 +199,6 @@ def prefill(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBack
     return [*figures, {"backend": "scaled_dot_product_attention", "rows": rows, "context": rows, "tflop_s": rate}]
 
 
-def sweep(sizes: Sizes, device: torch.device) -> list[Figure]:
-    """The Triton prefill kernel with other tiles and pipelines than the ones that are shipped."""
-    from nanovllm.ops.triton_prefill import PrefillConfig, prefill_
-
-    rows, context, block_size = sizes.prefill[0]
-    q, pool, table, state = problem(sizes, device, 1, rows, context, block_size)
-    figures = []
-    for tile, keys in ((128, 64), (128, 128), (128, 32), (64, 64), (64, 128), (256, 64)):
-        for warps, stages in ((4, 2), (4, 3), (8, 2), (8, 3), (8, 4)):
-            config = PrefillConfig(tile, keys, warps, stages)
-
-            def call(config: PrefillConfig = config) -> None:
-                prefill_(q, pool, table.on(q.device), state, sizes.head_dim**-0.5, None, config)
-
-            try:
-                took = seconds(call, device, max(3, sizes.repeats // 4))
-            except Exception as error:  # most often: more shared memory than there is
-                print_row(str(asdict(config)), "-", str(error).splitlines()[0][:80])
-                continue
-            rate = operations(sizes, rows, context) / took / 1e12
-            print_row(f"{tile} x {keys}, {warps} warps, {stages} stages", f"{rate:,.1f} TFLOP/s")
-            figures.append(asdict(config) | {"tflop_s": rate})
-    return figures
-
-
 def operations(sizes: Sizes, rows: int, context: int) -> float:
     """Of causal attention: two products over the keys that each of the last `rows` positions sees."""
     visible = rows * (context - rows) + rows * (rows + 1) / 2
@@ -240,7 +228,12 @@ def _torch_causal(sizes: Sizes, device: torch.device, rows: int) -> Callable[[],
 # ---- all of it
 
 
-def measure(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBackend], with_sweep: bool) -> Figure:
+def measure(
+    sizes: Sizes,
+    device: torch.device,
+    backends: Sequence[AttentionBackend],
+    after_each: Callable[[Figure], None] = lambda found: None,
+) -> Figure:
     """Every part's figures by its name; for one that failed, the last line of its error."""
     parts: dict[str, Callable[[], list[Figure]]] = {
         "ceilings": lambda: ceilings(sizes, device),
@@ -249,8 +242,6 @@ def measure(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBack
         "decode": lambda: decode(sizes, device, backends),
         "prefill": lambda: prefill(sizes, device, backends),
     }
-    if with_sweep:
-        parts["sweep"] = lambda: sweep(sizes, device)
     found: Figure = {}
     for name, part in parts.items():
         try:
@@ -259,25 +250,54 @@ def measure(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBack
             traceback.print_exc()
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
             print_row(name, "failed", str(error).partition("\n")[0])
+        after_each(found)
     return found
+
+
+def backends_here(sizes: Sizes, device: torch.device) -> list[AttentionBackend]:
+    """What attends on this device; in a dry run without a GPU the Triton kernels, interpreted."""
+    if device.type == "cuda":
+        return cuda_backends(device, sizes.head_dim)
+    from nanovllm.ops.triton_attention import TritonAttention
+
+    return [TritonAttention()]
+
+
+def open_device(prog: str, dry: bool) -> torch.device | None:
+    """The GPU, the CPU for a dry run without one; None, after a sentence, where it cannot be done."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if dry:
+        return torch.device("cpu")
+    print(f"{prog}: error: torch sees no CUDA device, and these kernels run on nothing else", file=sys.stderr)
+    return None
+
+
+def kernel_facts(device: torch.device) -> Figure:
+    """The machine's, with what drives the kernels."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    facts = machine_facts(name) | {"triton": triton_runs(), "cuda": torch.version.cuda}
+    print(f"{facts['device']}, torch {facts['torch']}, CUDA {facts['cuda']}; {facts['commit'] or 'no git commit'}\n")
+    return facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write JSON where asked. Returns the exit status."""
     parser = Parser(prog="kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try other tiles of the prefill kernel as well")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--repeats", type=positive, default=20, help="calls that count (default: %(default)s)")
     add_json_option(parser)
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("kernels: error: torch sees no CUDA device, and these kernels run on nothing else", file=sys.stderr)
+    device = open_device("kernels", args.dry)
+    if device is None:
         return 1
-    device = torch.device("cuda", torch.cuda.current_device())
-    sizes = replace(Sizes(), repeats=args.repeats)
-    facts = machine_facts(torch.cuda.get_device_name(device)) | {"triton": triton_runs(), "cuda": torch.version.cuda}
-    print(f"{facts['device']}, torch {facts['torch']}, CUDA {facts['cuda']}; {facts['commit'] or 'no git commit'}\n")
-    found = measure(sizes, device, cuda_backends(device, sizes.head_dim), args.sweep)
-    write_json(args.output_json, args, facts, kernels=found)
+    sizes = Sizes.tiny() if args.dry else replace(Sizes(), repeats=args.repeats)
+    facts = kernel_facts(device)
+
+    def keep(found: Figure) -> None:
+        write_json(args.output_json, args, facts, kernels=found)
+
+    found = measure(sizes, device, backends_here(sizes, device), keep)
     return int(any("failed" in part for part in found.values()))
 
 

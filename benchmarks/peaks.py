@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import torch
 
-MATRIX = 2048
+# A dry run wants to see that everything runs, and no figures (gpu_check.py sets this).
+DRY = os.environ.get("NANOVLLM_DRY_RUN") == "1"
+MATRIX = 64 if DRY else 2048
 CUDA_MATRIX = 8192  # a smaller one does not fill a large GPU
-BUFFER_BYTES = 256 << 20  # far larger than the caches of a processor
+BUFFER_BYTES = 1 << 20 if DRY else 256 << 20  # far larger than the caches of a processor
 CUDA_BUFFER_BYTES = 2 << 30
-ROUNDS = 10
+ROUNDS = 1 if DRY else 10
 
 
 def matmul_gflop_s(dtype: torch.dtype, device: str = "cpu") -> float:

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -72,8 +73,10 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, marked where files differ from it; None outside a git repository."""
-    return _output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
+    """What NANOVLLM_COMMIT says, for a copy of the tree without git; else the commit that is checked out, marked where
+    files differ from it; None outside a git repository."""
+    told = os.environ.get("NANOVLLM_COMMIT")
+    return told or _output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
 
 
 def _output_of(command: list[str]) -> str | None:

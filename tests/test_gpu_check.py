@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +27,12 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def part(check: ModuleType, name: str, code: str, seconds: int = 60, figures: bool = False) -> Any:
-    return check.Part(name, ("-c", code), seconds, figures)
+    return check.Part(name, ("-c", code), seconds, figures=figures)
+
+
+def run(check: ModuleType, parts: list[Any], directory: Path, minutes: float = 2) -> list[Any]:
+    outcomes: list[Any] = check.Check(directory).run(parts, minutes)
+    return outcomes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -37,44 +44,67 @@ def test_without_a_gpu_it_says_so_in_a_sentence(
     assert not (tmp_path / "results").exists()
 
 
-def test_every_part_can_be_started(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dry", [False, True])
+def test_every_part_can_be_started(
+    check: ModuleType, dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scripts and modules are there, and take the options that they are given."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if not dry:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for each in check.PARTS:
-        if each.command[0] == "-m":
-            assert importlib.util.find_spec(each.command[1]) is not None
+        arguments = each.arguments(dry, check.write_tiny_config(tmp_path / "model"), tmp_path / "figures.json")
+        if arguments[0] == "-m":
+            assert importlib.util.find_spec(arguments[1]) is not None
         else:
-            assert (ROOT / each.command[0]).is_file()
+            assert (ROOT / arguments[0]).is_file()
+        if arguments[0] in ("bench_offload.py", "bench.py"):
+            importlib.import_module(arguments[0].removesuffix(".py")).parse_args(arguments[1:])
+    names = [each.name for each in check.PARTS]
+    assert len(names) == len(set(names))
+    assert names[:2] == ["facts", "build"], "what the machine is comes first"
+
+
+def test_the_guide_names_every_part_and_the_time_after_which_it_is_ended(check: ModuleType) -> None:
+    guide = (ROOT / "benchmarks" / "GPU.md").read_text()
+    rows = [line.strip("|").split("|") for line in guide.splitlines() if line.startswith("|")]
+    told = {cells[0].strip(): cells[-1].strip() for cells in rows if len(cells) == 4}
     for each in check.PARTS:
-        if each.command[0] == "bench_offload.py":
-            importlib.import_module("bench_offload").parse_args(each.command[1:])
-        if each.command[0] == "bench.py":
-            importlib.import_module("bench").parse_args(each.command[1:])
-    assert len(check.PARTS) < 10 and len({each.name for each in check.PARTS}) == len(check.PARTS)
+        assert told[each.name] == f"{each.seconds} s"
+    commands = [cells[1] for cells in rows if cells[0].strip() in ("first", "second", "third")]
+    named = [name for command in commands for name in command.split('PART="')[1].split('"')[0].split()]
+    assert set(named) == {each.name for each in check.PARTS}
 
 
 def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: Path) -> None:
-    outcomes = check.run_all(
+    outcomes = run(
+        check,
         [
             part(check, "measures", WRITE, figures=True),
             part(check, "fails", "print('why'); raise SystemExit(3)"),
-            part(check, "hangs", "import time; print('begun', flush=True); time.sleep(60)", seconds=2),
+            part(check, "hangs", "import time; print('begun', flush=True); time.sleep(60)", seconds=3),
             part(check, "dies", "import os; os.kill(os.getpid(), 9)"),
             part(check, "ends", "print('all is well')"),
         ],
         tmp_path,
-        minutes=2,
     )
-    found = {outcome.part: (outcome.good, outcome.note, outcome.output.strip()) for outcome in outcomes}
+    found = {outcome.part: (outcome.good, outcome.note, outcome.output.split("\n")[0]) for outcome in outcomes}
     assert found == {
         "measures": (True, "", "measured"),
         "fails": (False, "exit status 3", "why"),
-        "hangs": (False, "stopped after 2 s", "begun"),
+        "hangs": (False, "stopped after 3 s", "begun"),
         "dies": (False, "exit status -9", ""),
         "ends": (True, "", "all is well"),
     }
-    assert [outcome.figures for outcome in outcomes] == ["measures.json", None, None, None, None]
-    assert json.loads((tmp_path / "measures.json").read_text()) == {"gb_s": 1}
+    assert [outcome.figures for outcome in outcomes] == [{"gb_s": 1}, None, None, None, None]
+    assert not (tmp_path / "measures.json").exists(), "everything is in one file"
+
+
+def test_a_part_that_hangs_says_where(check: ModuleType, tmp_path: Path) -> None:
+    """All threads, also one that holds the interpreter's lock."""
+    code = "import threading\nevent = threading.Event()\ndef waits(): event.wait()\n"
+    code += "threading.Thread(target=waits).start()\nsum(range(10**12))"
+    (outcome,) = run(check, [part(check, "hangs", code, seconds=3)], tmp_path)
+    assert "in waits" in outcome.output and "line 5 in <module>" in outcome.output
 
 
 def test_what_a_stopped_part_has_started_is_stopped_too(check: ModuleType, tmp_path: Path) -> None:
@@ -82,8 +112,8 @@ def test_what_a_stopped_part_has_started_is_stopped_too(check: ModuleType, tmp_p
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
         "print(child.pid, flush=True); child.wait()"
     )
-    (outcome,) = check.run_all([part(check, "hangs", code, seconds=2)], tmp_path, minutes=1)
-    process = Path(f"/proc/{int(outcome.output)}/stat")
+    (outcome,) = run(check, [part(check, "hangs", code, seconds=3)], tmp_path)
+    process = Path(f"/proc/{int(outcome.output.split()[0])}/stat")
     end = time.monotonic() + 10
     while process.exists() and process.read_text().rsplit(")", 1)[1].split()[0] != "Z" and time.monotonic() < end:
         time.sleep(0.05)
@@ -92,18 +122,49 @@ def test_what_a_stopped_part_has_started_is_stopped_too(check: ModuleType, tmp_p
 
 def test_figures_of_an_earlier_run_are_not_taken_for_new_ones(check: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "fails.json").write_text("{}")
-    (outcome,) = check.run_all([part(check, "fails", "raise SystemExit(1)", figures=True)], tmp_path, minutes=1)
+    (outcome,) = run(check, [part(check, "fails", "raise SystemExit(1)", figures=True)], tmp_path)
     assert outcome.figures is None and not (tmp_path / "fails.json").exists()
 
 
-def test_parts_share_the_time_there_is(check: ModuleType, tmp_path: Path) -> None:
-    sleeper = part(check, "sleeps", "import time; time.sleep(60)")
-    first, second = check.run_all([sleeper, sleeper], tmp_path, minutes=2 / 60)
-    assert first.note == "stopped after 2 s" and second.note == "no time was left for it"
-    assert second.output == "" and second.seconds == 0
+def test_figures_written_before_a_part_was_stopped_are_kept(check: ModuleType, tmp_path: Path) -> None:
+    code = f"{WRITE}; import time; sys.stdout.flush(); time.sleep(60)"
+    (outcome,) = run(check, [part(check, "hangs", code, seconds=3, figures=True)], tmp_path)
+    assert outcome.figures == {"gb_s": 1} and outcome.status is None
 
 
-def test_the_report_holds_every_part(
+def test_a_part_is_not_begun_with_less_time_than_it_takes(check: ModuleType, tmp_path: Path) -> None:
+    long = check.Part("long", ("-c", "raise SystemExit(1)"), 600, likely=100, figures=False)
+    outcomes = run(check, [long, part(check, "short", "print('ran')")], tmp_path, minutes=1)
+    assert outcomes[0].note.startswith("not run:") and outcomes[0].status is None and not outcomes[0].date
+    assert outcomes[1].good
+    report = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert [p["part"] for p in report["parts"]] == ["short"], "an earlier run's outcome of the other would stay"
+
+
+def test_a_run_that_is_cut_short_loses_only_what_had_not_ended(tmp_path: Path) -> None:
+    """Killed in its second part, as a machine that is taken away would do it."""
+    code = f"""
+import sys, types
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from benchmarks.gpu_check import Check, Part
+first = Part("first", ("-c", {WRITE!r}), 60)
+second = Part("second", ("-c", "import time; print('under way', flush=True); time.sleep(60)"), 60, figures=False)
+Check(Path({str(tmp_path)!r})).run([first, second], 2)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "under way" in line and "----" not in line:
+            break
+    process.kill()
+    process.wait()
+    (outcome,) = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
+    assert outcome["part"] == "first" and outcome["status"] == 0 and outcome["figures"] == {"gb_s": 1}
+    assert "under way" in (tmp_path / "gpu-check.log").read_text()
+
+
+def test_the_report_holds_every_part_of_earlier_runs_too(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = (part(check, "build", "print('built')"), part(check, "tests", "raise SystemExit(1)"))
@@ -111,17 +172,19 @@ def test_the_report_holds_every_part(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     machine = {"gpu": "a GPU", "torch": "2", "python": "3", "commit": "abc"}
     monkeypatch.setattr(check, "machine_facts", lambda device: {"device": device, **machine})
-    monkeypatch.setattr(check, "PACKAGES", ("sys", "no_such_package"))
     directory = tmp_path / "new" / "results"
     assert check.main(["--output-dir", str(directory)]) == 1
     report = json.loads((directory / "gpu-check.json").read_text())
-    assert report["machine"]["device"] == "cuda" and report["missing_packages"] == ["no_such_package"]
-    assert [(p["part"], p["status"]) for p in report["parts"]] == [("build", 0), ("tests", 1)]
+    assert report["machine"]["device"] == "cuda" and len(report["bars"]) == 9
+    assert [(p["part"], p["status"], p["commit"]) for p in report["parts"]] == [
+        ("build", 0, "abc"),
+        ("tests", 1, "abc"),
+    ]
     assert str(tmp_path) not in (directory / "gpu-check.json").read_text()
     table = capsys.readouterr().out
-    assert "missing packages: no_such_package" in table
     assert [line.split()[:2] for line in table.splitlines()[-2:]] == [["build", "good"], ["tests", "NOT"]]
     assert check.main(["--output-dir", str(directory), "--skip", "tests"]) == 0
+    assert [p["part"] for p in json.loads((directory / "gpu-check.json").read_text())["parts"]] == ["build", "tests"]
     assert check.main(["--output-dir", str(directory), "--only", "tests"]) == 1
 
 
@@ -133,6 +196,66 @@ def test_a_part_that_does_not_exist_is_refused(check: ModuleType, tmp_path: Path
 
 def test_parts_run_in_the_repository_with_its_package(check: ModuleType, tmp_path: Path) -> None:
     code = "import nanovllm, os; print(os.path.dirname(nanovllm.__file__))"
-    (outcome,) = check.run_all([part(check, "where", code)], tmp_path, minutes=1)
+    (outcome,) = run(check, [part(check, "where", code)], tmp_path)
     assert outcome.output.strip() == str(ROOT / "nanovllm")
     assert Path(sys.executable).exists() and os.environ.get("NANOVLLM_CUDA") != "1"
+
+
+def test_a_copy_without_git_is_told_its_commit(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = importlib.import_module("benchmarks.report")
+    monkeypatch.setenv("NANOVLLM_COMMIT", "abc1234")
+    assert report.machine_facts("cpu")["commit"] == "abc1234"
+    monkeypatch.delenv("NANOVLLM_COMMIT")
+    monkeypatch.setattr(report, "ROOT", Path("/"))
+    assert report.machine_facts("cpu")["commit"] is None
+
+
+# ---- bars
+
+
+def offload_figures(ratio: float, decode: float = 10.0) -> dict[str, Any]:
+    """What bench_offload.py writes, as far as the bars read it."""
+    result = {
+        "ratios": {"on device": {"prefill": {"median": ratio}}},
+        "prefill_gflop_s": 480_000.0,
+        "traffic": {"offload": {"decode_h2d_gb_s": 45.0}},
+        "rates": {"offload": {"decode_tok_s": {"median": decode}}},
+        "kernel_gaps": {"prefill": {"idle_s": 0.04, "span_s": 1.0}},
+    }
+    return {"ceilings": {"matmul_gflop_s": 800_000.0, "copy_gb_s": {"h2d": 50.0}}, "results": [result]}
+
+
+def good_parts() -> dict[str, Any]:
+    copies = [{"way": "strided", "of_contiguous": {"median": m}} for m in (0.99, 0.975)]
+    merge = [{"tokens": 16384, "times": 5.0}, {"tokens": 1024, "times": 9.0}]
+    figures = {
+        "copies": {"results": [*copies, {"way": "torch, strided", "of_contiguous": {"median": 0.1}}]},
+        "kernels": {"kernels": {"merge": merge}},
+        "offload-32k": offload_figures(0.98),
+        "offload-128k": offload_figures(0.99),
+        "cpu-attention-32k": offload_figures(0.98, decode=13.5),
+    }
+    parts = {name: {"part": name, "figures": found, "output": ""} for name, found in figures.items()}
+    return parts | {"recall-128k": {"part": "recall-128k", "figures": None, "output": "32 of 32 answers are right\n"}}
+
+
+def test_bars_are_read_from_the_figures(check: ModuleType) -> None:
+    found = {bar.name: (round(bar.value, 3), bar.met) for bar in check.gpu_bars.bars(good_parts())}
+    assert list(found.values()) == [
+        (0.975, True), (5.0, True), (0.98, True), (0.99, True), (0.6, True), (0.9, True), (1.35, True), (0.04, True),
+        (1.0, True),
+    ]  # fmt: skip
+
+
+def test_a_bar_that_is_missed_or_was_not_measured_is_not_met(check: ModuleType, tmp_path: Path) -> None:
+    parts = good_parts()
+    parts["recall-128k"]["output"] = "31 of 32 answers are right\n"
+    parts["offload-128k"]["figures"] = None
+    del parts["copies"]
+    missed = [bar.name for bar in check.gpu_bars.bars(parts) if not bar.met]
+    assert missed == ["strided copy / contiguous", "prefill at 128K, offloaded / resident", "recall at 128K"]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"parts": list(parts.values())}))
+    assert check.gpu_bars.main([str(path)]) == 1
+    path.write_text(json.dumps({"parts": list(good_parts().values())}))
+    assert check.gpu_bars.main([str(path)]) == 0

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from triton_mode import DEVICE, NARROW, TRITON_MARKS
+from triton_mode import DEVICE, TRITON_MARKS
 
 from benchmarks import kernels
 from benchmarks.kernels import Sizes, measure, operations
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.triton_attention import TritonAttention
 
-TINY = Sizes(
-    heads=2,
-    kv_heads=1,
-    head_dim=16,
-    dtype=NARROW,
-    merge_tokens=(3,),
-    store_tokens=20,
-    decode=((2, 40, 16),),
-    prefill=((70, 70, 64),),
-    matrix=8,
-    copy_bytes=64,
-    repeats=1,
-)
+TINY = Sizes.tiny()
 pytestmark = TRITON_MARKS
 
 
 def test_every_part_gives_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    found = measure(TINY, torch.device(DEVICE), [TritonAttention()], with_sweep=False)
+    found = measure(TINY, torch.device(DEVICE), [TritonAttention()])
     assert set(found) == {"ceilings", "merge", "store_kv", "decode", "prefill"}
     for part in found.values():
         assert isinstance(part, list), part
@@ -39,7 +30,7 @@ def test_every_part_gives_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_part_that_fails_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     backends: list[AttentionBackend] = []
-    found = measure(TINY, torch.device(DEVICE), [None, *backends], with_sweep=False)  # type: ignore[list-item]
+    found = measure(TINY, torch.device(DEVICE), [None, *backends])  # type: ignore[list-item]
     assert set(found["decode"]) == set(found["prefill"]) == {"failed"}
     assert isinstance(found["merge"], list) and isinstance(found["store_kv"], list)
     assert "decode                                  failed" in capsys.readouterr().out
@@ -57,3 +48,9 @@ def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == (
         "kernels: error: torch sees no CUDA device, and these kernels run on nothing else\n"
     )
+
+
+def test_a_dry_run_writes_every_part(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.json"
+    assert kernels.main(["--dry", "--output-json", str(path)]) == 0
+    assert set(json.loads(path.read_text())["kernels"]) == {"ceilings", "merge", "store_kv", "decode", "prefill"}

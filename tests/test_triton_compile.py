@@ -6,26 +6,52 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from nanovllm.ops.kernel_config import decode_variants, prefill_variants
 
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have (CUDA C++ Guide, 16.2)
 REGISTERS = 65536  # of a multiprocessor
+FEW_SPILLED = 96  # bytes of a thread that a variant may spill: a few of its 255 registers
 KERNELS = {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel", "_norm_kernel",
            "_heads_kernel", "_silu_kernel", "_draw_kernel"}  # fmt: skip
 
 
-def compiled(arch: int, dtype: str, head_dims: tuple[int, ...], cache: Path) -> list[dict[str, object]]:
-    """The table of triton_compile.py, compiled afresh by the compiler and not the interpreter."""
+OTHER_TRITON = os.environ.get("NANOVLLM_OTHER_TRITON", "")  # pip install --target DIR triton==3.6.0 --no-deps
+needs_other_triton = pytest.mark.skipif(
+    not Path(OTHER_TRITON, "triton").is_dir(), reason="NANOVLLM_OTHER_TRITON names no directory with another Triton"
+)
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+
+def compiled(
+    arch: int, dtype: str, head_dims: tuple[int, ...], cache: Path, *options: str, triton: str = ""
+) -> list[dict[str, Any]]:
+    """The table of triton_compile.py, compiled afresh by the compiler and not the interpreter.
+
+    triton: the directory of another Triton than the installed one.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(Path(__file__).with_name("triton_compile.py")), str(arch), dtype]
-    command += map(str, head_dims)
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command += [*map(str, head_dims), *options]
+    paths = os.pathsep.join(path for path in [triton, *sys.path] if path)
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
-    table: list[dict[str, object]] = json.loads(result.stdout)
+    table: list[dict[str, Any]] = json.loads(result.stdout)
     return table
+
+
+def check_fit(table: list[dict[str, Any]], arch: int, most_spilled: int) -> None:
+    for row in table:
+        assert row["spilled"] <= most_spilled or row["dtype"] == "float32", f"registers spill: {row}"
+        assert row["shared"] <= SHARED_LIMIT[arch], f"too much shared memory: {row}"
+        assert row["registers"] * row["threads"] <= REGISTERS, f"too many registers: {row}"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +77,58 @@ def test_kernels_compile_and_fit(arch: int, dtype: str, head_dims: tuple[int, ..
         )
     assert {row["kernel"] for row in table} == KERNELS
     assert {row["head_dim"] for row in table} == set(head_dims)
-    for row in table:
-        assert row["spilled"] == 0 or dtype == "float32", f"registers spill: {row}"
-        assert row["shared"] <= SHARED_LIMIT[arch], f"too much shared memory: {row}"
-        assert row["registers"] * row["threads"] <= REGISTERS, f"too many registers: {row}"
+    check_fit(table, arch, most_spilled=0)
+
+
+def test_loads_stay_in_flight(tmp_path: Path) -> None:
+    """Prefill has a loop for tiles that every row sees and one for the others, both over all blocks; the reduction of
+    decode, which feeds no matrix product, is pipelined as well."""
+    table = {(row["launch"], row["kernel"]): row for row in compiled(90, "bfloat16", (128,), tmp_path)}
+    prefill, reduction = table["prefill", "_prefill_kernel"], table["decode", "_reduce_kernel"]
+    assert prefill["loops"] == 2 and prefill["loads_in_flight"] == 2, "K and V of the next tile"
+    assert reduction["loops"] == 1 and reduction["loads_in_flight"] >= 6, "three loads of each of the next two blocks"
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.slow
+def test_every_variant_of_a_sweep_compiles_and_fits(arch: int, tmp_path: Path) -> None:
+    table = compiled(arch, "bfloat16", (64, 128, 256), tmp_path, "--variants")
+    tried = {row["launch"] for row in table}
+    for head_dim in (64, 128, 256):
+        assert tried >= set(variant_names(arch, head_dim))
+    check_fit(table, arch, FEW_SPILLED)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_committed_table_has_every_variant(arch: int) -> None:
+    """Written by `triton_compile.py ARCH bfloat16 128 --variants`, for one Triton each."""
+    for path in RESULTS.glob(f"triton-variants-sm{arch}-*.json"):
+        table = json.loads(path.read_text())
+        assert {row["launch"] for row in table} == set(variant_names(arch, 128)), f"{path.name} is of other variants"
+        check_fit(table, arch, FEW_SPILLED)
+    assert len(list(RESULTS.glob(f"triton-variants-sm{arch}-*.json"))) == 2
+
+
+def variant_names(arch: int, head_dim: int) -> list[str]:
+    """As triton_compile.py names them."""
+    prefill = prefill_variants(head_dim, torch.bfloat16, divmod(arch, 10))
+    names = [json.dumps({"prefill": asdict(config)}) for config in prefill]
+    return names + [json.dumps({"decode": asdict(config)}) for config in decode_variants(head_dim, torch.bfloat16)]
+
+
+@needs_other_triton
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_with_another_triton(arch: int, tmp_path: Path) -> None:
+    table = compiled(arch, "bfloat16", (128,), tmp_path, triton=OTHER_TRITON)
+    assert {row["kernel"] for row in table} == KERNELS
+    check_fit(table, arch, FEW_SPILLED)
+    check_fit(compiled(arch, "bfloat16", (128,), tmp_path, "--variants", triton=OTHER_TRITON), arch, FEW_SPILLED)
+
+
+def test_no_batch_compiles_a_kernel_again(tmp_path: Path) -> None:
+    """Rows, chunks, blocks, vocabulary: one kernel each serves every size, 1 and multiples of 16 among them."""
+    table = compiled(90, "bfloat16", (64,), tmp_path, "--counts")
+    kernels = [row["kernel"] for row in table]
+    assert sorted(kernels) == sorted(set(kernels)), table
+    assert set(kernels) == {"_prefill_kernel", "_decode_kernel", "_reduce_kernel", "_merge_kernel", "_store_kernel",
+                            "_draw_kernel"}  # fmt: skip

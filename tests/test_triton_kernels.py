@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_cases import BOUNDS, Case, Shape
+from attention_cases import BOUNDS, Case, Shape, same_bits, split
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
@@ -21,7 +21,8 @@ from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode
-from nanovllm.ops.attention import FEW_ROWS, AttentionState, SegmentTable
+from nanovllm.ops.attention import FEW_ROWS, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.triton_activation import silu_and_mul_triton
 from nanovllm.ops.triton_attention import TritonAttention
@@ -29,6 +30,7 @@ from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
 from nanovllm.ops.triton_gumbel import draw_triton
 from nanovllm.ops.triton_heads import place_heads_triton
 from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
+from nanovllm.ops.triton_prefill import prefill_
 from nanovllm.ops.triton_store import store_kv_triton
 
 pytestmark = [*TRITON_MARKS, pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")]
@@ -177,6 +179,60 @@ def test_partitions_cover_a_block(block_size: int) -> None:
     partition, count = partitions_of(block_size)
     assert partition >= 16 and partition & (partition - 1) == 0
     assert count <= MAX_PARTS and (count - 1) * partition < block_size <= count * partition
+
+
+# ---- every configuration that a sweep tries
+
+
+PREFILL_VARIANTS = sorted({c for major in (8, 9) for c in prefill_variants(128, NARROW, (major, 0))}, key=str)
+
+
+@pytest.mark.parametrize("config", PREFILL_VARIANTS, ids=str)
+@pytest.mark.parametrize("block_size, window", [(128, None), (48, 70)])
+def test_prefill_with_every_configuration(block_size: int, window: int | None, config: PrefillConfig) -> None:
+    """Exact, and the same bits one block at a time; blocks of whole tiles and others."""
+    case = Case(Shape(32, 1, 1, block_size, window, ((70, 131), (0, 66))), NARROW, 1, DEVICE)
+
+    def attend(groups: list[list[KVSegment]]) -> AttentionState:
+        state = AttentionState.empty(case.q)
+        for group in groups:
+            table = SegmentTable(group).on(case.q.device)
+            prefill_(case.q, case.pool, table, state, case.shape.scale, window, config)
+        return state
+
+    together = attend([case.segments])
+    case.check(together)
+    assert same_bits(attend([[piece] for s in case.segments for piece in split(s, [1, 2, 3], block_size)]), together)
+
+
+@pytest.mark.parametrize("config", decode_variants(128, NARROW), ids=str)
+def test_decode_with_every_configuration(config: DecodeConfig) -> None:
+    case = Case(Shape(32, 1, 2, 160, None, ((330, 2), (30, 1))), NARROW, 1, DEVICE)
+
+    def attend(groups: list[list[KVSegment]]) -> AttentionState:
+        state = AttentionState.empty(case.q)
+        for group in groups:
+            table = SegmentTable(group).on(case.q.device)
+            decode_(case.q, case.pool, table, state, case.shape.scale, None, None, config)
+        return state
+
+    together = attend([case.segments])
+    case.check(together)
+    assert same_bits(attend([[piece] for s in case.segments for piece in split(s, [1, 2], 160)]), together)
+
+
+def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
+    """Rows that have seen keys, rows that have not, and rows that see none here, whose LSE must not change by a bit."""
+    case = Case(Shape(16, 1, 2, 16, None, ((40, 70),)), torch.float32, 1, DEVICE)
+    state = case.attend(TritonAttention())
+    (segment,) = case.segments
+    late = replace(segment, first_position=segment.query_position + 30, kv_end=segment.kv_end + 30)
+    before = AttentionState(state.out.clone(), state.lse.clone())
+    case.pool = case.pool.nan_to_num(0.5)
+    TritonAttention().attend(case.q, case.pool, SegmentTable([late]), state, case.shape.scale, None)
+    blind = slice(segment.query_start, segment.query_start + 30)
+    assert torch.equal(state.lse[:, blind], before.lse[:, blind]) and torch.equal(state.out[blind], before.out[blind])
+    assert (state.lse[:, blind.stop : segment.query_start + 70] > before.lse[:, blind.stop : -1]).all()
 
 
 # ---- norm, heads, activation

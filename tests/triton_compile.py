@@ -1,6 +1,8 @@
 """Compile every Triton kernel for a GPU that need not be there, as its launcher would launch it; JSON to stdout.
 
     python triton_compile.py ARCH DTYPE HEAD_DIM...
+    python triton_compile.py ARCH DTYPE HEAD_DIM... --variants    what a sweep tries, and nothing else
+    python triton_compile.py ARCH DTYPE HEAD_DIM... --counts      many batches, a row for each kernel compiled
 
 The launchers run with CPU tensors, whose types, alignment and sizes are all that the compiler looks at. To be run with
 TRITON_INTERPRET unset.
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.kernel_config import decode_variants, prefill_config, prefill_variants
 from nanovllm.ops.triton_activation import silu_and_mul_triton
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_gumbel import draw_triton
 from nanovllm.ops.triton_heads import place_heads_triton
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
-from nanovllm.ops.triton_prefill import prefill_, prefill_config
+from nanovllm.ops.triton_prefill import prefill_
 from nanovllm.ops.triton_store import store_kv_triton
 
 Launches = dict[str, Callable[[], object]]
@@ -54,7 +58,8 @@ class NoDriver:
 
 
 def resources(kernel: Any) -> dict[str, Any]:
-    """What a compiled kernel takes: registers and local memory of a thread, shared memory of a program."""
+    """What a compiled kernel takes: registers and local memory of a thread, shared memory of a program; its loops, and how
+    many loads may still be on their way where one of them waits for others."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -67,11 +72,13 @@ def resources(kernel: Any) -> dict[str, Any]:
         "spilled": found["STACK"] + found["LOCAL"],
         "shared": kernel.metadata.shared,
         "threads": kernel.metadata.num_warps * 32,
+        "loops": kernel.asm["ttgir"].count("scf.for "),
+        "loads_in_flight": max(map(int, re.findall(r"async_wait.*{num = (\d+)", kernel.asm["ttgir"])), default=0),
     }
 
 
 def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
-    """Prefill and decode; decode of one row as well, since the compiler takes a size of 1 for a constant."""
+    """Prefill and decode; decode without grouped heads as well, since the compiler takes a size of 1 for a constant."""
     rows = 200
     q = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype)
     pool = torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
@@ -87,6 +94,48 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "decode, window, ALiBi": lambda: decode_(q, pool, table, state, 0.1, 1024, torch.ones(HEADS)),
         "decode, one row": lambda: decode_(q[:1, :KV_HEADS], pool, alone, alone_state, 0.1, None),
     }
+
+
+def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
+    """Every configuration that a sweep tries, by its fields."""
+    q, pool = torch.zeros(201, HEADS, head_dim, dtype=dtype), torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
+    few = SegmentTable([KVSegment(0, 1, 100, 0, 101, [0])]).on(q.device)
+    many = SegmentTable([KVSegment(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
+    state = AttentionState.empty(q)
+    found: Launches = {}
+    for prefill in prefill_variants(head_dim, dtype, divmod(arch, 10)):
+        found[json.dumps({"prefill": asdict(prefill)})] = lambda c=prefill: prefill_(q, pool, many, state, 0.1, None, c)
+    for decode in decode_variants(head_dim, dtype):
+        found[json.dumps({"decode": asdict(decode)})] = lambda c=decode: decode_(
+            q, pool, few, state, 0.1, None, None, c
+        )
+    return found
+
+
+def counts(head_dim: int, dtype: torch.dtype) -> Launches:
+    """Batches that differ in everything that differs from step to step, through every kernel."""
+    pool = torch.empty(40, 2, KV_HEADS, 16, head_dim, dtype=dtype)
+    found: Launches = {}
+    for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
+
+        def launch(few: int = few, many: int = many, blocks: int = blocks) -> None:
+            rows = few + 81 * many
+            q, k = torch.zeros(rows, HEADS, head_dim, dtype=dtype), torch.zeros(rows, KV_HEADS, head_dim, dtype=dtype)
+            state, end = AttentionState.empty(q), 16 * blocks - 3
+            segments = [KVSegment(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
+            segments += [KVSegment(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
+            table = SegmentTable(segments).on(q.device)
+            decode_(q, pool, table, state, 0.1, None)
+            prefill_(q, pool, table, state, 0.1, None)
+            merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None])
+            merge_parts_triton(
+                state.out[1:], state.lse[:, 1:], state.out[1:], state.lse[:, 1:], q[None, 1:], state.lse[None, :, 1:]
+            )
+            store_kv_triton(pool, k, k, torch.zeros(rows, dtype=torch.int64))
+            draw_triton(torch.empty(rows, 1000 + rows), torch.arange(1000 + rows), torch.zeros(rows, dtype=torch.int64))
+
+        found[f"{few} rows of decode, {many} chunks, {blocks} blocks"] = launch
+    return found
 
 
 def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
@@ -111,24 +160,40 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
 
 
 def main() -> None:
-    arch, dtype, head_dims = int(sys.argv[1]), getattr(torch, sys.argv[2]), [int(text) for text in sys.argv[3:]]
+    arch, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    head_dims = [int(text) for text in sys.argv[3:] if not text.startswith("--")]
     driver.set_active(NoDriver(arch))
     table: list[dict[str, Any]] = []
     for head_dim in head_dims:
-        launches = attention(arch, head_dim, dtype) | others(200, head_dim, dtype)
-        launches |= {f"{name}, one row": launch for name, launch in others(1, head_dim, dtype).items()}
+        if "--variants" in sys.argv:
+            launches = variants(arch, head_dim, dtype)
+        elif "--counts" in sys.argv:
+            launches = counts(head_dim, dtype)
+        else:
+            launches = attention(arch, head_dim, dtype) | others(200, head_dim, dtype)
+            launches |= {f"{name}, one row": launch for name, launch in others(1, head_dim, dtype).items()}
+        seen: set[str] = set()
         for name, launch in launches.items():
-            compiled: list[Any] = []
-
-            def compile_only(self: JITFunction, grid: object, compiled: list[Any] = compiled) -> object:
-                return lambda *args, **options: compiled.append(self.run(*args, grid=grid, warmup=True, **options))
-
-            JITFunction.__getitem__ = compile_only
-            launch()
-            for kernel in compiled:
+            for kernel in compiled_by(launch):
                 row = {"launch": name, "kernel": kernel.name, "head_dim": head_dim, "dtype": sys.argv[2]}
-                table.append(row | resources(kernel))
+                if "--counts" not in sys.argv:
+                    table.append(row | resources(kernel))
+                elif kernel.hash not in seen:
+                    table.append(row)
+                seen.add(kernel.hash)
     json.dump(table, sys.stdout)
+
+
+def compiled_by(launch: Callable[[], object]) -> list[Any]:
+    """The kernels that it launches, compiled and not run."""
+    compiled: list[Any] = []
+
+    def compile_only(self: JITFunction, grid: object) -> object:
+        return lambda *args, **options: compiled.append(self.run(*args, grid=grid, warmup=True, **options))
+
+    JITFunction.__getitem__ = compile_only
+    launch()
+    return compiled
 
 
 if __name__ == "__main__":

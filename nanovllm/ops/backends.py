@@ -10,11 +10,13 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, RowAttention, SegmentTable
 from nanovllm.ops.cpu_attention import supports_head_dim
+from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_support import triton_runs
+from nanovllm.ops.tuned import tuned_entry
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def is_chunk_invariant(backend: AttentionBackend) -> bool:
 
 def row_attention(backend: AttentionBackend) -> RowAttention | None:
     """What attends to single query rows for `backend`, if a graph can record it."""
-    if isinstance(backend, FlashAttention):
+    if isinstance(backend, FlashAttention | CudnnAttention):
         return None if backend.other is None else row_attention(backend.other)
     return backend if isinstance(backend, RowAttention) else None
 
@@ -61,7 +63,14 @@ def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]
     # flash-attn 3 is the fastest on its device. The others have to merge block by block, the own kernel has not.
     faster = [backend for backend in flash if backend.name.startswith("flash-attn 3")]
     rest = [backend for backend in flash if backend not in faster]
-    return [*faster, *([own] if own is not None else []), *rest]
+    preferred = [*faster, *([own] if own is not None else [])]
+    if own is None or not cudnn_takes(device, head_dim):
+        return [*preferred, *rest]
+    # Only where a sweep on this device found it faster, and from the block size on from which it was.
+    entry = tuned_entry(device, head_dim, torch.bfloat16)
+    if entry is not None and entry.cudnn_from_block is not None:
+        return [CudnnAttention(cudnn_attention, own, entry.cudnn_from_block), *preferred, *rest]
+    return [*preferred, *rest, CudnnAttention(cudnn_attention, own)]
 
 
 def first_right(backends: Iterable[AttentionBackend], device: torch.device, head_dim: int) -> AttentionBackend:
@@ -69,7 +78,7 @@ def first_right(backends: Iterable[AttentionBackend], device: torch.device, head
     tried = []
     for backend in backends:
         try:
-            difference = _difference_from_reference(backend, device, head_dim)
+            difference = difference_from_reference(backend, device, head_dim)
         except Exception as error:  # a library built for another torch or GPU may fail in any way
             logger.warning("attention backend %s is not used, it fails: %s", backend.name, error)
         else:
@@ -83,18 +92,25 @@ def first_right(backends: Iterable[AttentionBackend], device: torch.device, head
     )
 
 
-def _difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
-    """Largest error of output or LSE over a few rows of prefill and of decode; NaN counts as infinite."""
+def difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
+    """Largest error of output or LSE over a few rows of prefill, of whole blocks and not, and of decode; NaN counts as
+    infinite."""
+    if isinstance(backend, CudnnAttention):
+        backend = backend.for_every_block()
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
-    many = FEW_ROWS + 9
-    prefill, decode = KVSegment(0, many, 40, 0, many + 40, (2, 0)), KVSegment(many, 1, 99, 0, 100, (1, 3))
+    many, whole = FEW_ROWS + 9, 2 * block_size
+    segments = (
+        KVSegment(0, many, 40, 0, many + 40, (2, 0)),
+        KVSegment(many, 1, 99, 0, 100, (1, 3)),
+        KVSegment(many + 1, whole, block_size, 0, block_size + whole, (3, 1, 2)),
+    )
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(4, 2, kv_heads, block_size, head_dim, generator=generator).to(device, torch.bfloat16)
-    q = torch.randn(many + 1, heads, head_dim, generator=generator).to(device, torch.bfloat16)
+    q = torch.randn(many + 1 + whole, heads, head_dim, generator=generator).to(device, torch.bfloat16)
     state = AttentionState.empty(q)
-    backend.attend(q, pool, SegmentTable([prefill, decode]), state, scale, None)
+    backend.attend(q, pool, SegmentTable(segments), state, scale, None)
     worst = 0.0
-    for s in (prefill, decode):
+    for s in segments:
         k, v = pool[list(s.blocks)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]
         rows = slice(s.query_start, s.query_start + s.query_len)
         out, lse = reference_attention(q[rows], k, v, scale, s.query_position)

@@ -13,18 +13,25 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionState, DeviceTable
+from nanovllm.ops.kernel_config import DecodeConfig, padded
 from nanovllm.ops.triton_merge import merge_rows
+from nanovllm.ops.tuned import decode_config_on
 
 PARTITION = 512  # keys; twice as often as needed where a block would have more than MAX_PARTS partitions
 MAX_PARTS = 64  # partitions of one block
 MAX_PROGRAMS = 8192  # of one launch: more than a GPU runs at once; each takes several partitions where there are more
 MAX_WORKSPACE = 256 << 20  # bytes of partition results at a time
+REDUCE_BUFFER = 64 << 10  # bytes of shared memory for the blocks whose partitions are on their way
 ROWS_PER_PROGRAM = 16  # query rows of one KV head: the smallest tile of the matrix units
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+# Counts that change from step to step: specialised on, a new length would compile anew in the middle of a request.
+@triton.jit(
+    do_not_specialize=["first_part", "parts_here", "workers", "total_rows"],
+    do_not_specialize_on_alignment=["spans_ptr", "blocks_ptr", "slopes_ptr", "top_ptr", "total_ptr"],
+)
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     pool_ptr,
@@ -128,7 +135,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(total_ptr + at, total, mask=row_mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_block", "blocks_here", "total_rows", "lse_head_stride"],
+    do_not_specialize_on_alignment=["lse_ptr", "spans_ptr", "top_ptr", "total_ptr"],
+)
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     lse_ptr,
@@ -148,8 +158,13 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Program (query row, head, segment): the partitions of each block together, block after block into (out, lse)."""
+    """Program (query row, head, segment): the partitions of each block together, block after block into (out, lse).
+
+    The loads of the next STAGES - 1 blocks are under way meanwhile: num_stages of the launch would see to loads that
+    feed a matrix product only.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     span = spans_ptr + tl.program_id(2) * 8
     count = tl.minimum(tl.load(span + 3) - first_block, blocks_here)
@@ -163,7 +178,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_at)
     part = tl.arange(0, BLOCK_P).to(tl.int64)
     at = (part * total_rows + tl.load(span + 7) + token) * heads + head
-    for _ in range(count):
+    for _ in tl.range(count, num_stages=STAGES):
         top = tl.load(top_ptr + at, mask=part < PARTS, other=float("-inf"))
         total = tl.load(total_ptr + at, mask=part < PARTS, other=0.0)
         acc = tl.load(acc_ptr + at[:, None] * BLOCK_D + column[None, :], mask=(part < PARTS)[:, None], other=0.0)
@@ -187,6 +202,7 @@ def decode_(
     scale: float,
     window: int | None,
     alibi_slopes: Tensor | None = None,
+    config: DecodeConfig | None = None,
 ) -> None:
     """Merge attention of the table's segments with few query rows into `state`, in place.
 
@@ -198,13 +214,15 @@ def decode_(
     if not len(group):
         return
     partition, parts = partitions_of(block_size)
-    padded_dim, kv_heads = max(16, triton.next_power_of_2(head_dim)), pool.shape[2]
+    padded_dim, kv_heads = padded(head_dim), pool.shape[2]
+    config = config or decode_config_on(q.device, head_dim, q.dtype)
     bytes_per_block = parts * group.total_rows * heads * (padded_dim + 2) * 4
     blocks_at_once = max(1, min(group.max_blocks, MAX_WORKSPACE // bytes_per_block))
     acc = q.new_empty(blocks_at_once * parts, group.total_rows, heads, padded_dim, dtype=torch.float32)
     top, total = q.new_empty(2, blocks_at_once * parts, group.total_rows, heads, dtype=torch.float32)
     row_tiles = triton.cdiv(group.max_rows * (heads // kv_heads), ROWS_PER_PROGRAM)
-    wide = padded_dim * q.element_size() > 256  # bytes of a row: more leave less shared memory to the pipeline
+    block_p = triton.next_power_of_2(parts)
+    reduce_stages = max(1, min(config.reduce_stages, REDUCE_BUFFER // (block_p * padded_dim * 4)))
     for first in range(0, group.max_blocks, blocks_at_once):
         count = min(blocks_at_once, group.max_blocks - first)
         workers = max(1, min(count * parts, MAX_PROGRAMS // (row_tiles * kv_heads * len(group))))
@@ -213,14 +231,15 @@ def decode_(
             first * parts, count * parts, workers, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
             scale, window or 0, *q.stride()[:2], *pool.stride()[:3],
             PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
-            BLOCK_N=min(32 if wide else 64, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
+            BLOCK_N=min(config.keys, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
             HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype),
-            num_warps=8 if wide else 4, num_stages=2 if wide else 3, enable_fp_fusion=True,
+            num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(group.max_rows, heads, len(group))](
             state.out, state.lse, group.spans, acc, top, total, first, count, group.total_rows, heads, head_dim,
             *state.out.stride()[:2], *state.lse.stride(),
-            PARTS=parts, BLOCK_P=triton.next_power_of_2(parts), BLOCK_D=padded_dim, num_warps=4, enable_fp_fusion=True,
+            PARTS=parts, BLOCK_P=block_p, BLOCK_D=padded_dim, STAGES=reduce_stages, num_warps=config.reduce_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 

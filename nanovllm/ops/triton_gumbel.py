@@ -18,7 +18,10 @@ def _finalise(z):  # type: ignore[no-untyped-def]
     return z ^ (z >> 31)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["width", "tiles", "scores_stride", "tokens_stride"],
+    do_not_specialize_on_alignment=["starts_ptr", "best_ptr", "index_ptr"],
+)
 def _draw_kernel(  # type: ignore[no-untyped-def]
     scores_ptr,
     tokens_ptr,

@@ -21,7 +21,13 @@ def merge_rows(out, lse, other, other_lse):  # type: ignore[no-untyped-def]
     return out, top + tl.log(total)
 
 
-@triton.jit
+# What grows with the batch: specialised on, a new number of tokens would compile anew in the middle of a request.
+@triton.jit(
+    do_not_specialize=[
+        "num_parts", "tokens", "lse_head_stride", "first_lse_head_stride", "part_lse_stride", "part_lse_head_stride"
+    ],
+    do_not_specialize_on_alignment=["lse_ptr", "first_lse_ptr", "part_lses_ptr"],
+)  # fmt: skip
 def _merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     lse_ptr,

@@ -7,56 +7,91 @@ rows beside it either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionState, DeviceTable
+from nanovllm.ops.kernel_config import PrefillConfig, padded
 from nanovllm.ops.triton_decode import dot_precision
+from nanovllm.ops.tuned import prefill_config_on
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _attend_keys(  # type: ignore[no-untyped-def]
+def _end_of_block(top, total, lse, position, first, keys, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(factor that normalises the accumulator, LSE) after a block of `keys` keys from position `first` on."""
+    mass = tl.where(total == 0.0, 1.0, total)
+    # A row that sees none of the block keeps its LSE to the bit, which a way through log2 would not.
+    sees = position >= first
+    if HAS_WINDOW:
+        sees = sees & (position - window < first + keys - 1)
+    return tl.div_rn(1.0, mass), tl.where(sees, (top + tl.log2(mass)) * LN2, lse)
+
+
+@triton.jit
+def _attend_tiles(  # type: ignore[no-untyped-def]
     acc,
     top,
     total,
+    lse,
     q,
-    k_ptr,
-    v_ptr,
-    position,
-    first,
+    head_ptr,
+    block_at,
+    block,
+    index,
     begin,
-    end,
+    first,
+    new_block,
+    tiles,
+    limit,
+    position,
     scale_log2,
     window,
     column,
     head_dim,
+    block_size,
+    block_stride,
+    kv_stride,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PADDED: tl.constexpr,
+    BRANCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over the keys [begin, end) of one block; unless MASKED, every row sees all of them."""
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        at = n[:, None] * head_dim + column[None, :]
+    """Online softmax over `tiles` tiles of keys from key `begin` of block `index` on; returns the state and where it
+    stands. Unless MASKED, every row sees all of the keys.
+
+    One loop over all blocks, so that the pipeline of loads never runs empty between two. The state is normalised in the
+    first tile of the next block: with BRANCH only there, else by a factor that is 1 in all other tiles. A branch that
+    holds the accumulator makes Triton wait for every product on Hopper; the factor costs a multiplication an element.
+    """
+    for _ in range(tiles):
+        n = begin + tl.arange(0, BLOCK_N)
+        k_at = head_ptr + block.to(tl.int64) * block_stride + n[:, None] * head_dim + column[None, :]
+        inside = (n < tl.minimum(block_size, limit - first))[:, None]
         if MASKED:
-            k = tl.load(k_ptr + at, mask=(n < end)[:, None] & (column < head_dim)[None, :], other=0.0)
+            k = tl.load(k_at, mask=inside & (column < head_dim)[None, :], other=0.0)
         elif PADDED:
-            k = tl.load(k_ptr + at, mask=(column < head_dim)[None, :], other=0.0)
+            k = tl.load(k_at, mask=(column < head_dim)[None, :], other=0.0)
         else:
-            k = tl.load(k_ptr + at)
+            k = tl.load(k_at)
+        factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        if new_block:
+            factor, lse = _end_of_block(top, total, lse, position, first - block_size, block_size, window, HAS_WINDOW)
+            top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
+            if BRANCH:
+                acc *= factor[:, None]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if not BRANCH:
+            acc *= factor[:, None]
         if MASKED:
             distance = position[:, None] - (first + n)[None, :]
-            visible = (distance >= 0) & (n < end)[None, :]
+            visible = (distance >= 0) & tl.trans(inside)
             if HAS_WINDOW:
                 visible = visible & (distance < window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -66,17 +101,27 @@ def _attend_keys(  # type: ignore[no-untyped-def]
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(weights, 1)
         if MASKED:
-            v = tl.load(v_ptr + at, mask=(n < end)[:, None] & (column < head_dim)[None, :], other=0.0)
+            v = tl.load(k_at + kv_stride, mask=inside & (column < head_dim)[None, :], other=0.0)
         elif PADDED:
-            v = tl.load(v_ptr + at, mask=(column < head_dim)[None, :], other=0.0)
+            v = tl.load(k_at + kv_stride, mask=(column < head_dim)[None, :], other=0.0)
         else:
-            v = tl.load(v_ptr + at)
+            v = tl.load(k_at + kv_stride)
         acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
         top = new_top
-    return acc, top, total
+        begin += BLOCK_N
+        new_block = begin >= block_size
+        if new_block:
+            begin = 0
+            first += block_size
+            index += 1
+        # A tile ahead of its use, which is therefore not held up by it; behind the last block, the last one again.
+        block = tl.load(block_at + tl.where(first < limit, index, index - 1))
+    return acc, top, total, lse, block, index, begin, first, new_block
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["lse_head_stride"], do_not_specialize_on_alignment=["spans_ptr", "blocks_ptr", "lse_ptr"]
+)
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     pool_ptr,
@@ -102,85 +147,73 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    EVEN: tl.constexpr,
     PADDED: tl.constexpr,
+    BRANCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (row tile, head, segment): BLOCK_M query rows of one head over all blocks of their segment."""
+    """Program (row tile, head, segment): BLOCK_M query rows of one head over all blocks of their segment.
+
+    EVEN: a block is a whole number of tiles.
+    """
     span = spans_ptr + tl.program_id(2) * 8
     query_len = tl.load(span + 1)
     tile = tl.cdiv(query_len, BLOCK_M) - 1 - tl.program_id(0)  # rows that see the most first
     if tile < 0:
         return
     head = tl.program_id(1)
-    first_position, kv_end, query_position = tl.load(span + 4), tl.load(span + 5), tl.load(span + 6)
+    first, query_position = tl.load(span + 4), tl.load(span + 6)
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = token < query_len
     position = query_position + token
     lowest = query_position + tile * BLOCK_M
     highest = query_position + tl.minimum(tile * BLOCK_M + BLOCK_M, query_len) - 1
+    limit = tl.minimum(tl.load(span + 5), highest + 1)  # behind the last position that any row sees
     column = tl.arange(0, BLOCK_D)
-    mask = row_mask[:, None] & (column < head_dim)[None, :]
+    mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
     row = tl.load(span).to(tl.int64) + token
     q = tl.load(q_ptr + head * q_head_stride + row[:, None] * q_token_stride + column[None, :], mask=mask, other=0.0)
     out_at = out_ptr + head * out_head_stride + row[:, None] * out_token_stride + column[None, :]
     acc = tl.load(out_at, mask=mask, other=0.0)
-    lse = tl.load(lse_ptr + head * lse_head_stride + row * lse_token_stride, mask=row_mask, other=float("-inf"))
+    lse_at = lse_ptr + head * lse_head_stride + row * lse_token_stride
+    lse = tl.load(lse_at, mask=token < query_len, other=float("-inf"))
+    top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
+    head_ptr = pool_ptr + head // group * kv_head_stride
     block_at = blocks_ptr + tl.load(span + 2)
-    for index in range(tl.load(span + 3)):
-        first = first_position + index * block_size
-        end = tl.minimum(block_size, tl.minimum(kv_end, highest + 1) - first)
-        begin = 0
-        if HAS_WINDOW:
-            begin = tl.maximum(lowest - window + 1 - first, 0) // BLOCK_N * BLOCK_N
-        if begin < end:
-            k_ptr = pool_ptr + tl.load(block_at + index).to(tl.int64) * block_stride + head // group * kv_head_stride
-            v_ptr = k_ptr + kv_stride
-            top = lse * LOG2E
-            total = tl.where(lse == float("-inf"), 0.0, 1.0)
-            if HAS_WINDOW:
-                masked_from = begin
-            else:  # up to here every row sees every key
-                masked_from = tl.maximum(tl.minimum(end, lowest + 1 - first), 0) // BLOCK_N * BLOCK_N
-                acc, top, total = _attend_keys(
-                    acc, top, total, q, k_ptr, v_ptr, position, first, 0, masked_from, scale * LOG2E, window, column,
-                    head_dim, BLOCK_N, False, HAS_WINDOW, PADDED, PRECISION,
-                )  # fmt: skip
-            acc, top, total = _attend_keys(
-                acc, top, total, q, k_ptr, v_ptr, position, first, masked_from, end, scale * LOG2E, window, column,
-                head_dim, BLOCK_N, True, HAS_WINDOW, PADDED, PRECISION,
+    index, begin = 0, 0
+    if HAS_WINDOW:  # tiles that lie before every row's window are left out
+        skipped = tl.maximum(lowest - window + 1 - first, 0)
+        index = skipped // block_size
+        begin = skipped % block_size // BLOCK_N * BLOCK_N
+        first += index * block_size
+    if first + begin < limit:
+        block = tl.load(block_at + index)
+        new_block = first + begin >= limit  # false, but of the type that it has in the loop
+        tiles_per_block = tl.cdiv(block_size, BLOCK_N)
+        keys = limit - first
+        tiles = keys // block_size * tiles_per_block + tl.cdiv(keys % block_size, BLOCK_N) - begin // BLOCK_N
+        if EVEN and not HAS_WINDOW:  # up to here every row sees every key
+            seen_by_all = tl.maximum(tl.minimum(limit, lowest + 1) - first, 0) // BLOCK_N
+            tiles -= seen_by_all
+            acc, top, total, lse, block, index, begin, first, new_block = _attend_tiles(
+                acc, top, total, lse, q, head_ptr, block_at, block, index, begin, first, new_block, seen_by_all,
+                limit, position, scale * LOG2E, window, column, head_dim, block_size, block_stride, kv_stride,
+                BLOCK_M, BLOCK_N, False, HAS_WINDOW, PADDED, BRANCH, PRECISION,
             )  # fmt: skip
-            acc *= tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]
-            # A row that sees none of the block keeps its LSE to the bit, which a way through log2 would not.
-            sees = position >= first
-            if HAS_WINDOW:
-                sees = sees & (position - window < first + end - 1)
-            new_lse = (top + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2
-            lse = tl.where(sees, new_lse, lse)
+        acc, top, total, lse, block, index, begin, first, new_block = _attend_tiles(
+            acc, top, total, lse, q, head_ptr, block_at, block, index, begin, first, new_block, tiles,
+            limit, position, scale * LOG2E, window, column, head_dim, block_size, block_stride, kv_stride,
+            BLOCK_M, BLOCK_N, True, HAS_WINDOW, PADDED, BRANCH, PRECISION,
+        )  # fmt: skip
+        last = tl.where(new_block, first - block_size, first)
+        factor, lse = _end_of_block(
+            top, total, lse, position, last, tl.minimum(block_size, limit - last), window, HAS_WINDOW
+        )
+        acc *= factor[:, None]
     # Read again, so that no register holds an address of the output through the loops.
     row = tl.load(span, volatile=True).to(tl.int64) + token
     out_at = out_ptr + head * out_head_stride + row[:, None] * out_token_stride + column[None, :]
-    tl.store(out_at, acc, mask=row_mask[:, None] & (column < head_dim)[None, :])
-    tl.store(lse_ptr + head * lse_head_stride + row * lse_token_stride, lse, mask=row_mask)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """Tile sizes and pipeline of one launch."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:
-    """Tiles that fit the device's shared memory and registers; none was chosen by timing yet."""
-    wide = head_dim > 128
-    if dtype == torch.float32:  # here for exactness: it spills registers, and is slow
-        return PrefillConfig(16, 16, 8, 1) if wide else PrefillConfig(32, 32, 4 if head_dim <= 64 else 8, 1)
-    if capability[0] in (9, 10):  # 227 KiB of shared memory; most others have 99
-        return PrefillConfig(128, 32, 8, 2) if wide else PrefillConfig(128, 64, 8, 3)
-    return PrefillConfig(64, 16, 8, 2) if wide else PrefillConfig(128, 32, 8, 3)
+    tl.store(out_at, acc, mask=mask)
+    tl.store(lse_ptr + head * lse_head_stride + row * lse_token_stride, lse, mask=token < query_len)
 
 
 def prefill_(
@@ -199,13 +232,13 @@ def prefill_(
     group, (_, heads, head_dim) = table.many, q.shape
     if not len(group):
         return
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
-    config = config or prefill_config(head_dim, q.dtype, capability)
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    config = config or prefill_config_on(q.device, head_dim, q.dtype)
+    padded_dim = padded(head_dim)
     _prefill_kernel[(triton.cdiv(group.max_rows, config.rows), heads, len(group))](
         q, pool, group.spans, table.blocks, state.out, state.lse, heads // pool.shape[2], head_dim, pool.shape[3],
         scale, window or 0, *q.stride()[:2], *pool.stride()[:3], *state.out.stride()[:2], *state.lse.stride(),
         BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
-        PADDED=padded_dim != head_dim, PRECISION=dot_precision(q.dtype),
+        EVEN=pool.shape[3] % config.keys == 0, PADDED=padded_dim != head_dim, BRANCH=config.branch,
+        PRECISION=dot_precision(q.dtype),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 TOKENS_PER_PROGRAM = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def _store_kernel(  # type: ignore[no-untyped-def]
     pool_ptr,
     k_ptr,

@@ -1,0 +1,147 @@
+"""What the GPU check has to reach, beside what it found.
+
+    python -m benchmarks.gpu_bars gpu-check.json [more of them]
+
+Reads the reports of one or several runs, a later one's parts before an earlier one's. Exit status 1 where a bar is
+missed or was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Parts = Mapping[str, Mapping[str, Any]]  # outcomes by the part's name, as gpu-check.json has them
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar: `value` is None where the part that measures it did not end well, or measured no such thing."""
+
+    name: str
+    part: str
+    wanted: float
+    at_most: bool
+    value: float | None
+
+    @property
+    def met(self) -> bool:
+        return self.value is not None and (self.value <= self.wanted if self.at_most else self.value >= self.wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a bar is read from the parts."""
+
+    name: str
+    part: str
+    wanted: float
+    read: Callable[[Parts], float]
+    at_most: bool = False
+
+
+def _figures(parts: Parts, part: str) -> Any:
+    return parts[part]["figures"]
+
+
+def _only(parts: Parts, part: str) -> Any:
+    """The one prompt length of bench_offload.py."""
+    (result,) = _figures(parts, part)["results"]
+    return result
+
+
+def _strided_share(parts: Parts) -> float:
+    """Of all directions and row sizes the worst."""
+    results = _figures(parts, "copies")["results"]
+    return float(min(r["of_contiguous"]["median"] for r in results if r["way"] == "strided"))
+
+
+def _merge_times(parts: Parts) -> float:
+    return float(max(_figures(parts, "kernels")["kernels"]["merge"], key=lambda row: row["tokens"])["times"])
+
+
+def _prefill_ratio(part: str) -> Callable[[Parts], float]:
+    return lambda parts: float(_only(parts, part)["ratios"]["on device"]["prefill"]["median"])
+
+
+def _matrix_share(parts: Parts) -> float:
+    peak = _figures(parts, "offload-32k")["ceilings"]["matmul_gflop_s"]
+    return float(_only(parts, "offload-32k")["prefill_gflop_s"] / peak)
+
+
+def _link_share(parts: Parts) -> float:
+    peak = _figures(parts, "offload-32k")["ceilings"]["copy_gb_s"]["h2d"]
+    return float(_only(parts, "offload-32k")["traffic"]["offload"]["decode_h2d_gb_s"] / peak)
+
+
+def _decode_rate(parts: Parts, part: str) -> float:
+    return float(_only(parts, part)["rates"]["offload"]["decode_tok_s"]["median"])
+
+
+def _cpu_attention_gain(parts: Parts) -> float:
+    return _decode_rate(parts, "cpu-attention-32k") / _decode_rate(parts, "offload-32k")
+
+
+def _idle_share(parts: Parts) -> float:
+    gaps = _only(parts, "offload-32k")["kernel_gaps"]["prefill"]
+    return float(gaps["idle_s"] / gaps["span_s"])
+
+
+def _recall(parts: Parts) -> float:
+    right, asked = re.findall(r"(\d+) of (\d+) answers are right", parts["recall-128k"]["output"])[-1]
+    return int(right) / int(asked)
+
+
+RULES = (
+    Rule("strided copy / contiguous", "copies", 0.97, _strided_share),
+    Rule("merge at 16K tokens, times PyTorch's", "kernels", 4.3, _merge_times),
+    Rule("prefill at 32K, offloaded / resident", "offload-32k", 0.97, _prefill_ratio("offload-32k")),
+    Rule("prefill at 128K, offloaded / resident", "offload-128k", 0.97, _prefill_ratio("offload-128k")),
+    Rule("prefill at 32K / matrix rate", "offload-32k", 0.60, _matrix_share),
+    Rule("streamed decode at 32K / link", "offload-32k", 0.85, _link_share),
+    Rule("decode at 32K with CPU attention / streamed", "cpu-attention-32k", 1.3, _cpu_attention_gain),
+    Rule("GPU idle between kernels of prefill", "offload-32k", 0.05, _idle_share, at_most=True),
+    Rule("recall at 128K", "recall-128k", 1.0, _recall),
+)
+
+
+def bars(parts: Parts) -> list[Bar]:
+    """Every bar; of a part that failed, was cut short or did not run there is no value."""
+    found = []
+    for rule in RULES:
+        try:
+            value = rule.read(parts)
+        except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
+            value = None
+        found.append(Bar(rule.name, rule.part, rule.wanted, rule.at_most, value))
+    return found
+
+
+def show(found: Sequence[Bar]) -> None:
+    for bar in found:
+        value = "-" if bar.value is None else f"{bar.value:.3f}"
+        verdict = "not measured" if bar.value is None else "met" if bar.met else "MISSED"
+        print(f"{bar.name:<46}{value:>9}   {'<=' if bar.at_most else '>='} {bar.wanted:<6}{verdict}")
+
+
+def parts_of(paths: Sequence[Path]) -> dict[str, Any]:
+    """The outcomes of all reports by part; the last report that has a part counts."""
+    return {outcome["part"]: outcome for path in paths for outcome in json.loads(path.read_text())["parts"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_bars", description="The GPU check's bars.")
+    parser.add_argument("reports", type=Path, nargs="+", help="gpu-check.json of one run or several")
+    found = bars(parts_of(parser.parse_args(argv).reports))
+    show(found)
+    return 0 if all(bar.met for bar in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

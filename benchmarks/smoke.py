@@ -1,0 +1,269 @@
+"""Each kernel, copy and way through the engine once, on sizes so small that all of it takes seconds.
+
+    python -m benchmarks.smoke [--device cuda] [--output-json FILE]
+
+Each check says what came of it before the next one begins, and the file is written after each, so that a check which
+hangs or kills the process takes nothing with it but those after it: what is most likely to do that comes last. Without
+a GPU the Triton kernels run in the interpreter, if TRITON_INTERPRET=1 is set. Exit status 1 where a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine import device_name, generate
+from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
+from benchmarks.report import machine_facts, write_json
+from benchmarks.tiny import write_tiny_config
+from nanovllm import LLM
+from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
+from nanovllm.device import create_device
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.heads import place_heads
+from nanovllm.layers.norm import add_rms_norm_, rms_norm
+from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
+from nanovllm.ops.merge import merge_states_torch_
+from nanovllm.ops.store_kv import store_kv
+
+ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
+PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    check: str
+    good: bool
+    seconds: float
+    note: str
+
+
+Check = Callable[[], str | None]  # returns what is worth knowing; raises where something is wrong
+
+
+class Smoke:
+    """The checks on one device, "cuda" or "cpu"."""
+
+    def __init__(self, device: str, directory: Path) -> None:
+        self.device = device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter's bf16 is wrong
+        self.model = write_tiny_config(directory)
+        self.tokens: list[int] | None = None  # of the engine with everything on the device
+
+    def checks(self) -> dict[str, Check]:
+        """By name, what is most likely to hang last."""
+        found: dict[str, Check] = {"matrix product": self.matrix_product, "pinned memory": self.pinned_memory}
+        ways = ("h2d", "d2h", "d2d") if self.device == "cuda" else ("h2h",)
+        for way in ways:
+            found[f"strided copy, {way}"] = lambda way=way: self.strided_copy(way)
+            found[f"batch of copies, {way}"] = lambda way=way: self.batch_copy(way)
+        for name, kernel in self.kernels().items():
+            found[name] = kernel
+        for backend in self.backends():
+            found[f"attention: {backend.name}"] = lambda backend=backend: self.attention(backend)
+        resident = {"num_gpu_blocks": 16}
+        few = {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 12}
+        found |= {
+            "engine, eager": lambda: self.engine(resident | {"enforce_eager": True}),
+            "engine, decode graphs": lambda: self.engine(resident),
+            "engine, offloaded": lambda: self.engine(few | {"cpu_attention": False}),
+            "engine, CPU attention": lambda: self.engine(few | {"cpu_attention": True}, merged_last=True),
+        }
+        return found
+
+    # ---- memory and copies
+
+    def matrix_product(self) -> None:
+        x = torch.eye(256, device=self.device, dtype=torch.float32)
+        expect_close(x @ x, x, 0.0)
+
+    def pinned_memory(self) -> str:
+        with closing(create_device(self.device)) as device:
+            size = 64 << 20 if self.device == "cuda" else 1 << 20
+            memory = device.empty_host("smoke", (size,), torch.uint8)
+            memory[-1] = 7
+            on_device = memory.to(device.torch_device, non_blocking=True)
+            assert int(on_device[-1]) == 7
+            return f"{size >> 20} MiB, {device.free_host_memory() >> 20} MiB of host memory free"
+
+    def strided_copy(self, way: str) -> None:
+        far, near = self.sides(way)
+        self.copy(lambda stream: memcpy_2d_async(near, far, 4096, 8192, 4096, 16, way, stream))
+        expect_close(near.cpu(), far.view(16, 2, 4096)[:, 0].cpu(), 0.0)
+
+    def batch_copy(self, way: str) -> None:
+        far, near = self.sides(way)
+        pieces = list(far.view(16, 2, 4096)[:, 0])
+        self.copy(lambda stream: memcpy_batch_async(list(near), pieces, [4096] * 16, way, stream))
+        expect_close(near.cpu(), far.view(16, 2, 4096)[:, 0].cpu(), 0.0)
+
+    def sides(self, way: str) -> tuple[Tensor, Tensor]:
+        """A strided source of random bytes, and an empty destination."""
+        where = {"h": "cpu", "d": self.device}
+        far = torch.randint(0, 256, (16 * 8192,), dtype=torch.uint8)
+        near = torch.zeros(16, 4096, dtype=torch.uint8)
+        found = [x.to(where[side]) for x, side in ((far, way[0]), (near, way[-1]))]
+        if self.device == "cuda":
+            found = [x.pin_memory() if x.device.type == "cpu" else x for x in found]
+        return found[0], found[1]
+
+    def copy(self, call: Callable[[Any], object]) -> None:
+        if self.device == "cuda":
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            call(stream)
+            torch.cuda.synchronize()
+        else:
+            call(0)
+
+    # ---- kernels
+
+    def kernels(self) -> dict[str, Check]:
+        """The Triton kernels beside the plain versions, which run on the CPU."""
+        from nanovllm.ops.triton_activation import silu_and_mul_triton
+        from nanovllm.ops.triton_gumbel import draw_triton
+        from nanovllm.ops.triton_heads import place_heads_triton
+        from nanovllm.ops.triton_merge import merge_parts_triton
+        from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
+        from nanovllm.ops.triton_store import store_kv_triton
+
+        def store() -> None:
+            pool, k, v = self.random(3, 2, KV_HEADS, 16, HEAD_DIM), *self.random(2, ROWS, KV_HEADS, HEAD_DIM)
+            slots, plain = torch.tensor([40, -1, 3, 16, 15]), pool.cpu().clone().clone()
+            store_kv(plain, k.cpu(), v.cpu(), slots)
+            store_kv_triton(pool, k, v, slots.to(self.device))
+            expect_close(pool.cpu(), plain, 0.0)
+
+        def merge() -> None:
+            out, part = self.random(2, ROWS, HEADS, HEAD_DIM).float()
+            lse, part_lse = self.random(2, HEADS, ROWS).float()
+            plain = out.cpu().clone(), lse.cpu().clone()
+            merge_states_torch_(*plain, part.cpu(), part_lse.cpu())
+            merge_parts_triton(out, lse, out, lse, part[None], part_lse[None])
+            expect_close(out.cpu(), plain[0], 1e-5)
+            expect_close(lse.cpu(), plain[1], 1e-5)
+
+        def norms() -> None:
+            x, residual, weight = self.random(ROWS, 96), self.random(ROWS, 96), self.random(96)
+            plain = residual.cpu().clone()
+            expect_close(rms_norm_triton(x, weight, 1e-6).cpu(), rms_norm(x.cpu(), weight.cpu(), 1e-6), 4e-2)
+            expected = add_rms_norm_(plain, x.cpu(), weight.cpu(), 1e-6)
+            expect_close(add_rms_norm_triton_(residual, x, weight, 1e-6).cpu(), expected, 4e-2)
+            expect_close(residual.cpu(), plain, 0.0)
+
+        def heads() -> None:
+            positions = torch.arange(ROWS) * 999
+            cos, sin = RotaryEmbedding(RopeSpec(), HEAD_DIM, torch.device("cpu")).cos_sin(positions, positions + 1)
+            x = self.random(ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM)
+            weight = self.random(HEADS + KV_HEADS, HEAD_DIM)
+            placed, plain = ([x.new_empty(ROWS, n, HEAD_DIM, device=where) for n in (HEADS, KV_HEADS, KV_HEADS)]
+                             for where in (self.device, "cpu"))  # fmt: skip
+            place_heads_triton(x, weight, 1e-6, cos.to(self.device), sin.to(self.device), *placed)
+            place_heads(x.cpu(), weight.cpu(), 1e-6, cos, sin, *plain)
+            for ours, theirs in zip(placed, plain, strict=True):
+                expect_close(ours.cpu(), theirs, 5e-2)
+
+        def activation() -> None:
+            x = self.random(ROWS, 192)
+            expect_close(silu_and_mul_triton(x).cpu(), silu_and_mul(x.cpu()), 4e-2)
+
+        def draw() -> None:
+            scores = torch.zeros(ROWS, 3000)
+            scores[torch.arange(ROWS), torch.arange(ROWS) * 500] = 1e4
+            starts, tokens = torch.arange(ROWS), torch.arange(3000)
+            drawn = draw_triton(*(x.to(self.device) for x in (scores, tokens, starts)))
+            assert drawn.tolist() == [500 * row for row in range(ROWS)], drawn
+
+        return {
+            "store_kv": store,
+            "merge": merge,
+            "norms": norms,
+            "heads": heads,
+            "silu_and_mul": activation,
+            "draw": draw,
+        }
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape).to(self.device, self.dtype)
+
+    # ---- attention and engines
+
+    def backends(self) -> list[AttentionBackend]:
+        if self.device == "cuda":
+            return cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
+        from nanovllm.ops.native_attention import NativeAttention
+
+        return [NativeAttention()]
+
+    def attention(self, backend: AttentionBackend) -> str:
+        difference = difference_from_reference(backend, torch.device(self.device), HEAD_DIM)
+        assert difference <= CHECK_BOUND, f"wrong by {difference:g}"
+        return f"off by {difference:.1e} at most"
+
+    def engine(self, placement: dict[str, Any], merged_last: bool = False) -> str:
+        """The same greedy tokens as the first engine; beside a GPU what the CPU attended to is merged last."""
+        prompt = torch.randint(0, 512, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()
+        sizes = {"max_model_len": PROMPT_LEN + OUTPUT_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 128}
+        sizes |= {"kvcache_block_size": BLOCK, "swap_space": 0}
+        options = sizes | placement | {"enable_prefix_caching": False}
+        with LLM(self.model, load_format="dummy", device=self.device, **options) as llm:
+            tokens = generate(llm, [prompt], OUTPUT_LEN)[0].outputs[0].token_ids
+            moved = llm.kv_stats().transfers
+        self.tokens = self.tokens or tokens
+        same = sum(ours == first for ours, first in zip(tokens, self.tokens, strict=True))
+        assert same == OUTPUT_LEN or (merged_last and self.device == "cuda"), f"{tokens}, expected {self.tokens}"
+        return f"{same} of {OUTPUT_LEN} tokens equal, {moved.h2d_copies} loads, {moved.d2h_copies} stores"
+
+
+def expect_close(found: Tensor, expected: Tensor, bound: float) -> None:
+    """Raises AssertionError where any element is off by more than `bound`, NaN included."""
+    difference = (found.double() - expected.double()).abs().nan_to_num(torch.inf).max().item()
+    assert difference <= bound, f"off by {difference:g}, {bound:g} is allowed"
+
+
+def run(args: argparse.Namespace) -> int:
+    device = device_name(args.device)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="nanovllm-smoke-") as directory:
+        for name, check in Smoke(device, Path(directory)).checks().items():
+            print(f"{name:<60}", end="", flush=True)
+            outcomes.append(outcome_of(name, check))
+            print(f"{'good' if outcomes[-1].good else 'FAILED':<8}{outcomes[-1].note}", flush=True)
+            write_json(args.output_json, args, machine_facts(device), checks=outcomes)
+    return 0 if all(outcome.good for outcome in outcomes) else 1
+
+
+def outcome_of(name: str, check: Check) -> Outcome:
+    start = time.perf_counter()
+    try:
+        good, note = True, check() or ""
+    except Exception as error:  # whatever is wrong, the other checks are still worth having
+        traceback.print_exc()
+        good, note = False, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return Outcome(name, good, time.perf_counter() - start, note)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="smoke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device_option(parser)
+    add_json_option(parser)
+    args = parser.parse_args(argv)
+    return exit_status("smoke", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

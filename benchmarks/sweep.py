@@ -1,0 +1,228 @@
+"""The attention kernels with other tiles and pipelines, and cuDNN beside them: which is fastest on this GPU.
+
+    python -m benchmarks.sweep [--head-dim 128 ...] [--keep] [--dry] [--output-json FILE]
+
+Every configuration is timed on the same problems, with the heads of Llama-3.1-8B, in bf16; one that gives other results
+than the default is left out. --keep writes what was fastest to nanovllm/ops/tuned, by the device's name, where engines
+on such a device find it; entries for other head sizes stay. The file with all figures is written after each step.
+--dry runs tiny sizes and a few configurations, without a GPU in Triton's interpreter, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels import Sizes, kernel_facts, open_device, operations, problem, seconds
+from benchmarks.options import Parser, add_json_option, positive
+from benchmarks.report import print_row, write_json
+from nanovllm.ops.attention import AttentionBackend, AttentionState, SegmentTable
+from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
+from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
+from nanovllm.ops.tuned import TABLES, TunedEntry, read_table, table_path
+
+BOUND = 2e-2  # of outputs and LSE between two configurations
+MARGIN = 0.97  # of the time that our own kernel takes, for another backend to be worth its merges
+Config = PrefillConfig | DecodeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """(rows, context, block size) of prefill, also beside cuDNN, and (sequences, context, block size) of decode."""
+
+    prefill: tuple[tuple[int, int, int], ...] = ((8192, 16384, 256), (8192, 16384, 4096))
+    decode: tuple[tuple[int, int, int], ...] = ((1, 32768, 4096), (8, 32768, 1024), (64, 4096, 256))
+    backends: tuple[tuple[int, int, int], ...] = ((8192, 16384, 256), (8192, 16384, 1024), (8192, 16384, 4096))
+    repeats: int = 7
+    configs: int | None = None  # how many, None for all
+
+    @classmethod
+    def tiny(cls) -> Problems:
+        return cls(((70, 100, 64),), ((1, 70, 32),), ((128, 256, 64),), 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A configuration: seconds of each problem, or why there are none."""
+
+    config: Config
+    seconds: tuple[float, ...]
+    note: str = ""
+
+
+class Sweep:
+    """One head size on one device."""
+
+    def __init__(self, sizes: Sizes, problems: Problems, device: torch.device) -> None:
+        self.sizes, self.problems, self.device = sizes, problems, device
+        self.scale = sizes.head_dim**-0.5
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        count = problems.configs
+        self.prefill_configs = prefill_variants(sizes.head_dim, sizes.dtype, capability)[:count]
+        self.decode_configs = decode_variants(sizes.head_dim, sizes.dtype)[:count]
+
+    def prefill(self) -> list[Timing]:
+        from nanovllm.ops.triton_prefill import prefill_
+
+        def attend(q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, config: Config) -> None:
+            assert isinstance(config, PrefillConfig)
+            prefill_(q, pool, table.on(q.device), state, self.scale, None, config)
+
+        problems = [problem(self.sizes, self.device, 1, *sizes) for sizes in self.problems.prefill]
+        rates = [operations(self.sizes, rows, context) / 1e12 for rows, context, _ in self.problems.prefill]
+        return [self._time(config, attend, problems, rates, "TFLOP/s") for config in self.prefill_configs]
+
+    def decode(self) -> list[Timing]:
+        from nanovllm.ops.triton_decode import decode_
+
+        def attend(q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, config: Config) -> None:
+            assert isinstance(config, DecodeConfig)
+            decode_(q, pool, table.on(q.device), state, self.scale, None, None, config)
+
+        problems = [
+            problem(self.sizes, self.device, sequences, 1, context, block_size)
+            for sequences, context, block_size in self.problems.decode
+        ]
+        rates = [n * context * self.sizes.token_bytes / 1e9 for n, context, _ in self.problems.decode]
+        return [self._time(config, attend, problems, rates, "GB/s") for config in self.decode_configs]
+
+    def _time(
+        self,
+        config: Config,
+        attend: Callable[..., None],
+        problems: Sequence[tuple[Tensor, Tensor, SegmentTable, AttentionState]],
+        work: Sequence[float],
+        unit: str,
+    ) -> Timing:
+        """Time one configuration on all problems, after its results were compared with the default's."""
+        name = " ".join(f"{key}={value}" for key, value in asdict(config).items())
+        default = self.prefill_configs[0] if isinstance(config, PrefillConfig) else self.decode_configs[0]
+        took = []
+        try:
+            for q, pool, table, state in problems:
+                found = [AttentionState.empty(q) for _ in range(2)]
+                for each, result in zip((default, config), found, strict=True):
+                    attend(q, pool, table, result, each)
+                off = max(
+                    float((found[0].out - found[1].out).abs().max()), float((found[0].lse - found[1].lse).abs().max())
+                )
+                if not off <= BOUND:
+                    raise RuntimeError(f"its results are off by {off:g}")
+                call = lambda q=q, pool=pool, table=table, state=state: attend(q, pool, table, state, config)  # noqa: E731
+                took.append(seconds(call, self.device, self.problems.repeats))
+        except Exception as error:  # most often: more shared memory than there is
+            note = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print_row("-", "left out", f"{name}: {note[:100]}")
+            return Timing(config, (), note)
+        rates = ", ".join(f"{amount / one:,.1f}" for amount, one in zip(work, took, strict=True))
+        print_row(rates, unit, name)
+        return Timing(config, tuple(took))
+
+    def backends(self, best: PrefillConfig) -> list[dict[str, Any]]:
+        """Our own kernel as tuned and cuDNN, by block size; none where torch does not offer it."""
+        if self.device.type != "cuda" or not cudnn_takes(self.device, self.sizes.head_dim):
+            return []
+        from nanovllm.ops.triton_attention import TritonAttention
+        from nanovllm.ops.triton_prefill import prefill_
+
+        cudnn: AttentionBackend = CudnnAttention(cudnn_attention, TritonAttention())
+        rows = []
+        for queries, context, block_size in self.problems.backends:
+            q, pool, table, state = problem(self.sizes, self.device, 1, queries, context, block_size)
+            ways: dict[str, Callable[[], None]] = {
+                "triton": lambda: prefill_(q, pool, table.on(q.device), state, self.scale, None, best),  # noqa: B023
+                "cudnn": lambda: cudnn.attend(q, pool, table, state, self.scale, None),  # noqa: B023
+            }
+            row: dict[str, Any] = {"block_size": block_size}
+            for name, call in ways.items():
+                row[name] = seconds(call, self.device, self.problems.repeats)
+                rate = operations(self.sizes, queries, context) / row[name] / 1e12
+                print_row(f"{name}, blocks of {block_size}", f"{rate:,.1f} TFLOP/s")
+            rows.append(row)
+        return rows
+
+
+def fastest(timings: Sequence[Timing]) -> Config:
+    """The configuration with the least time, each problem counted against the default's, which is the first."""
+    default = timings[0]
+    if not default.seconds:
+        raise RuntimeError(f"the default configuration cannot be timed: {default.note}")
+
+    def relative(timing: Timing) -> float:
+        return sum(took / base for took, base in zip(timing.seconds, default.seconds, strict=True))
+
+    return min((timing for timing in timings if timing.seconds), key=relative).config
+
+
+def cudnn_from_block(rows: Sequence[dict[str, Any]]) -> int | None:
+    """The smallest block size from which on cuDNN was faster by a margin, None where it was not with the largest."""
+    found = None
+    for row in sorted(rows, key=lambda row: -row["block_size"]):
+        if row["cudnn"] > MARGIN * row["triton"]:
+            break
+        found = row["block_size"]
+    return found
+
+
+def keep(entry: TunedEntry, facts: dict[str, Any], device_name: str, directory: Path = TABLES) -> Path:
+    """Write the entry to the device's table, instead of the one for the same heads and dtype."""
+    path = table_path(device_name, directory)
+    others = [old for old in read_table(path) if (old.head_dim, old.dtype) != (entry.head_dim, entry.dtype)]
+    entries = sorted([*others, entry], key=lambda each: (each.head_dim, each.dtype))
+    path.parent.mkdir(exist_ok=True)
+    table = {"device": device_name, "machine": facts, "entries": [asdict(each) for each in entries]}
+    path.write_text(json.dumps(table, indent=2) + "\n")
+    return path
+
+
+def run(args: argparse.Namespace, device: torch.device) -> int:
+    facts = kernel_facts(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    results: list[dict[str, Any]] = []
+    for head_dim in [Sizes.tiny().head_dim] if args.dry else args.head_dim:
+        sizes = Sizes.tiny() if args.dry else replace(Sizes(), head_dim=head_dim)
+        sweep = Sweep(sizes, Problems.tiny() if args.dry else Problems(), device)
+        results.append({"head_dim": head_dim, "dtype": str(sizes.dtype).removeprefix("torch.")})
+        result = results[-1]
+
+        def write(name: str, figures: Any, result: dict[str, Any] = result) -> None:
+            result[name] = figures
+            write_json(args.output_json, args, facts, sweep=results)
+
+        print(f"prefill, heads of {head_dim}")
+        write("prefill", sweep.prefill())
+        print(f"decode, heads of {head_dim}")
+        write("decode", sweep.decode())
+        prefill, decode = fastest(result["prefill"]), fastest(result["decode"])
+        assert isinstance(prefill, PrefillConfig) and isinstance(decode, DecodeConfig)
+        write("backends", sweep.backends(prefill))
+        entry = TunedEntry(head_dim, result["dtype"], prefill, decode, cudnn_from_block(result["backends"]))
+        write("entry", entry)
+        print(f"fastest: {entry}")
+        if args.keep and not args.dry:
+            print(f"kept in {keep(entry, facts, name)}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--head-dim", type=positive, nargs="+", default=[128], help="sizes of heads (default: 128)")
+    add("--keep", action="store_true", help="write what was fastest to the package's table of this device")
+    add("--dry", action="store_true", help="tiny sizes, to see that everything runs")
+    add_json_option(parser)
+    args = parser.parse_args(argv)
+    device = open_device("sweep", args.dry)
+    return 1 if device is None else run(args, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

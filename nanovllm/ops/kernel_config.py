@@ -1,0 +1,88 @@
+"""Tiles and pipelines of the Triton attention kernels: the defaults, and what a sweep tries beside them.
+
+They decide the order of sums, and so the last bits. Nothing here may depend on the batch or on where KV lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """One launch of the prefill kernel."""
+
+    rows: int  # of queries, and
+    keys: int  # in a tile
+    warps: int
+    stages: int  # of the pipeline of loads
+    branch: bool = False  # normalise the accumulator in a branch, not by a factor (see `triton_prefill`)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """One launch of the decode kernel and of its reduction."""
+
+    keys: int  # in a tile
+    warps: int
+    stages: int
+    reduce_warps: int
+    reduce_stages: int  # at most: the partitions of large blocks leave room for fewer
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:
+    """Tiles that fit the device's shared memory and registers; none was chosen by timing yet."""
+    wide = head_dim > 128
+    if dtype == torch.float32:  # here for exactness: it spills registers, and is slow
+        return PrefillConfig(16, 16, 8, 1) if wide else PrefillConfig(32, 32, 4 if head_dim <= 64 else 8, 1)
+    if capability[0] in (9, 10):  # 227 KiB of shared memory; most others have 99
+        return PrefillConfig(128, 32, 8, 2) if wide else PrefillConfig(128, 64, 8, 3)
+    return PrefillConfig(64, 16, 8, 2, True) if wide else PrefillConfig(128, 32, 8, 3, True)
+
+
+def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """What fits every device; not chosen by timing yet."""
+    if _row_bytes(head_dim, dtype) > 256:  # more leave less shared memory to the pipeline
+        return DecodeConfig(32, 8, 2, 4, 4)
+    return DecodeConfig(64, 4, 3, 4, 4)
+
+
+def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> list[PrefillConfig]:
+    """What a sweep tries, the default first. All fit the device, with next to no spilled registers (see the tests)."""
+    default = prefill_config(head_dim, dtype, capability)
+    if dtype == torch.float32:
+        return [default]
+    if head_dim > 128:
+        others = [replace(default, branch=not default.branch)]
+    elif capability[0] in (9, 10):
+        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)]
+        others = [PrefillConfig(*tile, branch) for tile in tiles for branch in (False, True)]
+    else:
+        tiles = [(128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
+        others = [PrefillConfig(*tile, branch) for tile in tiles for branch in (False, True)]
+    return [default, *(config for config in others if config != default)]
+
+
+def decode_variants(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
+    """What a sweep tries, the default first: other tiles of the first kernel, then other pipelines of the reduction."""
+    default = decode_config(head_dim, dtype)
+    if _row_bytes(head_dim, dtype) > 256:
+        return [default, *(replace(default, reduce_stages=stages) for stages in (1, 2))]
+    tiles = [(32, 4, 4), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
+    reductions = [(1, 4), (2, 4), (4, 1), (4, 2), (4, 8)]
+    return [
+        default,
+        *(replace(default, keys=keys, warps=warps, stages=stages) for keys, warps, stages in tiles),
+        *(replace(default, reduce_warps=warps, reduce_stages=stages) for warps, stages in reductions),
+    ]
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: the next power of 2, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    return padded(head_dim) * dtype.itemsize
