@@ -20,6 +20,7 @@ Message = Mapping[str, Any]
 NOT_HERE = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands at the end of a message that is to go on
 
 
@@ -139,7 +140,8 @@ class ChatTemplate:
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, conversation: list[dict[str, Any]]) -> str:
-        return self._tokenizer.templates.render(self._template, {**self._variables, "messages": conversation})
+        messages = [_as_templates_expect(message) for message in conversation]
+        return self._tokenizer.templates.render(self._template, {**self._variables, "messages": messages})
 
     def _open_text(self, conversation: list[dict[str, Any]]) -> str:
         """The text up to the end of the last message's content, which a mark finds, as in Transformers."""
@@ -153,6 +155,13 @@ class ChatTemplate:
             raise RequestError("continue_final_message=True: the chat template does not show the last message as it is")
         kept = text[:end]
         return kept if text[end:].startswith(MARK) else kept.rstrip()  # the template cuts spaces off
+
+
+def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As Transformers hands messages over: without what is None, and with reasoning under all names that it has had."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:

@@ -37,6 +37,7 @@ class Renderer:
     def __init__(self) -> None:
         import jinja2.ext
         import jinja2.sandbox
+        import jinja2.utils
         from jinja2.exceptions import TemplateError
 
         class Generation(jinja2.ext.Extension):
@@ -56,6 +57,8 @@ class Renderer:
         )
         self._environment.filters["tojson"] = _tojson
         self._environment.globals["raise_exception"] = raise_exception
+        self._environment.globals["dict"] = _Dict()
+        self._environment.globals["namespace"] = _namespace_class(jinja2.utils.Namespace)
         self._environment.globals["strftime_now"] = _strftime_now
         self._compiled: tuple[str, Any] = ("", None)  # the last template, which is the next one as a rule
 
@@ -75,6 +78,39 @@ class Renderer:
             return OUT_OF_MEMORY, ""
         except Exception as error:  # whatever a template raises
             return FAILED, str(error)[:1000] or type(error).__name__
+
+
+class _Dict:
+    """`dict` without the attributes of a type."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _namespace_class(base: Any) -> Any:
+    """Jinja's namespace without names that begin with an underscore, which lead to Python's internals."""
+
+    class Namespace(base):
+        def __init__(*args: Any, **named: Any) -> None:
+            self, rest = args[0], args[1:]
+            attributes = dict(*rest, **named)
+            for name in attributes:
+                _refuse_underscore(name)
+            base.__init__(self, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _refuse_underscore(name)
+            base.__setitem__(self, name, value)
+
+    return Namespace
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise ValueError(f"a namespace cannot have an attribute {name!r}: rename it")
 
 
 def _tojson(

@@ -22,6 +22,7 @@ from nanovllm.model_files import (
     one_line,
     one_of,
     read_json_object,
+    shown,
 )
 from nanovllm.template_process import TemplateProcess
 
@@ -72,7 +73,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
         """model_type: the network's, as Transformers names it; a tokenizer that names no class has that network's."""
-        _check_files(Path(model_dir))
+        _refuse_own_code(Path(model_dir), _check_files(Path(model_dir)))
         self.tokenizer = _load(Path(model_dir), model_type)
         self.templates = TemplateProcess()
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -104,20 +105,36 @@ def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Toke
     return HuggingFaceTokenizer(model_dir, model_type)
 
 
-def _check_files(directory: Path) -> None:
-    """Raise ModelError for files that are too large, and for fields that are not what they must be."""
+def _check_files(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json's fields. Raises ModelError for files that are too large, and for damaged fields."""
     if not directory.is_dir():
         raise ModelError(f"the tokenizer files in {directory} cannot be read: there is no such directory")
     for name in TOKENIZER_FILES:
         path = directory / name
         if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
             raise ModelError(f"{path} has {path.stat().st_size} bytes; a tokenizer file has at most {MAX_FILE_BYTES}.")
-    for name, fields in (("tokenizer_config.json", CONFIG_FIELDS), ("special_tokens_map.json", SPECIAL_TOKEN_FIELDS)):
-        if (directory / name).is_file():
-            try:
-                checked_fields(directory / name, read_json_object(directory / name), fields)
-            except ModelError as error:
-                raise ModelError(f"the tokenizer files in {directory} cannot be read: {error}") from None
+    try:
+        _fields(directory / "special_tokens_map.json", SPECIAL_TOKEN_FIELDS)
+        return _fields(directory / "tokenizer_config.json", CONFIG_FIELDS)
+    except ModelError as error:
+        raise ModelError(f"the tokenizer files in {directory} cannot be read: {error}") from None
+
+
+def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
+    return checked_fields(path, read_json_object(path), fields) if path.is_file() else {}
+
+
+def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a tokenizer class that only the directory's own code has."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    auto_map, name = config.get("auto_map"), config.get("tokenizer_class")
+    has_code = "AutoTokenizer" in auto_map if isinstance(auto_map, Mapping) else bool(auto_map)
+    if has_code and name and not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
+        raise ModelError(
+            f"the tokenizer in {directory} needs code of its own (tokenizer_config.json: tokenizer_class={shown(name)}"
+            ", auto_map), which is never run; use a checkpoint whose tokenizer Transformers itself has"
+        )
 
 
 def _load(directory: Path, model_type: str | None) -> Any:
@@ -133,11 +150,6 @@ def _load(directory: Path, model_type: str | None) -> Any:
     except BaseException as error:  # whatever the library raises on damaged files, its panics among it
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"the tokenizer in {directory} needs code of its own (auto_map in tokenizer_config.json), which is "
-                "never run; use a checkpoint whose tokenizer Transformers itself has"
-            ) from None
         if not (directory / "tokenizer.json").is_file():
             raise ModelError(
                 f"the tokenizer files in {directory} cannot be read: there is no tokenizer.json, and none can be made "

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from nanovllm.model_files import FLAG, NULL, OBJECT, TEXT, Field, list_of, number, whole
 
-MAX_LAYERS = 10_000  # far above any network; each costs memory before its weights do
+MAX_LAYERS = 1024  # above any network; each takes memory before its weights do
 _LAYERS = list_of(TEXT, MAX_LAYERS)
 _THETA = number(1, 1e15, above=True)
 _POSITIVE = number(1e-6, 1e6) | NULL  # powers and logarithms of these, and of theta, are finite

@@ -49,6 +49,8 @@ def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -
         )
     theta = _positive(parameters, "rope_theta")
     if kind == "default":
+        if parameters.get("factor", 1) != 1:
+            raise ModelError(f"rope_parameters: factor={parameters['factor']} needs a rope_type, such as linear.")
         return RopeSpec(theta=theta)
     if kind == "llama3":
         return _llama3(parameters, theta)
