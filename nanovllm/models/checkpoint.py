@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.device.memory_limits import address_space_left
-from nanovllm.errors import ModelError
-from nanovllm.memory_checks import check_fits
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.memory_checks import check_fits, gib
 from nanovllm.model_files import OBJECT, checked_fields, one_line, read_json_object, shown
 
 SINGLE = "model.safetensors"
@@ -56,20 +56,28 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[Any]:
+def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
     """A safetensors file, mapped, not read. Raises ModelError, naming it, if it is truncated or damaged.
 
-    Raises ConfigError where `ulimit -v` leaves no address space to map it.
+    framework: whose tensors it gives. With "np" the system need not set memory aside for torch's mapping, which is
+    enough for headers. Raises ConfigError where the file cannot be mapped, for one because `ulimit -v` leaves no address space to map it.
     """
     left = address_space_left()
     if left is not None:
         what, size = f"{path} is mapped to be read, which takes", MAPPINGS * _size(path)
         check_fits(what, size, left, "ulimit -v leaves", "raise it, or split the checkpoint into smaller files")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework=framework, device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is truncated or damaged ({one_line(error)}); copy it again.") from error
+    except RuntimeError as error:  # torch's
+        if "mmap" not in str(error):
+            raise
+        raise ConfigError(
+            f"{path} cannot be mapped to be read: {gib(_size(path))} are more than the system sets aside; split the "
+            "checkpoint into smaller files"
+        ) from error
 
 
 def _size(path: Path) -> int:
@@ -80,7 +88,7 @@ def _size(path: Path) -> int:
 
 
 def _headers(path: Path) -> dict[str, StoredTensor]:
-    with open_file(path) as file:
+    with open_file(path, "np") as file:
         parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
         return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}
 
