@@ -60,7 +60,7 @@ def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
     """A safetensors file, mapped, not read. Raises ModelError, naming it, if it is truncated or damaged.
 
     framework: whose tensors it gives. With "np" the system need not set memory aside for torch's mapping, which is
-    enough for headers. Raises ConfigError where the file cannot be mapped, for one because `ulimit -v` leaves no address space to map it.
+    enough for headers. Raises ConfigError where the file cannot be mapped, as where `ulimit -v` leaves no room for it.
     """
     left = address_space_left()
     if left is not None:
