@@ -17,6 +17,7 @@ from cli_helpers import generate, json_lines, make_model, write_jsonl
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cli.main import main
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.memory_checks import check_fits, gib
@@ -25,7 +26,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.tensor_shapes import tensor_shapes
 
-HUGE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+HUGE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 KNOWN = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80}
 
@@ -85,13 +86,35 @@ def test_a_huge_size_without_a_file_is_compared_with_the_memory(
     assert "its weights take" in message and "GiB free" in message
 
 
-@pytest.mark.parametrize("layers", [10**9, 10**6])
+@pytest.mark.parametrize("count", [10**9, 10**6])
+@pytest.mark.parametrize("field", ["num_hidden_layers", "head_dim"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_layers_are_counted_before_they_are_made(
-    layers: int, load_format: str, model: Path, little_is_allocated: None
+def test_layers_and_rope_frequencies_are_counted_before_they_are_made(
+    field: str, count: int, load_format: str, model: Path, little_is_allocated: None
 ) -> None:
-    edit_config(model, num_hidden_layers=layers, layer_types=...)
-    assert f"num_hidden_layers={layers}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
+    edit_config(model, layer_types=..., **{field: count})
+    assert f"{field}={count}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
+
+
+@pytest.mark.parametrize("options", [["--gpu-mem", "80GB", "--host-mem", "100GB"], ["--no-measure"]])
+@pytest.mark.parametrize(
+    "change",
+    [{name: 10**9} for name in (*HUGE, "head_dim", "num_hidden_layers")] + [{"rope_theta": 10**400}],
+    ids=str,
+)
+def test_plans_are_checked_too(
+    change: dict[str, Any], options: list[str], model: Path, little_is_allocated: None, capsys: Any
+) -> None:
+    edit_config(model, layer_types=..., **change)
+    assert main(["plan", "--model", str(model), *options]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "GB" in sentence or "GiB" in sentence or "must be" in sentence
+
+
+def test_a_plan_of_endless_steps_is_refused(model: Path, little_is_allocated: None, capsys: Any) -> None:
+    arguments = ["--gpu-mem", "80GB", "--max-num-batched-tokens", str(10**12)]
+    assert main(["plan", "--model", str(model), *arguments]) == 2
+    assert "max_num_batched_tokens=1000000000000" in capsys.readouterr().err
 
 
 def test_weights_that_do_not_fit_are_refused_with_numbers(

@@ -76,7 +76,7 @@ def measure_memory(
 
     to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
     """
-    _check_step_fits(device, model, config, to_load)
+    check_step_fits(model, config, device.free_memory() - to_load)
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
     if sized_from_memory(config):
         peak = _peak(device, model, backend, config) + graph_bytes(device, model, backend, config)
@@ -93,14 +93,16 @@ def measure_memory(
     )
 
 
-def _check_step_fits(device: Device, model: Decoder, config: EngineConfig, to_load: int) -> None:
-    """Refuse sizes of which the largest step alone is more than the memory, before that step is run to measure it."""
+def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
+    """Refuse sizes of which the largest step alone takes more than is `free` beside the weights.
+
+    Asked before that step is run to measure it. Raises ConfigError.
+    """
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
         tokens, seqs = min(tokens, blocks * config.block_size), min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
-    free = device.free_memory() - to_load
     check_fits(what, least_step_bytes(model, tokens, seqs), free, "beside the weights the device has", "lower them")
 
 

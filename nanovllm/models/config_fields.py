@@ -8,6 +8,7 @@ from types import MappingProxyType
 from nanovllm.model_files import FLAG, NULL, OBJECT, TEXT, Field, list_of, number, whole
 
 MAX_LAYERS = 1024  # above any network; each takes memory before its weights do
+MAX_HEAD_DIM = 1 << 16  # RoPE has a frequency for each pair
 _LAYERS = list_of(TEXT, MAX_LAYERS)
 _THETA = number(1, 1e15, above=True)
 _POSITIVE = number(1e-6, 1e6) | NULL  # powers and logarithms of these, and of theta, are finite
@@ -22,7 +23,7 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "num_hidden_layers": whole(1, MAX_LAYERS),
         "num_attention_heads": whole(1),
         "num_key_value_heads": whole(1) | NULL,
-        "head_dim": whole(1) | NULL,
+        "head_dim": whole(1, MAX_HEAD_DIM) | NULL,
         "max_position_embeddings": whole(1),
         "hidden_act": TEXT,
         "rms_norm_eps": number(0, 1),
