@@ -18,6 +18,7 @@ from nanovllm.errors import ModelError
 
 MAX_JSON_BYTES = 64 << 20  # an index of 100,000 tensors has 10 MiB
 MAX_SIZE = 2**31 - 1  # of anything that is counted: products of two still fit 64 bits
+MAX_NESTING = 64
 SHOWN = 80  # characters of a value in a message
 
 
@@ -35,9 +36,22 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ModelError(f"{path} cannot be read as JSON: {one_line(error)}.") from error
+    if _is_nested_beyond(content, MAX_NESTING):
+        raise ModelError(f"{path} cannot be read as JSON: it is nested too deeply.")
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, but it holds a {type(content).__name__}.")
     return content
+
+
+def _is_nested_beyond(content: Any, most: int) -> bool:
+    """Whether there are more than `most` containers within each other. Python's own bound differs by version."""
+    level = [content]
+    for _ in range(most):
+        members = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [inner for item in members for inner in item if isinstance(inner, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
 from nanovllm.errors import ModelError
-from nanovllm.model_files import MAX_JSON_BYTES, SHOWN, read_json_object, shown
+from nanovllm.model_files import MAX_JSON_BYTES, MAX_NESTING, SHOWN, read_json_object, shown
 from nanovllm.models.config_fields import MAX_LAYERS
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.rope_config import rope_parameters
@@ -162,6 +162,16 @@ def test_fields_that_are_not_read_cost_nothing(model: Path) -> None:
 def test_broken_json_is_refused(content: str | bytes, file: str, model: Path) -> None:
     (model / file).write_bytes(content.encode() if isinstance(content, str) else content)
     message_of(model, str(model))
+
+
+def test_nesting_has_a_bound_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for depth, is_read in ((MAX_NESTING, True), (MAX_NESTING + 1, False), (10**5, False)):
+        path.write_text('{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
+        if is_read:
+            assert set(read_json_object(path)) == {"a"}
+        else:
+            assert "nested too deeply" in refusal(lambda: read_json_object(path))
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ OTHER_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
         "architectures": list_of(TEXT, 16) | NULL,
         "model_type": TEXT,
-        "tokenizer_class": TEXT | NULL,
         "quantization_config": OBJECT | NULL,
         "rope_parameters": OBJECT | NULL,
         "rope_scaling": OBJECT | NULL,

@@ -26,6 +26,8 @@ from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError
+from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.tokenizer import CONFIG_FIELDS
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -139,12 +141,14 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=6,
 )
+NAMES = sorted({*NETWORK_FIELDS, *OTHER_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *CONFIG_FIELDS, "weight_map"})
 # A change: where (numbers that choose a member at each level), what to do there, and with what.
 CHANGES = st.lists(
     st.fixed_dictionaries(
         {
             "path": st.lists(st.integers(0, 400), min_size=1, max_size=5),
             "deed": st.sampled_from(["set", "remove", "add", "copy"]),
+            "name": st.sampled_from(NAMES) | st.text(max_size=6),  # of what is added
             "value": VALUES,
         }
     ),
@@ -155,11 +159,11 @@ CHANGES = st.lists(
 
 def changed(content: Any, changes: list[dict[str, Any]]) -> Any:
     for change in changes:
-        content = _changed(content, change["path"], change["deed"], change["value"])
+        content = _changed(content, change["path"], change["deed"], change["name"], change["value"])
     return content
 
 
-def _changed(content: Any, path: list[int], deed: str, value: Any) -> Any:
+def _changed(content: Any, path: list[int], deed: str, name: str, value: Any) -> Any:
     """A copy of `content` with one member changed, wherever the path leads."""
     if not isinstance(content, dict | list) or not content:
         return value
@@ -167,7 +171,7 @@ def _changed(content: Any, path: list[int], deed: str, value: Any) -> Any:
     key = keys[path[0] % len(keys)]
     made = content.copy()
     if len(path) > 1 and isinstance(content[key], dict | list):
-        made[key] = _changed(content[key], path[1:], deed, value)
+        made[key] = _changed(content[key], path[1:], deed, name, value)
     elif deed == "remove":
         del made[key]
     elif deed == "set" or isinstance(made, list):
@@ -175,7 +179,7 @@ def _changed(content: Any, path: list[int], deed: str, value: Any) -> Any:
     elif deed == "copy":
         made[key] = content[keys[(path[0] + 1) % len(keys)]]
     else:
-        made[str(value)[:100]] = value
+        made[name] = value
     return made
 
 
