@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo test test-slow gpu-check lint clean
+.PHONY: venv build demo test test-slow test-full gpu-check lint clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
@@ -25,6 +25,11 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
+
+# Everything, with a fuzz of so many seconds.
+FUZZ_SECONDS ?= 600
+test-full: venv
+	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q --run-slow
 
 # Uses the packages that $(PYTHON) has and installs none: a machine with a GPU may have no network. See
 # benchmarks/GPU.md. PART="smoke copies" runs these parts only, MINUTES ends the command, COMMIT names the commit in a

@@ -1,9 +1,6 @@
 // The Python door of the CPU attention: addresses in, nothing kept. nanovllm/ops/cpu_attention.py checks shapes, dtypes
 // and spans before it comes here.
 #include "cpu_attention.h"
-#include "cpu_attention_task.h"
-
-#include "cpu_isa.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,23 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_attention_task.h"
+
 namespace py = pybind11;
 namespace attention = nanovllm::attention;
 using nanovllm::DType;
-using nanovllm::Isa;
 using attention::Kernel;
 
 namespace {
-
-const Kernel& kernel_of(Isa isa, DType dtype) {
-#if defined(__x86_64__)
-    if (isa == Isa::avx512bf16 && dtype == DType::bf16) return attention::avx512bf16_kernel();
-    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return attention::avx512_kernel(dtype);
-    if (isa == Isa::avx2) return attention::avx2_kernel(dtype);
-#endif
-    (void)isa;
-    return attention::portable_kernel(dtype);
-}
 
 // Refuses sequences that would read or write outside of q's rows and the given blocks. Here and not in Python, because
 // a batch may hold hundreds and each layer brings them again.
@@ -73,7 +61,7 @@ void attend(const std::string& isa, const std::string& dtype, uintptr_t q, std::
             int64_t sequence_count, int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,
             int64_t window, float scale, bool carry, int threads) {
     const DType type = nanovllm::dtype_of(dtype);
-    const Kernel& kernel = kernel_of(nanovllm::isa_of(isa), type);
+    const Kernel& kernel = attention::kernel_of(nanovllm::isa_of(isa), type);
     attention::Batch batch{};
     batch.rows.q = reinterpret_cast<const void*>(q);
     batch.rows.out = reinterpret_cast<float*>(out);
@@ -106,5 +94,5 @@ PYBIND11_MODULE(_cpu_attention, m) {
           py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"), py::arg("tokens"), py::arg("heads"),
           py::arg("kv_heads"), py::arg("head_dim"),
           py::arg("block_size"), py::arg("window"), py::arg("scale"), py::arg("carry"), py::arg("threads"));
-    attention::bind_tasks(m, {&dtype_of, &kernel_of, &check_sequences});
+    attention::bind_tasks(m, &check_sequences);
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cpu_elements.h"
+#include "cpu_isa.h"
 
 namespace nanovllm::attention {
 
@@ -72,6 +73,16 @@ const Kernel& avx2_kernel(DType dtype);
 const Kernel& avx512_kernel(DType dtype);
 const Kernel& avx512bf16_kernel();
 #endif
+
+inline const Kernel& kernel_of(Isa isa, DType dtype) {
+#if defined(__x86_64__)
+    if (isa == Isa::avx512bf16 && dtype == DType::bf16) return avx512bf16_kernel();
+    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return avx512_kernel(dtype);
+    if (isa == Isa::avx2) return avx2_kernel(dtype);
+#endif
+    (void)isa;
+    return portable_kernel(dtype);
+}
 
 // A batch: sequences whose query rows stand in one tensor.
 struct Sequence {

@@ -160,12 +160,12 @@ Batch batch_of(uintptr_t q, Strides q_strides, uintptr_t out, Strides out_stride
     return batch;
 }
 
-std::shared_ptr<Prepared> prepare(const Door& door, const std::string& isa, const std::string& dtype, Batch batch,
+std::shared_ptr<Prepared> prepare(SequenceCheck check_sequences, const std::string& isa, const std::string& dtype, Batch batch,
                                   const std::vector<CallTable>& tables, int64_t tokens) {
     auto prepared = std::make_shared<Prepared>();
-    const DType type = door.dtype_of(dtype);
+    const DType type = nanovllm::dtype_of(dtype);
     batch.element_bytes = type == DType::fp32 ? 4 : 2;
-    prepared->kernel = &door.kernel_of(isa, type);
+    prepared->kernel = &kernel_of(isa_of(isa), type);
     prepared->batch = batch;
     prepared->tokens = tokens;
     for (const CallTable& table : tables) {
@@ -173,14 +173,14 @@ std::shared_ptr<Prepared> prepare(const Door& door, const std::string& isa, cons
         const Call& call = prepared->calls.back();
         batch.sequences = call.sequences.data();
         batch.sequence_count = int64_t(call.sequences.size());
-        door.check_sequences(batch, tokens, int64_t(call.blocks.size()));
+        check_sequences(batch, tokens, int64_t(call.blocks.size()));
     }
     return prepared;
 }
 
 }  // namespace
 
-void bind_tasks(py::module_& m, const Door& door) {
+void bind_tasks(py::module_& m, SequenceCheck check_sequences) {
     py::class_<Meter, std::shared_ptr<Meter>>(m, "Meter", "What tasks have read so far, and in what time.")
         .def(py::init<>())
         .def("read", &Meter::read, "(bytes, seconds)");
@@ -190,7 +190,7 @@ void bind_tasks(py::module_& m, const Door& door) {
              "Let go of data that was taken and will not be run.")
         .def("failure", &LayerTask::failure, "What went wrong when it ran, or None.");
     py::class_<Prepared, std::shared_ptr<Prepared>>(m, "HostAttention", "Arguments of a step's attention.")
-        .def(py::init([door](const std::string& isa, const std::string& dtype, uintptr_t q, Strides q_strides,
+        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype, uintptr_t q, Strides q_strides,
                              uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
                              const std::vector<CallTable>& calls, int64_t tokens, int heads, int kv_heads,
                              int head_dim, int block_size, int64_t window, float scale, int threads,
@@ -202,7 +202,7 @@ void bind_tasks(py::module_& m, const Door& door) {
                  batch.block_size = block_size;
                  batch.window = window;
                  batch.scale = scale;
-                 auto prepared = prepare(door, isa, dtype, batch, calls, tokens);
+                 auto prepared = prepare(check_sequences, isa, dtype, batch, calls, tokens);
                  prepared->threads = threads;
                  prepared->read_bytes = read_bytes;
                  prepared->meter = std::move(meter);

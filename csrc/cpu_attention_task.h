@@ -10,14 +10,10 @@
 
 namespace nanovllm::attention {
 
-// What the Python door has of its own and lends to the tasks.
-struct Door {
-    DType (*dtype_of)(const std::string& name);
-    const Kernel& (*kernel_of)(const std::string& isa, DType dtype);
-    void (*check_sequences)(const Batch& batch, int64_t tokens, int64_t block_count);
-};
+// Refuses sequences that would read or write outside of q's rows and the given blocks.
+using SequenceCheck = void (*)(const Batch& batch, int64_t tokens, int64_t block_count);
 
 // Adds the classes HostAttention, HostTask and Meter to the module.
-void bind_tasks(pybind11::module_& m, const Door& door);
+void bind_tasks(pybind11::module_& m, SequenceCheck check_sequences);
 
 }  // namespace nanovllm::attention

@@ -37,6 +37,7 @@ class EngineConfig:
     swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
     with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
     of what is left of host memory, and never more than the whole cache holds.
+    `trust_remote_code` can only be False: nothing that a model directory holds is ever run.
     `enforce_eager` launches decode steps kernel by kernel where they would be replayed as CUDA graphs.
     """
 
@@ -62,6 +63,7 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     trace: str | Path | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -74,6 +76,12 @@ class EngineConfig:
         self._check_sizes()
         self._check_blocks()
         self._check_trace()
+        if self.trust_remote_code is not False:
+            _refuse(
+                "trust_remote_code",
+                "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none",
+                self.trust_remote_code,
+            )
 
     @property
     def block_size(self) -> int:

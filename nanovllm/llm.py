@@ -17,7 +17,12 @@ from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.room import KVStats
-from nanovllm.models.hf_config import load_eos_token_ids, load_sampling_defaults
+from nanovllm.models.hf_config import (
+    load_decoder_spec,
+    load_eos_token_ids,
+    load_model_type,
+    load_sampling_defaults,
+)
 from nanovllm.outputs import RequestOutput
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.plan import Plan
@@ -66,8 +71,10 @@ class LLM:
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
         config = engine_config(model, engine_args)
-        tokenizer = load_tokenizer(config.model)
+        load_decoder_spec(config.model)  # the smallest file first: no other is opened if it is damaged
         eos_token_ids = frozenset(load_eos_token_ids(config.model))
+        load_sampling_defaults(config.model)
+        tokenizer = load_tokenizer(config.model, load_model_type(config.model))
         self._runner = ModelRunner(config)
         plan, spec = self._runner.plan, self._runner.spec
         self.engine = LLMEngine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,10 @@ Message = Mapping[str, Any]
 
 # vLLM's arguments for what is not here; None asks for nothing.
 NOT_HERE = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands at the end of a message that is to go on
 
 
 class PromptParts(NamedTuple):
@@ -108,29 +113,71 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message=True: needs add_generation_prompt=False, as an answer that goes on has begun"
             )
+        for tool in tools or ():
+            if not isinstance(tool, Mapping):
+                raise RequestError(f"tools must be a list of JSON schemas, got {tool!r:.100}")
         self._tokenizer = tokenizer
-        self._options: dict[str, Any] = {
-            "chat_template": template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": None if tools is None else list(tools),
-            "tokenize": False,
-        }
-        self._variables = dict(template_kwargs or {})
+        self._continues = continue_final_message
+        self._template = _named_template(tokenizer, template, tools is not None)
+        variables = dict(template_kwargs or {})
         for name in inspect.signature(tokenizer.tokenizer.apply_chat_template).parameters:
-            if name in self._variables and name != "documents":
+            if name in variables and name != "documents":
                 raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
+        self._variables = {
+            "documents": None,
+            **tokenizer.tokenizer.special_tokens_map,
+            **variables,
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[PromptParts]:
         """The prompt of one conversation, or of each of several."""
         return [self._render(conversation) for conversation in _conversations(messages)]
 
     def _render(self, conversation: list[dict[str, Any]]) -> PromptParts:
-        try:
-            text = self._tokenizer.tokenizer.apply_chat_template(conversation, **self._options, **self._variables)
-        except Exception as error:  # whatever a template raises
-            raise RequestError(f"the chat template cannot take the messages: {error}") from error
+        text = self._open_text(conversation) if self._continues else self._text(conversation)
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _text(self, conversation: list[dict[str, Any]]) -> str:
+        messages = [_as_templates_expect(message) for message in conversation]
+        return self._tokenizer.templates.render(self._template, {**self._variables, "messages": messages})
+
+    def _open_text(self, conversation: list[dict[str, Any]]) -> str:
+        """The text up to the end of the last message's content, which a mark finds, as in Transformers."""
+        messages, last = copy.deepcopy(conversation), conversation[-1].get("content")
+        if last is None:
+            raise RequestError("continue_final_message=True: the last message has no content that could go on")
+        messages[-1]["content"] = last + MARK
+        text = self._text(messages)
+        end = text.rfind(MARK.strip())
+        if end < 0 or last.strip() not in text:
+            raise RequestError("continue_final_message=True: the chat template does not show the last message as it is")
+        kept = text[:end]
+        return kept if text[end:].startswith(MARK) else kept.rstrip()  # the template cuts spaces off
+
+
+def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As Transformers hands messages over: without what is None, and with reasoning under all names that it has had."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:
+    """The text of the template to use: a tokenizer may have several, by name."""
+    own = tokenizer.tokenizer.chat_template
+    named = own if isinstance(own, Mapping) else {"default": own}
+    if template is not None:
+        found = named.get(template, template) if isinstance(own, Mapping) else template
+    else:
+        found = named.get("tool_use" if with_tools and "tool_use" in named else "default")
+    if not isinstance(found, str):
+        raise RequestError(
+            f"the tokenizer has chat templates named {', '.join(map(str, sorted(named)))} and none is the default: "
+            "name one as chat_template"
+        )
+    return found
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.device import memory
+from nanovllm.device import memory, memory_limits
 
 # Bytes of page faults in the median of seven rounds of allocations, and what a large piece leaves resident.
 REUSE = """
@@ -53,44 +53,98 @@ def test_what_a_layer_freed_is_there_for_the_next_one(keeps: bool, monkeypatch: 
     assert left < 16 << 20
 
 
-def cgroup(tmp_path: Path, limit: str | None, usage: str, stat: str | None = None) -> tuple[str, str, str]:
-    files = tmp_path / "limit", tmp_path / "usage", tmp_path / "stat"
-    if limit is not None:
-        files[0].write_text(limit + "\n")
-        files[1].write_text(usage + "\n")
+GIB = 1 << 30
+UNLIMITED = "9223372036854771712"  # as version 1 spells it
+
+
+def write_cgroup(root: Path, path: str, version: int, limit: str, usage: int, stat: str | None = None) -> None:
+    """The files of a memory cgroup under a root that stands for the system's."""
+    directory = root / "sys/fs/cgroup" / ("memory" if version == 1 else "") / path
+    directory.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    (directory / names[0]).write_text(f"{limit}\n")
+    (directory / names[1]).write_text(f"{usage}\n")
     if stat is not None:
-        files[2].write_text(stat)
-    return str(files[0]), str(files[1]), str(files[2])
+        (directory / "memory.stat").write_text(stat)
 
 
-@pytest.mark.parametrize("limit", [None, "max", "9223372036854771712"])
-def test_without_a_container_limit_the_machine_counts(
-    limit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (cgroup(tmp_path, limit, "1000000"),))
+def write_membership(root: Path, *lines: str) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory_limits, "SYSTEM_ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limit", [None, "max", UNLIMITED])
+def test_without_a_container_limit_the_machine_counts(limit: str | None, version: int, root: Path) -> None:
+    if limit is not None:
+        write_cgroup(root, "", version, limit, 1_000_000)
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     assert memory.total_bytes() == int(meminfo["MemTotal"].split()[0]) * 1024
     assert 0.5 < memory.available_bytes() / (int(meminfo["MemAvailable"].split()[0]) * 1024) < 2
 
 
-def test_a_container_limit_counts_when_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = cgroup(tmp_path, str(300 << 20), str(100 << 20))
-    absent = (str(tmp_path / "absent"),) * 3
-    for variants in ((files, absent), (absent, files)):  # version 2, version 1
-        monkeypatch.setattr(memory, "_CGROUP_FILES", variants)
-        assert (memory.total_bytes(), memory.available_bytes()) == (300 << 20, 200 << 20)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_limit_counts_when_it_is_lower(version: int, root: Path) -> None:
+    write_cgroup(root, "", version, str(300 << 20), 100 << 20)
+    assert (memory.total_bytes(), memory.available_bytes()) == (300 << 20, 200 << 20)
 
 
-@pytest.mark.parametrize("prefix", ["", "total_"])  # version 2, version 1
-def test_file_pages_that_would_be_dropped_are_not_taken(
-    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_cgroup_that_the_process_lies_in_counts(version: int, root: Path) -> None:
+    """A service's own cgroup has a limit, and the slice around it a lower one, of which others use the most."""
+    write_membership(root, "0::/a.slice/b.service", "4:memory:/a.slice/b.service", "5:cpu,cpuacct:/elsewhere")
+    write_cgroup(root, "a.slice/b.service", version, str(400 << 20), 100 << 20)
+    write_cgroup(root, "a.slice", version, str(350 << 20), 250 << 20)
+    write_cgroup(root, "", version, UNLIMITED, 900 << 20)
+    assert (memory.total_bytes(), memory.available_bytes()) == (350 << 20, 100 << 20)
+
+
+def test_a_path_that_only_the_host_sees_leaves_the_containers_own_limit(root: Path) -> None:
+    write_membership(root, "0::/docker/0123", "4:memory:/docker/0123")
+    write_cgroup(root, "", 2, str(300 << 20), 100 << 20)
+    assert memory.available_bytes() == 200 << 20
+
+
+def test_the_throttling_limit_counts_too(root: Path) -> None:
+    write_cgroup(root, "", 2, str(300 << 20), 100 << 20)
+    (root / "sys/fs/cgroup/memory.high").write_text(f"{250 << 20}\n")
+    assert (memory.total_bytes(), memory.available_bytes()) == (250 << 20, 150 << 20)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_file_pages_that_would_be_dropped_are_not_taken(version: int, root: Path) -> None:
+    prefix = "total_" if version == 1 else ""
     stat = f"anon 1\nfile 9\n{prefix}inactive_file {60 << 20}\nactive_file 7\n"
-    files = cgroup(tmp_path, str(300 << 20), str(100 << 20), stat)
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (files,))
+    write_cgroup(root, "", version, str(300 << 20), 100 << 20, stat)
     assert memory.available_bytes() == 260 << 20
 
 
-def test_a_container_above_its_limit_has_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (cgroup(tmp_path, str(300 << 20), str(310 << 20)),))
+def test_a_container_above_its_limit_has_nothing_left(root: Path) -> None:
+    write_cgroup(root, "", 2, str(300 << 20), 310 << 20)
     assert memory.available_bytes() == 0
+
+
+LIMITED = """
+import resource
+from nanovllm.device import memory, memory_limits
+resource.setrlimit(resource.{limit}, ({size}, {size}))
+print(memory.total_bytes(), memory.available_bytes(), memory_limits.mapped_bytes())
+"""
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_resource_limits_count(limit: str) -> None:
+    """Address space that is mapped already, and what threads will map, is not there any more."""
+    code = LIMITED.format(limit=limit, size=6 * GIB)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    total, available, mapped = map(int, run.stdout.split())
+    assert total == 6 * GIB
+    assert 6 * GIB - mapped - memory_limits.ADDRESS_SPACE_RESERVE <= available < 6 * GIB
+    if limit == "RLIMIT_AS":
+        assert available < 6 * GIB - mapped + (64 << 20)

@@ -194,7 +194,7 @@ def test_broken_generation_configs_are_refused(single: Path) -> None:
         ({"head_dim": 15}, ["15"]),
         ({"head_dim": 3}, ["even", "3"]),
         ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
-        ({"hidden_size": "wide"}, ["Qwen3ForCausalLM", "hidden_size"]),
+        ({"hidden_size": "wide"}, ["hidden_size='wide'", "whole number"]),
         ({"layer_types": ["full_attention"]}, ["layer"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding_window"]),
         (

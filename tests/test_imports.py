@@ -22,8 +22,11 @@ TORCH_FREE = (
     "nanovllm.cli.main",
     "nanovllm.config",
     "nanovllm.errors",
+    "nanovllm.memory_checks",
+    "nanovllm.model_files",
     "nanovllm.outputs",
     "nanovllm.sampling_params",
+    "nanovllm.template_process",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
     "nanovllm.kvcache.decode_shares",
@@ -49,6 +52,8 @@ TENSORS_BEGIN = {
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
+    {"memory_checks", "model_files", "template_worker"},
+    {"template_process"},
     {"config", "outputs", "forward_context", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},

@@ -50,7 +50,9 @@ def _tensor_shapes(shape: Shape) -> dict[str, torch.Size]:
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape.path))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(shape.path, trust_remote_code=False), trust_remote_code=False
+        )
     tied = {"lm_head.weight"} if shape.spec.tie_word_embeddings else set()
     return {name: value.shape for name, value in model.state_dict().items() if name not in tied}
 

@@ -42,6 +42,7 @@ HELP = {
     "enforce_eager": "no CUDA graphs",
     "tensor_parallel_size": "only 1 is supported",
     "trace": "file for a timeline of all copies and kernels",
+    "trust_remote_code": "refused: code that a model directory holds is never run",
     "n": "sequences to return for each prompt",
     "best_of": "sequences to generate, of which the n best are returned",
     "presence_penalty": "subtracted once from logits of generated tokens",

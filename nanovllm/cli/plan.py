@@ -15,10 +15,11 @@ import torch
 from nanovllm.config import DTYPES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import measure_memory, span_row_bytes, step_bytes
+from nanovllm.engine.profiling import check_step_fits, measure_memory, span_row_bytes, step_bytes
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.dummy import fill_with_random_weights
 from nanovllm.models.hf_config import read_decoder_spec
@@ -168,6 +169,7 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
     if weights >= gpu_mem:
         raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
     model = Decoder(network.spec, getattr(torch, network.dtype), META)
+    check_step_fits(model, config, gpu_mem - weights)
     return MemoryFacts(
         device_total=gpu_mem,
         device_free=gpu_mem - weights,
@@ -181,6 +183,8 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
 def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
     """As it will be once the weights are loaded. One layer on the device stands for all, on the CPU none is needed."""
     dtype: torch.dtype = getattr(torch, network.dtype)
+    remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
+    check_fits("the weights take", network.weight_bytes, device.free_memory(), "the device has", remedy)
     backend = select_backend(device.torch_device, network.spec.head_dim)
     if device.torch_device.type == "cpu":
         model = Decoder(network.spec, dtype, META)

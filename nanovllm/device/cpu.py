@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -17,6 +18,9 @@ from nanovllm.device import memory
 from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import Busy, BusyMeter
 from nanovllm.errors import EngineError
+from nanovllm.memory_checks import LARGE, check_fits
+
+LOWER = "lower num_gpu_blocks, num_cpu_blocks or swap_space"
 
 
 class Flag:
@@ -226,10 +230,13 @@ class CpuDevice(Device):
         return CpuEvent()
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes >= LARGE:
+            check_fits(f"{name}: they take", num_bytes, memory.available_bytes(), "the host has", LOWER)
         return torch.empty(shape, dtype=dtype)
 
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+        return self.empty(name, shape, dtype)
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"

@@ -7,14 +7,7 @@ import os
 import re
 from pathlib import Path
 
-_CGROUP_FILES = (  # (limit, usage, statistics) of version 2, then of version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
+from nanovllm.device.memory_limits import memory_limits
 
 # glibc's mallopt: parameters of <malloc.h>, and what `keep_freed_memory` sets them to.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -38,17 +31,13 @@ def keep_freed_memory() -> bool:
 
 
 def total_bytes() -> int:
-    """Memory of the machine, or of the container if that is less."""
-    limit = _cgroup_limit_and_usage()
-    total = _meminfo("MemTotal")
-    return min(total, limit[0]) if limit else total
+    """Memory of the machine, or what cgroups and resource limits let this process have if that is less."""
+    return min([_meminfo("MemTotal"), *(limit.limit for limit in memory_limits())])
 
 
 def available_bytes() -> int:
-    """Memory that could be allocated now without swapping, within the container's limit."""
-    limit = _cgroup_limit_and_usage()
-    available = _meminfo("MemAvailable")
-    return max(0, min(available, limit[0] - limit[1])) if limit else available
+    """Memory that could be allocated now without swapping, within the limits of this process."""
+    return min([_meminfo("MemAvailable"), *(limit.left for limit in memory_limits())])
 
 
 def container_free_bytes() -> int | None:
@@ -74,22 +63,3 @@ def _meminfo(field: str) -> int:
     if match is None:
         raise OSError(f"/proc/meminfo has no {field}")
     return int(match.group(1)) * 1024
-
-
-def _cgroup_limit_and_usage() -> tuple[int, int] | None:
-    """Bytes that the container may use, and bytes it uses, file pages that would be dropped when needed left out."""
-    for limit_file, usage_file, stat_file in _CGROUP_FILES:
-        try:
-            limit, usage = int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-        return limit, max(0, usage - _droppable(Path(stat_file)))
-    return None
-
-
-def _droppable(stat_file: Path) -> int:
-    try:
-        match = re.search(r"^(?:total_)?inactive_file (\d+)", stat_file.read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match.group(1)) if match else 0

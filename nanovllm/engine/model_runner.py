@@ -195,7 +195,8 @@ def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: D
     """The model on the device, written by the stream that reads it."""
     try:
         with device.compute():
-            return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed)
+            free = device.free_memory()
+            return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed, free)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"model={config.model!r}: its weights do not fit into the {device.total_memory() / 2**30:.2f} GiB of the "

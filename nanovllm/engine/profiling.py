@@ -22,6 +22,7 @@ from nanovllm.engine.scratch_attention import ScratchKVCache
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
+from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionState
@@ -75,6 +76,7 @@ def measure_memory(
 
     to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
     """
+    check_step_fits(model, config, device.free_memory() - to_load)
     # First of all: kernels and libraries that the run loads stay, and are no longer free.
     if sized_from_memory(config):
         peak = _peak(device, model, backend, config) + graph_bytes(device, model, backend, config)
@@ -90,6 +92,29 @@ def measure_memory(
         host_may_grow=device.host_memory_may_grow,
         span_row_bytes=span_row_bytes(model, backend, config),
     )
+
+
+def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
+    """Refuse sizes of which the largest step alone takes more than is `free` beside the weights.
+
+    Asked before that step is run to measure it. Raises ConfigError.
+    """
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    if not sized_from_memory(config):  # no step has more than all blocks hold
+        blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
+        tokens, seqs = min(tokens, blocks * config.block_size), min(seqs, blocks)
+    what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
+    check_fits(what, least_step_bytes(model, tokens, seqs), free, "beside the weights the device has", "lower them")
+
+
+def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
+    """Less than a step of so many tokens takes, sampling for so many sequences, in whole numbers.
+
+    For each token the residual stream, what it attends with and to, and its ids; for each sequence its logits.
+    """
+    spec = model.spec
+    row = (spec.hidden_size + spec.q_size + 2 * spec.kv_size) * model.dtype.itemsize + 2 * torch.int64.itemsize
+    return tokens * row + min(seqs, tokens) * spec.vocab_size * torch.float32.itemsize
 
 
 def sized_from_memory(config: EngineConfig) -> bool:

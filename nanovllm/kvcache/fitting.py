@@ -10,7 +10,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.sizing import CacheTooSmallError, KVPlan, MemoryFacts, gib, longest_sequence, plan_kv_cache
+from nanovllm.kvcache.sizing import CacheTooSmallError, KVPlan, MemoryFacts, longest_sequence, plan_kv_cache
+from nanovllm.memory_checks import gib
 
 
 @dataclass(frozen=True, slots=True)

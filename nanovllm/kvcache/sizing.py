@@ -9,6 +9,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, span_memory
+from nanovllm.memory_checks import check_fits, gib
 
 SPAN_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
 
@@ -126,7 +127,7 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
                 f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.num_layers} "
                 f"layers takes {ring_blocks} blocks; raise num_gpu_blocks to at least that, or use -1"
             )
-        _check_fits("num_gpu_blocks", config.num_gpu_blocks, layout, memory.device_free, "the device has")
+        _check_blocks_fit("num_gpu_blocks", config.num_gpu_blocks, layout, memory.device_free, "the device has")
         return config.num_gpu_blocks
     held, budget = memory.device_total - memory.device_free, _budget(config, memory)
     if memory.tiers_share_memory and config.enable_cpu_offload:
@@ -149,17 +150,14 @@ def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, nu
     if config.num_cpu_blocks != -1:
         if memory.host_may_grow:
             return config.num_cpu_blocks
-        _check_fits("num_cpu_blocks", config.num_cpu_blocks, layout, free, "the host has")
+        _check_blocks_fit("num_cpu_blocks", config.num_cpu_blocks, layout, free, "the host has")
         return config.num_cpu_blocks
     return max(0, min(int(free * config.gpu_memory_utilization) // layout.block_bytes, useful))
 
 
-def _check_fits(name: str, blocks: int, layout: KVLayout, free: int, where: str) -> None:
-    if blocks * layout.block_bytes > free:
-        raise ConfigError(
-            f"{name}={blocks}: that is {gib(blocks * layout.block_bytes)} of KV cache and {where} {gib(free)} free; "
-            f"at most {max(free, 0) // layout.block_bytes} blocks of {layout.block_size} tokens fit"
-        )
+def _check_blocks_fit(name: str, blocks: int, layout: KVLayout, free: int, where: str) -> None:
+    remedy = f"at most {max(free, 0) // layout.block_bytes} blocks of {layout.block_size} tokens fit"
+    check_fits(f"{name}={blocks}: its KV cache takes", blocks * layout.block_bytes, free, where, remedy)
 
 
 def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> None:
@@ -175,7 +173,3 @@ def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> Non
             f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
             plan,
         )
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
+from nanovllm.memory_checks import check_fits
 
 DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
 
@@ -28,9 +28,7 @@ def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts,
     if config.swap_space is None:
         return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
     asked = asked_swap_bytes(config)
-    if asked > left and not memory.host_may_grow:
-        raise ConfigError(
-            f"swap_space={config.swap_space}: the host has {left / 2**30:.2f} GiB left beside the KV cache; lower "
-            "swap_space, num_cpu_blocks or num_gpu_blocks"
-        )
+    remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
+    if not memory.host_may_grow:
+        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "beside the KV cache the host has", remedy)
     return min(asked // layout.block_bytes, plan.num_sequence_blocks)

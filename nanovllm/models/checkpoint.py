@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +10,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.errors import ModelError
+from nanovllm.device.memory_limits import address_space_left
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.memory_checks import check_fits, gib
+from nanovllm.model_files import OBJECT, checked_fields, one_line, read_json_object, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_NAME = 255  # bytes, of a file
+MAPPINGS = 2  # of a file at a time: the safetensors library's own and torch's
+QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class StoredTensor:
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
     """How many names there are, and the first few, for messages: "3: a, b, c"."""
-    listed = list(names)
+    listed = [name if name.isprintable() and len(name) <= QUOTED else shown(name) for name in names]
     more = f", and {len(listed) - limit} more" if len(listed) > limit else ""
     return f"{len(listed)}: {', '.join(listed[:limit])}{more}"
 
@@ -51,17 +56,39 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, mapped, not read. Raises ModelError, naming it, if it is truncated or damaged."""
+def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """A safetensors file, mapped, not read. Raises ModelError, naming it, if it is truncated or damaged.
+
+    framework: whose tensors it gives. With "np" the system need not set memory aside for torch's mapping, which is
+    enough for headers. Raises ConfigError where the file cannot be mapped, as where `ulimit -v` leaves no room for it.
+    """
+    left = address_space_left()
+    if left is not None:
+        what, size = f"{path} is mapped to be read, which takes", MAPPINGS * _size(path)
+        check_fits(what, size, left, "ulimit -v leaves", "raise it, or split the checkpoint into smaller files")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework=framework, device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is truncated or damaged ({error}); copy it again.") from error
+        raise ModelError(f"{path} is truncated or damaged ({one_line(error)}); copy it again.") from error
+    except RuntimeError as error:  # torch's
+        if "mmap" not in str(error):
+            raise
+        raise ConfigError(
+            f"{path} cannot be mapped to be read: {gib(_size(path))} are more than the system sets aside; split the "
+            "checkpoint into smaller files"
+        ) from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _headers(path: Path) -> dict[str, StoredTensor]:
-    with open_file(path) as file:
+    with open_file(path, "np") as file:
         parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
         return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}
 
@@ -79,17 +106,21 @@ def _no_weights(directory: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map = checked_fields(path, read_json_object(path), {"weight_map": OBJECT}).get("weight_map")
+    if not weight_map:
         raise ModelError(f"{path} has no weight_map that says which tensor is in which file.")
+    assert isinstance(weight_map, dict)
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ModelError(f"{path} names {shard!r}, which is not a file of its own directory.")
+        if not _is_file_name(shard):
+            raise ModelError(f"{path} names {shown(shard)}, which is not a file of its own directory.")
     return weight_map
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether a shard may be called so: the name itself leads nowhere else."""
+    if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+        return False
+    return len(name.encode()) <= MAX_NAME
 
 
 def _shards(directory: Path, index: dict[str, str]) -> list[Path]:

@@ -11,16 +11,6 @@ from nanovllm.models.rope_config import rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 ACTIVATIONS = ("silu", "swish")  # two names of one function
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
@@ -97,9 +87,6 @@ def _check_config(config: Any) -> None:
         raise ModelError(
             f"Activation {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}."
         )
-    for name in SIZES:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{name} must be at least 1, but it is {getattr(config, name)}.")
 
 
 def _check_spec(spec: DecoderSpec) -> None:

@@ -1,16 +1,22 @@
-"""Reading a Hugging Face model directory's config: which network it is, and where its sequences end."""
+"""Reading a Hugging Face model directory's config: which network it is, and where its sequences end.
+
+Nothing in the directory is trusted. Every field is checked first (`config_fields.py`). Transformers' config class sees
+only fields that were, and gives the family's defaults.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
 
 from nanovllm.errors import ModelError
+from nanovllm.model_files import checked_fields, one_line, read_json_object, shown
+from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS
 from nanovllm.models.family import Family, decoder_spec
 from nanovllm.models.registry import FAMILIES
+from nanovllm.models.rope_config import rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 # What generation_config.json may recommend, and the sampling parameter that it is.
@@ -22,6 +28,8 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+_DTYPES = ("dtype", "torch_dtype")  # under the newer name and the older one
+
 
 def load_decoder_spec(model_dir: str | Path) -> DecoderSpec:
     """The network that `model_dir`/config.json describes.
@@ -37,33 +45,46 @@ def read_decoder_spec(config: str | Path) -> DecoderSpec:
     return _spec(Path(config)) if Path(config).is_file() else load_decoder_spec(config)
 
 
+def load_model_type(model_dir: str | Path) -> str:
+    """The family's name in Transformers, which says what its tokenizer is. Raises ModelError as above."""
+    path = _config_path(Path(model_dir))
+    return _family(path, read_json_object(path)).model_type
+
+
 def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     """Every end-of-sequence id of config.json and generation_config.json, in that order, each once.
 
     Where neither file has the key, the family's own default holds (Llama and Mistral: 2).
     """
-    directory = Path(model_dir)
-    raw = _read_json(_config_path(directory))
-    generation = directory / "generation_config.json"
-    sources = [raw, _read_json(generation)] if generation.is_file() else [raw]
+    path = _config_path(Path(model_dir))
+    raw, generation = read_json_object(path), _generation_fields(path.parent)
+    sources = [checked_fields(path, raw, NETWORK_FIELDS), generation]
     if not any("eos_token_id" in source for source in sources):
-        sources = [{"eos_token_id": _hf_config(raw, _family(raw)).eos_token_id}]
+        sources = [{"eos_token_id": CONFIG_MAPPING[_family(path, raw).model_type]().eos_token_id}]
     ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
     return tuple(dict.fromkeys(ids))
 
 
 def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
     """What generation_config.json recommends, under the names of SamplingParams; as vLLM, whatever its do_sample."""
-    path = Path(model_dir) / "generation_config.json"
-    raw = _read_json(path) if path.is_file() else {}
-    return {name: raw[key] for key, name in SAMPLING_DEFAULTS.items() if raw.get(key) is not None}
+    recommended = _generation_fields(Path(model_dir))
+    return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
+
+
+def _generation_fields(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    return checked_fields(path, read_json_object(path), GENERATION_FIELDS) if path.is_file() else {}
 
 
 def _spec(path: Path) -> DecoderSpec:
-    raw = _read_json(path)
+    raw = read_json_object(path)
+    family = _family(path, raw)
+    fields = checked_fields(path, raw, NETWORK_FIELDS)
     try:
-        family = _family(raw)
-        return decoder_spec(family, _hf_config(raw, family))
+        config = _with_defaults(family, fields)
+        config.rope_parameters = rope_parameters(raw, config.max_position_embeddings, config.default_theta)
+        config.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
+        return decoder_spec(family, config)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -80,48 +101,35 @@ def _config_path(directory: Path) -> Path:
     return path
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, but it holds a {type(content).__name__}.")
-    return content
-
-
-def _family(raw: dict[str, Any]) -> Family:
-    named = raw.get("architectures") or []
+def _family(path: Path, raw: dict[str, Any]) -> Family:
+    fields = checked_fields(path, raw, OTHER_FIELDS)
+    named = fields.get("architectures") or []
     family = next((FAMILIES[name] for name in named if name in FAMILIES), None)
     if family is None:
-        found = f"Architecture {', '.join(map(str, named))} is not supported" if named else "It names no architecture"
-        raise ModelError(f"{found}; supported: {', '.join(FAMILIES)}.")
-    if raw.get("model_type", family.model_type) != family.model_type:
+        found = f"architectures={shown(named)} is not supported" if named else "it names no architecture"
+        raise ModelError(f"{path}: {found}; supported: {', '.join(FAMILIES)}.")
+    if fields.get("model_type", family.model_type) != family.model_type:
         raise ModelError(
-            f"It contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
-            f"not {raw['model_type']!r}."
+            f"{path} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
+            f"not {shown(fields['model_type'])}."
         )
-    if raw.get("quantization_config") is not None:
+    if fields.get("quantization_config") is not None:
         raise ModelError(
-            f"Quantized weights are not supported (quantization_config={raw['quantization_config']}); "
-            f"use a checkpoint in {', '.join(DTYPE_NAMES)}."
+            f"{path}: quantized weights are not supported (quantization_config="
+            f"{shown(fields['quantization_config'])}); use a checkpoint in {', '.join(DTYPE_NAMES)}."
         )
     return family
 
 
-def _hf_config(raw: dict[str, Any], family: Family) -> Any:
-    """The config with every default that Transformers fills in, built from the parsed JSON alone."""
+def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:
+    """Transformers' config with every default filled in. It reads neither files nor RoPE nor the dtype."""
+    given = {name: value for name, value in fields.items() if name not in _DTYPES}
     try:
-        return CONFIG_MAPPING[family.model_type].from_dict(raw)
+        return CONFIG_MAPPING[family.model_type](**given)
     # Its validators raise many unrelated types, some outside the standard hierarchy.
     except Exception as error:
-        reason = " ".join(str(error).split()).strip('"')
-        raise ModelError(f"It is not valid for a {family.architecture}: {reason}") from error
+        raise ModelError(f"it is not valid for a {family.architecture}: {one_line(error)}.") from error
 
 
 def _token_ids(value: Any) -> list[int]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ModelError(f"eos_token_id must be a token id or a list of them, but it holds {token!r}.")
-    return ids
+    return value if isinstance(value, list) else [] if value is None else [value]

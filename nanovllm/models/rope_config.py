@@ -8,6 +8,35 @@ from typing import Any, get_args
 
 from nanovllm.errors import ModelError
 from nanovllm.layers.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
+from nanovllm.model_files import checked_fields, shown
+from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
+
+
+def rope_parameters(config: Mapping[str, Any], max_position: int, default_theta: float) -> dict[str, Any]:
+    """The RoPE parameters of a parsed config.json, each checked: of `rope_parameters`, or as older configs have them.
+
+    As Transformers reads them: `rope_theta` and others beside the mapping hold where the mapping has none; yarn and
+    llama3 were trained for max_position_embeddings where nothing else is said. Raises ModelError.
+    """
+    beside = checked_fields("RoPE", config, OTHER_FIELDS)
+    mapping = beside.get("rope_scaling") or beside.get("rope_parameters") or {}
+    where = "rope_scaling" if beside.get("rope_scaling") else "rope_parameters"
+    nested = [name for name, value in mapping.items() if isinstance(value, dict)]
+    if nested:
+        raise ModelError(f"{where}: {shown(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
+    found = {name: value for name, value in checked_fields(where, mapping, ROPE_FIELDS).items() if value is not None}
+    found.setdefault("rope_type", found.get("type", "default"))
+    theta = beside.get("rope_theta")
+    found.setdefault("rope_theta", default_theta if theta is None else theta)
+    if beside.get("partial_rotary_factor") is not None:
+        found.setdefault("partial_rotary_factor", beside["partial_rotary_factor"])
+    if found["rope_type"] == "yarn" and "factor" not in mapping:  # null stands for the lengths' ratio
+        raise ModelError(f"{where}: factor is missing, which yarn needs.")
+    if found["rope_type"] in ("llama3", "yarn"):
+        if beside.get("original_max_position_embeddings") is not None:
+            found["original_max_position_embeddings"] = beside["original_max_position_embeddings"]
+        found.setdefault("original_max_position_embeddings", max_position)
+    return found
 
 
 def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
@@ -20,6 +49,8 @@ def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -
         )
     theta = _positive(parameters, "rope_theta")
     if kind == "default":
+        if parameters.get("factor", 1) != 1:
+            raise ModelError(f"rope_parameters: factor={parameters['factor']} needs a rope_type, such as linear.")
         return RopeSpec(theta=theta)
     if kind == "llama3":
         return _llama3(parameters, theta)

@@ -43,6 +43,25 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def layer_matrices(self) -> int:
+        """Weights of one layer that every token is multiplied by: q, k, v, o, gate, up and down."""
+        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer with its norms, as they lie in memory, and biases."""
+        norms = 2 * self.hidden_size + self.qk_norm * (self.num_heads + self.num_kv_heads) * self.head_dim
+        biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
+        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return self.layer_matrices + norms + biases
+
+    @property
+    def num_weights(self) -> int:
+        """All weights; tied embeddings once."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * self.layer_weights + tables + self.hidden_size
+
+    @property
     def max_model_len(self) -> int:
         """The longest sequence that the checkpoint's positions are made for, in tokens.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.ops import _cpu_attention
 from nanovllm.ops.attention import AttentionState, SegmentTable
-from nanovllm.ops.cpu_attention import instruction_sets, supports_head_dim
+from nanovllm.ops.cpu_attention import supports_head_dim
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -51,7 +51,7 @@ class HostAttention:
         # C++ copies the tables; `addresses` keeps them until then.
         addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.spans) for table in tables]
         self._prepared = _cpu_attention.HostAttention(
-            isa=instruction_sets()[0],
+            isa=cpu_isa.choose(),
             dtype=_DTYPES[q.dtype],
             q=q.data_ptr(),
             q_strides=(q.stride(0), q.stride(1)),

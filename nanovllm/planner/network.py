@@ -44,18 +44,13 @@ class Network:
 
     @property
     def layer_matrices(self) -> int:
-        """Weights of one layer that every token is multiplied by: q, k, v, o, gate, up and down."""
-        spec = self.spec
-        return spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+        """Weights of one layer that every token is multiplied by."""
+        return self.spec.layer_matrices
 
     @property
     def layer_weight_bytes(self) -> int:
         """One layer with its norms and biases."""
-        spec = self.spec
-        norms = 2 * spec.hidden_size + spec.qk_norm * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-        biases = spec.qkv_bias * (spec.q_size + 2 * spec.kv_size) + spec.o_bias * spec.hidden_size
-        biases += spec.mlp_bias * (2 * spec.intermediate_size + spec.hidden_size)
-        return (self.layer_matrices + norms + biases) * self.itemsize
+        return self.spec.layer_weights * self.itemsize
 
     @property
     def head_bytes(self) -> int:
@@ -65,9 +60,7 @@ class Network:
     @property
     def weight_bytes(self) -> int:
         """All weights as they lie on the device; tied embeddings once."""
-        tables = self.head_bytes * (1 if self.spec.tie_word_embeddings else 2)
-        norm = self.spec.hidden_size * self.itemsize
-        return self.spec.num_layers * self.layer_weight_bytes + tables + norm
+        return self.spec.num_weights * self.itemsize
 
     # ---- a step of one sequence: `query_len` new tokens after `context_len` stored ones
 

@@ -1,0 +1,166 @@
+"""Chat templates come with a model or a request, and are programs: they are rendered in a process of their own.
+
+The process has bounds on CPU time, memory and output that the kernel enforces, since a single operation of a template,
+such as 'a' * 10 ** 10, can take any of them. It runs Jinja2 in its sandbox, with an empty environment and none of this
+process's files, and is started when the first template is rendered. After an error that ended it, the next call starts
+another.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm import template_worker
+from nanovllm.errors import RequestError
+from nanovllm.template_worker import FAILED, LENGTH_BYTES, OUT_OF_MEMORY, RENDERED, TOO_LONG
+
+# Bounds of one rendering. More of each is given for a long conversation: per byte of it.
+CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5.0, 1e-6
+MEMORY_BYTES, MEMORY_PER_BYTE = 1 << 30, 32
+OUTPUT_CHARS, OUTPUT_PER_BYTE = 1 << 24, 4
+WALL_SECONDS = 60.0  # beyond CPU time: on a busy machine a process waits
+READ_BYTES = 1 << 20
+
+
+class TemplateProcess:
+    """Renders templates, one at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._end: weakref.finalize[..., Any] | None = None
+
+    def render(self, template: str, variables: Mapping[str, Any]) -> str:
+        """The text. Raises RequestError, in one sentence, for a template that fails or goes beyond a bound."""
+        try:
+            size = len(template) + len(json.dumps(variables))
+            cpu_seconds = CPU_SECONDS + CPU_SECONDS_PER_BYTE * size
+            request = json.dumps(
+                {
+                    "template": template,
+                    "variables": variables,
+                    "cpu_seconds": cpu_seconds,
+                    "memory_bytes": MEMORY_BYTES + MEMORY_PER_BYTE * size,
+                    "max_chars": (max_chars := OUTPUT_CHARS + OUTPUT_PER_BYTE * size),
+                }
+            ).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"messages and template arguments must hold what JSON can express: {error}") from None
+        with self._lock:
+            answer = self._ask(request, cpu_seconds, 4 * max_chars + 1)
+        status, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
+        if status == RENDERED:
+            return text
+        raise RequestError(
+            {
+                TOO_LONG: f"the chat template writes more than {max_chars:,} characters",
+                OUT_OF_MEMORY: "the chat template takes more memory than it may have",
+                FAILED: f"the chat template cannot take the messages: {' '.join(text.split())[:300]}",
+            }.get(status, "the process that renders chat templates gave no answer")
+        )
+
+    def close(self) -> None:
+        """End the process. The next call starts another."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _ask(self, request: bytes, cpu_seconds: float, most: int) -> bytes:
+        """The answer's status and text. Whatever goes wrong ends the process."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            deadline = time.monotonic() + cpu_seconds + WALL_SECONDS
+            _write(process.stdin.fileno(), len(request).to_bytes(LENGTH_BYTES, "little") + request, deadline)
+            length = int.from_bytes(_read(process.stdout.fileno(), LENGTH_BYTES, deadline), "little")
+            if not 1 <= length <= most:
+                raise EOFError
+            return _read(process.stdout.fileno(), length, deadline)
+        except (EOFError, OSError):
+            reason = _how_it_ended(process, cpu_seconds)
+            self.close()
+            raise RequestError(f"the chat template {reason}") from None
+        except BaseException:  # an interrupt: the answer would be taken for the next request's
+            self.close()
+            raise
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            try:
+                self._process = _start()
+            except OSError as error:
+                raise RequestError(f"no process can be started for the chat template: {error.strerror}") from None
+            self._end = weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """A process that sees nothing of this one: no environment, no files, no terminal, no Ctrl-C."""
+    found = (importlib.util.find_spec(name) for name in ("jinja2", "markupsafe"))
+    libraries = [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", template_worker.__file__, *libraries],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ},
+        cwd="/",
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _write(pipe: int, data: bytes, deadline: float) -> None:
+    os.set_blocking(pipe, False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_WRITE)
+        view = memoryview(data)
+        while view:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise EOFError
+            view = view[os.write(pipe, view[:READ_BYTES]) :]
+
+
+def _read(pipe: int, length: int, deadline: float) -> bytes:
+    data = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while len(data) < length:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise EOFError
+            part = os.read(pipe, min(length - len(data), READ_BYTES))
+            if not part:
+                raise EOFError
+            data += part
+    return bytes(data)
+
+
+def _how_it_ended(process: subprocess.Popen[bytes], cpu_seconds: float) -> str:
+    try:
+        status = process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return f"gave no answer within {cpu_seconds + WALL_SECONDS:.0f} s"
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"took more than {cpu_seconds:.0f} s of CPU time, or more memory than there is"
+    return f"ended the process that renders it, with status {status}"

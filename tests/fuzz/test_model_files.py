@@ -1,0 +1,299 @@
+"""Damaged model directories: whatever a file holds, the engine loads it or refuses it in one sentence.
+
+Config, generation config, index, safetensors headers and tokenizer files are mutated as values and as bytes. After
+every example that is loaded, a request runs. After every refusal, the undamaged directory answers a known question once
+in a while.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bounded import FuzzRun, FuzzTarget
+from checkpoints import make_checkpoint
+from hypothesis import strategies as st
+from tokenizer_files import CHAT_TEMPLATE, write_byte_level
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError
+from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.tokenizer import CONFIG_FIELDS
+
+SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+QUESTION = "a known question"
+LONGEST = 2000  # characters of a message
+GROWTH = 512 << 10  # KiB that a process of many examples may grow by: no file here has a megabyte
+KNOWN_EVERY = 50  # refusals
+
+
+# ---- the directory
+
+
+@cache
+def original() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="nanovllm-fuzz-"))
+    make_checkpoint(path, vocab=300)
+    write_byte_level(path, chat_template=CHAT_TEMPLATE)
+    return path
+
+
+@cache
+def known_answer() -> list[int]:
+    return answer(original())
+
+
+def answer(model: Path) -> list[int]:
+    with LLM(model, **SMALL) as llm:
+        return llm.generate(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+class Judge:
+    """Loads damaged directories, and says what happened."""
+
+    def __init__(self) -> None:
+        self._refused = 0
+
+    def outcome(self, file: str, content: bytes) -> str:
+        """Put `content` in the place of a file of the directory and load it."""
+        with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
+            model = Path(name)
+            for path in original().iterdir():
+                if path.name != file:
+                    os.link(path, model / path.name)
+            (model / file).write_bytes(content)
+            known_answer()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            word = self._load(model)
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            assert grown < GROWTH, f"{grown} KiB more than ever before"
+        return word
+
+    def _load(self, model: Path) -> str:
+        try:
+            answer(model)
+        except (ModelError, ConfigError, RequestError, EngineError) as error:
+            message = str(error)
+            assert message and "\n" not in message and len(message) < LONGEST, message
+            assert not isinstance(error, EngineError), f"accepted, and then {message}"
+            self._refused += 1
+            if self._refused % KNOWN_EVERY == 0:
+                assert answer(original()) == known_answer()
+            return f"refused ({type(error).__name__})"
+        return "accepted"
+
+
+JUDGE = Judge()
+
+
+# ---- values that JSON can hold, and changes to them
+
+SPECIAL = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3,
+        2**31 - 1,
+        2**31,
+        2**63 - 1,
+        2**63,
+        10**9,
+        10**30,
+        -(10**30),
+        10**400,
+        0.5,
+        1e-300,
+        1e300,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        "",
+        "x",
+        "x" * 5000,
+        "\ud800",
+        "a\nb",
+        "../../etc/passwd",
+        "/dev/zero",
+        "__class__",
+        [],
+        {},
+        [[]],
+        {"": None},
+    ]
+)
+VALUES = st.recursive(
+    SPECIAL | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=6,
+)
+NAMES = sorted({*NETWORK_FIELDS, *OTHER_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *CONFIG_FIELDS, "weight_map"})
+# A change: where (numbers that choose a member at each level), what to do there, and with what.
+CHANGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "path": st.lists(st.integers(0, 400), min_size=1, max_size=5),
+            "deed": st.sampled_from(["set", "remove", "add", "copy"]),
+            "name": st.sampled_from(NAMES) | st.text(max_size=6),  # of what is added
+            "value": VALUES,
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def changed(content: Any, changes: list[dict[str, Any]]) -> Any:
+    for change in changes:
+        content = _changed(content, change["path"], change["deed"], change["name"], change["value"])
+    return content
+
+
+def _changed(content: Any, path: list[int], deed: str, name: str, value: Any) -> Any:
+    """A copy of `content` with one member changed, wherever the path leads."""
+    if not isinstance(content, dict | list) or not content:
+        return value
+    keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+    key = keys[path[0] % len(keys)]
+    made = content.copy()
+    if len(path) > 1 and isinstance(content[key], dict | list):
+        made[key] = _changed(content[key], path[1:], deed, name, value)
+    elif deed == "remove":
+        del made[key]
+    elif deed == "set" or isinstance(made, list):
+        made[key] = value
+    elif deed == "copy":
+        made[key] = content[keys[(path[0] + 1) % len(keys)]]
+    else:
+        made[name] = value
+    return made
+
+
+def as_json(content: Any) -> bytes:
+    return json.dumps(content).encode() if not _too_long(content) else str(content).encode("utf-8", "replace")
+
+
+def _too_long(content: Any) -> bool:
+    """Whether json refuses a whole number for its digits."""
+    try:
+        json.dumps(content)
+    except ValueError:
+        return True
+    return False
+
+
+LONG_BYTES = (b"[" * 20_000, b'{"a":' * 20_000, b"9" * 6000)
+# Damage to bytes: (where, as a share of 2**16; what happens there; bytes).
+DAMAGE = st.lists(
+    st.fixed_dictionaries(
+        {
+            "at": st.integers(0, 2**16 - 1),
+            "deed": st.sampled_from(["cut", "insert", "overwrite", "drop"]),
+            "bytes": st.binary(min_size=1, max_size=12) | st.sampled_from(LONG_BYTES),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def damaged(content: bytes, damage: list[dict[str, Any]], end: int | None = None) -> bytes:
+    """`content` with damage in its first `end` bytes."""
+    for part in damage:
+        at, new = part["at"] * (len(content) if end is None else min(end, len(content))) >> 16, part["bytes"]
+        if part["deed"] == "cut":
+            content = content[:at]
+        elif part["deed"] == "insert":
+            content = content[:at] + new + content[at:]
+        elif part["deed"] == "overwrite":
+            content = content[:at] + new + content[at + len(new) :]
+        else:
+            content = content[:at] + content[at + len(new) :]
+    return content
+
+
+# ---- targets
+
+
+def by_values(file: str) -> Callable[..., str]:
+    def check(changes: list[dict[str, Any]]) -> str:
+        content = json.loads((original() / file).read_text())
+        return JUDGE.outcome(file, as_json(changed(content, changes)))
+
+    return check
+
+
+def by_bytes(file: str) -> Callable[..., str]:
+    def check(damage: list[dict[str, Any]]) -> str:
+        return JUDGE.outcome(file, damaged((original() / file).read_bytes(), damage))
+
+    return check
+
+
+def header_by_values(changes: list[dict[str, Any]]) -> str:
+    header, data = _safetensors()
+    text = as_json(changed(header, changes))
+    return JUDGE.outcome("model.safetensors", struct.pack("<Q", len(text)) + text + data)
+
+
+def header_by_bytes(damage: list[dict[str, Any]]) -> str:
+    """The length and the header are damaged, not the data: any data is weights."""
+    header, _ = _safetensors()
+    content = (original() / "model.safetensors").read_bytes()
+    return JUDGE.outcome("model.safetensors", damaged(content, damage, 8 + len(json.dumps(header))))
+
+
+def _safetensors() -> tuple[dict[str, Any], bytes]:
+    content = (original() / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def index_by_values(changes: list[dict[str, Any]]) -> str:
+    """The index of a checkpoint in two files, of which one is the other's name for the same tensors."""
+    header, _ = _safetensors()
+    names = sorted(name for name in header if name != "__metadata__")
+    index = {"metadata": {"total_size": 5}, "weight_map": {name: "part.safetensors" for name in names}}
+    with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
+        model = Path(name)
+        for path in original().iterdir():
+            target = "part.safetensors" if path.name == "model.safetensors" else path.name
+            shutil.copyfile(path, model / target)
+        (model / "model.safetensors.index.json").write_bytes(as_json(changed(index, changes)))
+        return JUDGE._load(model)
+
+
+BY_VALUES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+TARGETS = (
+    *(FuzzTarget(f"{file}-values", by_values(file), changes=CHANGES) for file in BY_VALUES),
+    *(FuzzTarget(f"{file}-bytes", by_bytes(file), damage=DAMAGE) for file in BY_VALUES),
+    FuzzTarget("safetensors-values", header_by_values, changes=CHANGES),
+    FuzzTarget("safetensors-bytes", header_by_bytes, damage=DAMAGE),
+    FuzzTarget("index-values", index_by_values, changes=CHANGES),
+)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_damaged_files_are_loaded_or_refused(target: FuzzTarget) -> None:
+    target.replay()
+    target.run_examples(12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_damaged_files_for_long(target: FuzzTarget, fuzz_run: FuzzRun) -> None:
+    fuzz_run(target)

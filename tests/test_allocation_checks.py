@@ -1,0 +1,249 @@
+"""Sizes are checked in whole numbers, against limits, files and memory, before anything of them is allocated."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, edit_config, make_checkpoint, refusal
+from cli_helpers import generate, json_lines, make_model, write_jsonl
+from safetensors.torch import load_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli.main import main
+from nanovllm.device import memory
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.memory_checks import check_fits, gib
+from nanovllm.models import loader
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.tensor_shapes import tensor_shapes
+
+HUGE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+KNOWN = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=300)
+    return path
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+@pytest.fixture
+def little_is_allocated() -> Iterator[None]:
+    """What the test does adds less than 64 MB to the most memory that this process ever had."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+# ---- the network
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"tie": True}, {"biases": True}])
+def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    biases = {"qwen3": {"attention_bias": True}, "llama": {"attention_bias": True, "mlp_bias": True}}
+    more = biases.get(family, {}) if options.pop("biases", False) else options
+    make_checkpoint(tmp_path, family, **more)
+    spec = load_decoder_spec(tmp_path)
+    decoder = Decoder(spec, torch.bfloat16, torch.device("cpu"))
+    assert dict(tensor_shapes(spec)) == {name: slot.shape for name, slot in decoder.slots()}
+    assert loader.weight_bytes(spec, torch.bfloat16) == decoder.weight_bytes
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_huge_size_in_the_config_is_compared_with_the_file(
+    name: str, model: Path, little_is_allocated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "Decoder", None)  # would be called to allocate
+    edit_config(model, **{name: 10**9})
+    message = refusal(lambda: LLM(model, **SMALL))
+    assert "expected [" in message and "found [" in message and "000" in message
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_huge_size_without_a_file_is_compared_with_the_memory(
+    name: str, model: Path, little_is_allocated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "Decoder", None)
+    edit_config(model, **{name: 10**9})
+    message = refusal(lambda: LLM(model, load_format="dummy", **SMALL), ConfigError)
+    assert "its weights take" in message and "GiB free" in message
+
+
+@pytest.mark.parametrize("count", [10**9, 10**6])
+@pytest.mark.parametrize("field", ["num_hidden_layers", "head_dim"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_layers_and_rope_frequencies_are_counted_before_they_are_made(
+    field: str, count: int, load_format: str, model: Path, little_is_allocated: None
+) -> None:
+    edit_config(model, layer_types=..., **{field: count})
+    assert f"{field}={count}" in refusal(lambda: LLM(model, load_format=load_format, **SMALL))
+
+
+@pytest.mark.parametrize("options", [["--gpu-mem", "80GB", "--host-mem", "100GB"], ["--no-measure"]])
+@pytest.mark.parametrize(
+    "change",
+    [{name: 10**9} for name in (*HUGE, "head_dim", "num_hidden_layers")] + [{"rope_theta": 10**400}],
+    ids=str,
+)
+def test_plans_are_checked_too(
+    change: dict[str, Any], options: list[str], model: Path, little_is_allocated: None, capsys: Any
+) -> None:
+    edit_config(model, layer_types=..., **change)
+    assert main(["plan", "--model", str(model), *options]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "GB" in sentence or "GiB" in sentence or "must be" in sentence
+
+
+def test_a_plan_of_endless_steps_is_refused(model: Path, little_is_allocated: None, capsys: Any) -> None:
+    arguments = ["--gpu-mem", "80GB", "--max-num-batched-tokens", str(10**12)]
+    assert main(["plan", "--model", str(model), *arguments]) == 2
+    assert "max_num_batched_tokens=1000000000000" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_are_refused_with_numbers(
+    model: Path, monkeypatch: pytest.MonkeyPatch, little_is_allocated: None
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100_000)
+    message = refusal(lambda: LLM(model, **SMALL), ConfigError)
+    assert "its weights take 0.00 GiB and the device has 0.00 GiB free" in message
+
+
+# ---- safetensors headers
+
+
+def write_header(path: Path, header: Any, length: int | None = None, data: bytes = b"") -> None:
+    """A safetensors file whose header says this."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**63]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [10**30, 10**31]},
+        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": 5, "shape": "x", "data_offsets": None},
+        {},
+        5,
+    ],
+)
+def test_a_header_that_lies_is_refused(entry: object, model: Path, little_is_allocated: None) -> None:
+    write_header(model / "model.safetensors", {"model.norm.weight": entry}, data=b"\0" * 4)
+    assert "truncated or damaged" in refusal(lambda: LLM(model, **SMALL))
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**9, 0])
+def test_a_header_length_that_lies_is_refused(length: int, model: Path, little_is_allocated: None) -> None:
+    write_header(model / "model.safetensors", {}, length)
+    assert "truncated or damaged" in refusal(lambda: LLM(model, **SMALL))
+
+
+def test_a_sparse_file_of_a_terabyte_is_not_read(model: Path, little_is_allocated: None) -> None:
+    """Its header is whole, and names a tensor of another shape."""
+    end = 1 << 40
+    write_header(
+        model / "model.safetensors",
+        {"model.norm.weight": {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}},
+    )
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, 2) + end)
+    assert "lacks tensors" in refusal(lambda: LLM(model, **SMALL))
+
+
+# ---- requests
+
+
+@pytest.mark.parametrize("field", ["n", "best_of"])
+@pytest.mark.parametrize("count", [10**6, 10**9, 10**30])
+@pytest.mark.parametrize("beams", [False, True])
+def test_too_many_sequences_are_refused_before_they_are_made(
+    field: str, count: int, beams: bool, model: Path, little_is_allocated: None
+) -> None:
+    params = SamplingParams(**{field: count}, use_beam_search=beams, temperature=0.0 if beams else 1.0)
+    with LLM(model, **SMALL) as llm:
+        known = llm.generate([[1, 2, 3]], KNOWN, use_tqdm=False)[0].outputs[0].token_ids
+        message = refusal(lambda: llm.generate([[1, 2, 3]], params, use_tqdm=False), RequestError)
+        assert f"asks for {count} sequences" in message and "max_num_seqs is 512" in message
+        assert llm.generate([[1, 2, 3]], KNOWN, use_tqdm=False)[0].outputs[0].token_ids == known
+        assert not llm.engine.has_unfinished_requests()
+
+
+def test_one_line_that_asks_for_too_many_loses_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model")
+    lines = [{"prompt_token_ids": [1, 2], "temperature": 1.0, "n": n} for n in (1, 10**6, 10**9, 1)]
+    file = write_jsonl(tmp_path / "in.jsonl", *lines)
+    assert generate(model, "--jsonl", file, "--json") == 1
+    results = json_lines(capsys.readouterr().out)
+    assert ["error" in result for result in results] == [False, True, True, False]
+    assert all("max_num_seqs" in result["error"] for result in results[1:3])
+
+
+# ---- engine arguments
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_gpu_blocks": 10**9},
+        {"num_gpu_blocks": 80, "num_cpu_blocks": 10**9, "enable_cpu_offload": True},
+        {"num_gpu_blocks": 80, "swap_space": 1e6},
+        {"num_gpu_blocks": 4, "kvcache_block_size": 10**12},
+        {"max_num_batched_tokens": 10**9},
+        {"max_num_batched_tokens": 10**15},
+        {"max_num_batched_tokens": 10**8, "max_num_seqs": 10**8},
+        {"num_gpu_blocks": 10**6, "max_num_batched_tokens": 10**8, "max_num_seqs": 10**8},
+    ],
+)
+def test_engine_arguments_that_do_not_fit_are_refused_with_numbers(
+    arguments: dict[str, Any], model: Path, little_is_allocated: None
+) -> None:
+    message = refusal(lambda: LLM(model, **arguments), ConfigError)
+    assert "GiB" in message and "\n" not in message and "free" in message
+
+
+def test_every_pool_is_checked_by_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was there when sizes were planned may be gone when it is asked for."""
+    from nanovllm.device.cpu import CpuDevice
+
+    device = CpuDevice()
+    monkeypatch.setattr(memory, "available_bytes", lambda: 5 << 20)
+    assert device.empty("small", (1 << 20,), torch.float32).numel() == 1 << 20
+    for make in (device.empty, device.empty_host):
+        message = refusal(lambda make=make: make("host blocks", (6 << 20,), torch.uint8), ConfigError)  # type: ignore[misc]
+        assert "host blocks: they take 0.00 GiB" in message and "num_cpu_blocks" in message
+    device.close()
+
+
+def test_the_check_counts_in_whole_numbers() -> None:
+    check_fits("all of it:", 2**70, 2**70, "there are", "nothing")
+    message = refusal(lambda: check_fits("it takes", 2**70 + 1, 2**70, "there are", "take less"), ConfigError)
+    assert message == "it takes 1099511627776.00 GiB and there are 1099511627776.00 GiB free; take less"
+    assert gib(10**400).startswith("9313225746") and gib(-(1 << 30)) == "-1.00 GiB"
+
+
+def test_files_are_what_the_header_test_thinks(model: Path) -> None:
+    """`write_header` writes files that safetensors reads, so that refusals are about what they say."""
+    write_header(model / "a.safetensors", {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, data=b"\0" * 4)
+    assert load_file(model / "a.safetensors")["x"].tolist() == [0.0]

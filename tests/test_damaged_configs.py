@@ -1,0 +1,301 @@
+"""Damaged JSON in a model directory: one sentence that names file, field and value, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_config, make_checkpoint, refusal
+from tokenizer_files import write_byte_level
+
+from nanovllm import LLM
+from nanovllm.errors import ModelError
+from nanovllm.model_files import MAX_JSON_BYTES, MAX_NESTING, SHOWN, read_json_object, shown
+from nanovllm.models.config_fields import MAX_LAYERS
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.rope_config import rope_parameters
+
+INDEX = "model.safetensors.index.json"
+DEEP = "[" * 10_000 + "]" * 10_000
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=300)
+    write_byte_level(path)
+    return path
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def message_of(model: Path, *words: str) -> str:
+    """The one sentence with which the directory is refused, holding these words."""
+    message = refusal(lambda: LLM(model, kvcache_block_size=16, num_gpu_blocks=80))
+    assert "\n" not in message and len(message) < 600
+    assert [word for word in words if word not in message] == []
+    return message
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("value", [10**30, 0, -1, 1.5, "x", [1], {}, True])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_a_whole_number_in_a_range(name: str, value: object, model: Path) -> None:
+    edit_config(model, **{name: value})
+    message_of(model, str(model / "config.json"), f"{name}={value!r}", "whole number from 1 to")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architectures", 5),
+        ("architectures", "Qwen3ForCausalLM"),
+        ("architectures", [["Qwen3ForCausalLM"]]),
+        ("architectures", [5]),
+        ("model_type", ["qwen3"]),
+        ("rms_norm_eps", "x"),
+        ("rms_norm_eps", -1),
+        ("hidden_act", 5),
+        ("tie_word_embeddings", "no"),
+        ("attention_bias", 1),
+        ("sliding_window", 10**30),
+        ("sliding_window", -5),
+        ("max_window_layers", 1.5),
+        ("layer_types", "full_attention"),
+        ("layer_types", [["full_attention"]]),
+        ("dtype", 5),
+        ("eos_token_id", 10**30),
+        ("rope_parameters", "x"),
+        ("rope_scaling", [1]),
+        ("quantization_config", 5),
+        ("num_hidden_layers", MAX_LAYERS + 1),
+    ],
+)
+def test_other_fields_name_file_field_and_value(field: str, value: object, model: Path) -> None:
+    edit_config(model, **{field: value})
+    message_of(model, str(model / "config.json"), f"{field}={value!r}", "must be")
+
+
+@pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e400", "1" + "0" * 400])
+def test_numbers_are_finite(token: str, model: Path) -> None:
+    text = (model / "config.json").read_text()
+    assert '"rope_theta": 10000.0' in text
+    (model / "config.json").write_text(text.replace('"rope_theta": 10000.0', f'"rope_theta": {token}'))
+    message_of(model, str(model / "config.json"), "rope_theta=")
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"rope_type": "yarn", "factor": "x"}, ["factor='x'", "number"]),
+        ({"rope_type": "yarn", "factor": -1}, ["factor=-1"]),
+        ({"rope_type": "yarn", "factor": 1e300}, ["factor=1e+300"]),
+        ({"rope_type": "yarn", "factor": 2, "beta_fast": 1e-300}, ["beta_fast=1e-300"]),
+        ({"rope_type": "yarn", "factor": 2, "rope_theta": 1.0}, ["rope_theta=1.0"]),
+        ({"rope_type": "yarn"}, ["factor is missing"]),
+        ({"rope_type": "linear"}, ["factor"]),
+        ({"rope_type": 5}, ["rope_type=5"]),
+        ({"rope_type": ["yarn"]}, ["rope_type=['yarn']"]),
+        ({"factor": 2.0}, ["factor=2.0", "rope_type"]),
+        ({"rope_type": "llama3", "factor": 8.0}, ["low_freq_factor"]),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 10**30}, ["original_max"]),
+        ({"full_attention": {"rope_theta": 1e4}}, ["full_attention", "one rope_theta"]),
+    ],
+)
+def test_rope_scaling_is_refused_in_one_line(
+    rope: dict[str, Any], words: list[str], model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is logged about it beside the error."""
+    edit_config(model, rope_parameters=rope)
+    message_of(model, str(model / "config.json"), "rope_parameters", *words)
+    assert capfd.readouterr().err == ""
+
+
+def test_rope_beside_the_mapping_is_read_as_transformers_reads_it() -> None:
+    assert rope_parameters({"rope_theta": 5e5}, 64, 1e4) == {"rope_type": "default", "rope_theta": 5e5}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": None, "rope_theta": None}}
+    assert rope_parameters(old, 64, 1e4) == {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 64,
+    }
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 300])
+def test_a_window_beyond_every_position_works(window: int, model: Path) -> None:
+    edit_config(model, use_sliding_window=True, sliding_window=window, max_window_layers=0, layer_types=...)
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+        assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_fields_that_are_not_read_cost_nothing(model: Path) -> None:
+    """Transformers would make a list of a billion labels."""
+    edit_config(model, num_labels=10**9, id2label=5, per_layer_config={"0": 5}, problem_type=[])
+    assert load_decoder_spec(model).num_layers == 2
+
+
+# ---- any JSON file
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [DEEP, f'{{"a": {DEEP}}}', "{", "[]", "5", b"\xff\xfe{}", '{"a": 1' + "0" * 5000])
+def test_broken_json_is_refused(content: str | bytes, file: str, model: Path) -> None:
+    (model / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    message_of(model, str(model))
+
+
+def test_nesting_has_a_bound_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for depth, is_read in ((MAX_NESTING, True), (MAX_NESTING + 1, False), (10**5, False)):
+        path.write_text('{"a":' * (depth - 1) + "{}" + "}" * (depth - 1))
+        if is_read:
+            assert set(read_json_object(path)) == {"a"}
+        else:
+            assert "nested too deeply" in refusal(lambda: read_json_object(path))
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert str(MAX_JSON_BYTES) in refusal(lambda: read_json_object(path))
+    path.unlink()
+    path.mkdir()
+    assert "not a file" in refusal(lambda: read_json_object(path))
+
+
+def test_values_are_cut_in_messages() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ("x" * 10**6, list(range(10**5)), 10**4000, deep):
+        assert len(shown(value)) <= SHOWN + 3
+    assert shown("a\nb") == "'a\\nb'"
+
+
+# ---- the index
+
+
+def with_index(model: Path, index: object) -> Path:
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    text = index if isinstance(index, str) else json.dumps(index)
+    (model / INDEX).write_text(text)
+    return model
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"weight_map": 5},
+        {"weight_map": [5]},
+        {"weight_map": {}},
+        {"weight_map": {"a": 5}},
+        {"weight_map": {"a": ["part.safetensors"]}},
+        {"weight_map": {"a": "x" * 5000}},
+        {"weight_map": {"a": "é" * 200}},
+        {"weight_map": {"a": "part\0.safetensors"}},
+        {"weight_map": {"a": "part\n.safetensors"}},
+        {"weight_map": {"a": "\ud800"}},
+        {"weight_map": {"a": ".."}},
+        {"weight_map": {"a": "../model/part.safetensors"}},
+        {"weight_map": {"a\nb" * 2000: "part.safetensors"}},
+        '{"weight_map": ' + DEEP + "}",
+        "[]",
+    ],
+)
+def test_damaged_indexes_are_refused(index: object, model: Path) -> None:
+    message_of(with_index(model, index), INDEX)
+
+
+# ---- the tokenizer and recommendations
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_max_length", "x"),
+        ("model_max_length", -1),
+        ("tokenizer_class", 5),
+        ("chat_template", 5),
+        ("eos_token", 5),
+        ("padding_side", "up"),
+        ("add_bos_token", "yes"),
+        ("auto_map", "evil"),
+        ("added_tokens_decoder", [1]),
+    ],
+)
+def test_fields_of_the_tokenizer_are_checked(field: str, value: object, model: Path) -> None:
+    edit_config(model, "tokenizer_config.json", **{field: value})
+    message_of(model, str(model / "tokenizer_config.json"), f"{field}={value!r}", "must be")
+
+
+def test_a_length_beyond_floats_is_a_usual_one(model: Path) -> None:
+    """As Transformers writes it where there is none."""
+    edit_config(model, "tokenizer_config.json", model_max_length=int(1e30))
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+        assert llm.get_tokenizer().model_max_length == int(1e30)
+
+
+def test_a_missing_tokenizer_json_is_said_in_one_line(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    message_of(model, str(model), "there is no tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("eos_token_id", "</s>"),
+    ],
+)
+def test_recommendations_are_checked_when_the_model_is_loaded(field: str, value: object, model: Path) -> None:
+    edit_config(model, "generation_config.json", **{field: value})
+    message_of(model, str(model / "generation_config.json"), f"{field}={value!r}", "must be")
+
+
+def test_every_refusal_leaves_a_directory_that_can_be_mended(model: Path) -> None:
+    """The same process loads the directory right after it was refused."""
+    damage: list[Callable[[], object]] = [
+        lambda: edit_config(model, hidden_size=10**9),
+        lambda: edit_config(model, "tokenizer_config.json", model_max_length="x"),
+        lambda: (model / "generation_config.json").write_text(DEEP),
+    ]
+    kept = {path: path.read_bytes() for path in model.iterdir()}
+    answers = []
+    for spoil in (lambda: None, *damage):
+        spoil()
+        if answers:
+            with pytest.raises(ModelError):
+                LLM(model, kvcache_block_size=16, num_gpu_blocks=80)
+        for path, content in kept.items():
+            path.write_bytes(content)
+        with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+            answers.append(llm.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers == answers[:1] * 4

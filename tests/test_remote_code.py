@@ -1,0 +1,105 @@
+"""No model directory runs code: what would need it is refused, and nothing else reads standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import edit_config, refusal
+from cli_helpers import GREEDY, SMALL_CACHE, make_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
+from nanovllm.tokenizer import load_tokenizer
+
+CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\n{names}"
+AUTO_MAP = {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(make_model(tmp_path / "model"))
+
+
+def add_code(model: Path, *names: str) -> Path:
+    """Write evil.py with classes of these names; the file that it makes when it is imported."""
+    marker = model.parent / "marker"
+    classes = "".join(f"class {name}:\n    pass\n" for name in names)
+    (model / "evil.py").write_text(CODE.format(marker=str(marker), names=classes))
+    return marker
+
+
+def run_cli(model: Path, *options: str, stdin: bytes) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "nanovllm", "generate", "--model", str(model), *SMALL_CACHE, *GREEDY, *options]
+    environment = os.environ | {"HF_HOME": str(model.parent / "cache")}
+    return subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=300)
+
+
+def test_a_tokenizer_of_the_directorys_own_is_refused_and_standard_input_is_left_alone(model: Path) -> None:
+    marker = add_code(model, "Evil")
+    config = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").unlink()
+    run = run_cli(model, "--lines", "-", stdin=b"y\n")
+    assert not marker.exists()
+    error = run.stderr.decode()
+    assert run.returncode == 2 and run.stdout == b"", error
+    assert "needs code of its own" in error and "never run" in error and str(model) in error
+    assert len(error.splitlines()) == 1 and "[y/N]" not in error
+
+
+def test_lines_of_standard_input_are_prompts_and_nothing_else(model: Path) -> None:
+    """The directory names code everywhere, and needs none of it: its own network and tokenizer are known."""
+    marker = add_code(model, "Evil")
+    for file in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        edit_config(model, file, auto_map=AUTO_MAP)
+    (model / "custom_generate").mkdir()
+    (model / "custom_generate/generate.py").write_text((model / "evil.py").read_text())
+    run = run_cli(model, "--lines", "-", "--json", stdin=b"y\nno\n")
+    assert run.returncode == 0, run.stderr.decode()
+    results = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [result["num_prompt_tokens"] for result in results] == [1, 2], "a token for each letter"
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("reference", ["evil.Evil", "someone/repo--evil.Evil", "../evil.Evil", 5])
+def test_code_by_any_name_is_refused(reference: object, model: Path) -> None:
+    marker = add_code(model, "Evil")
+    auto_map = {"AutoTokenizer": [reference, reference]}
+    edit_config(model, "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+    message = refusal(lambda: load_tokenizer(model))
+    assert str(model) in message and "\n" not in message
+    assert not marker.exists()
+
+
+def test_an_architecture_of_the_directorys_own_is_refused(model: Path) -> None:
+    marker = add_code(model, "EvilForCausalLM", "Evil")
+    edit_config(model, architectures=["EvilForCausalLM"], model_type="evil", auto_map=AUTO_MAP)
+    message = refusal(lambda: LLM(model))
+    assert "EvilForCausalLM" in message and "Qwen3ForCausalLM" in message
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("value", [True, 1, "yes", None])
+def test_asking_for_remote_code_is_refused_by_name(value: object, model: Path) -> None:
+    message = refusal(lambda: LLM(model, trust_remote_code=value), ConfigError)
+    assert f"trust_remote_code={value!r}" in message and "never run" in message
+
+
+def test_declining_remote_code_changes_nothing(model: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    answers = []
+    for arguments in ({}, {"trust_remote_code": False}):
+        with LLM(model, kvcache_block_size=16, num_gpu_blocks=80, **arguments) as llm:
+            answers.append(llm.generate("a known question", params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+
+
+def test_the_flag_is_refused_too(model: Path) -> None:
+    run = run_cli(model, "--trust-remote-code", "hello", stdin=b"y\n")
+    assert run.returncode == 2 and "trust_remote_code=True" in run.stderr.decode()
+    assert len(run.stderr.splitlines()) == 1
