@@ -1,0 +1,73 @@
+"""The fuzz runner itself: it counts, stops in time, shrinks a failure, keeps it, and runs it again."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import bounded
+import pytest
+from bounded import FuzzTarget, decode, encode
+from hypothesis import strategies as st
+
+
+@pytest.fixture(autouse=True)
+def cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(bounded, "CASES", tmp_path)
+    return tmp_path
+
+
+def test_values_come_back_from_a_case() -> None:
+    value = {"a": [1, -(2**70), 1.5, None, True, "\ud800"], "b": b"\xff\x00", "c": {5: "five", "$bytes": "no bytes"}}
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+    assert decode(json.loads(json.dumps(encode(10**5000)))) == 10**5000
+    assert math.isnan(decode(json.loads(json.dumps(encode(math.nan)))))
+
+
+def test_a_run_counts_and_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    target = FuzzTarget("even", lambda number: "even" if number % 2 == 0 else "odd", number=st.integers())
+    begin = time.monotonic()
+    count = target.run_for(0.3)
+    assert time.monotonic() - begin < 30
+    assert count.examples == sum(count.outcomes.values()) > 1 and set(count.outcomes) == {"even", "odd"}
+    assert capsys.readouterr().out.strip() == str(count)
+
+
+def test_a_failure_is_shrunk_kept_and_run_again(cases: Path) -> None:
+    def small(number: int) -> str:
+        assert number < 1000 or limit_is_lifted
+        return "small"
+
+    limit_is_lifted = False
+    target = FuzzTarget("small", small, number=st.integers(0, 10**6))
+    with pytest.raises(AssertionError, match=r"1 failures\nkept as .*small"):
+        target.run_for(2)
+    (case,) = (cases / "small").glob("*.json")
+    assert json.loads(case.read_text()) == {"number": 1000}
+    with pytest.raises(AssertionError, match=case.name):
+        target.replay()
+    limit_is_lifted = True
+    target.replay()
+
+
+def test_different_failures_are_all_kept(cases: Path) -> None:
+    def check(number: int) -> None:
+        if number % 2:
+            raise ValueError(number)
+        if number > 100:
+            raise KeyError(number)
+
+    with pytest.raises(AssertionError, match="2 failures"):
+        FuzzTarget("two", check, number=st.integers(0, 10**4)).run_for(3)
+    assert len(list((cases / "two").glob("*.json"))) == 2
+
+
+def test_examples_fail_with_the_smallest() -> None:
+    def check(number: int) -> None:
+        assert number < 7, f"got {number}"
+
+    with pytest.raises(AssertionError, match="got 7"):
+        FuzzTarget("seven", check, number=st.integers(0, 1000)).run_examples(200)
+    FuzzTarget("none", lambda number: None, number=st.integers()).run_examples(20)
