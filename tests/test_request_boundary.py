@@ -156,7 +156,7 @@ def test_any_error_of_a_request_is_its_own(
         elif what == "add":
             patch.setattr("nanovllm.engine.llm_engine.resolve_sampling", fails)
         else:
-            patch.setattr(llm.engine.tokenizer.tokenizer, "apply_chat_template", fails)  # type: ignore[union-attr]
+            patch.setattr("nanovllm.prompts.ChatTemplate._render", fails)
         with pytest.raises(RequestError, match=rf"of the library.*\({error.__name__}\)"):
             if what == "chat":
                 llm.chat([{"role": "user", "content": "x"}], greedy(1), use_tqdm=False)
