@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from nanovllm.errors import ConfigError, unknown_name_message
+from nanovllm.errors import ConfigError, quoted, unknown_name_message
+
+# Beyond any machine, and small enough for all arithmetic on them and for tensors that hold them.
+MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
+MOST_GIB = 2**30
 
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # always enough for a ring that can load, attend and store at once
@@ -91,9 +97,10 @@ class EngineConfig:
         return OFFLOAD_BLOCK_SIZE if self.enable_cpu_offload else RESIDENT_BLOCK_SIZE
 
     def _check_model(self) -> None:
-        if not Path(self.model).is_dir():
+        if not _is_dir(Path(self.model)):
             raise ConfigError(
-                f"model={self.model!r} is not a directory: give the path of a local checkpoint in Hugging Face format"
+                f"model={quoted(self.model)} is not a directory: give the path of a local checkpoint in Hugging Face "
+                "format"
             )
 
     def _check_sizes(self) -> None:
@@ -102,8 +109,7 @@ class EngineConfig:
         _require_int("max_num_seqs", self.max_num_seqs, 1)
         _require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _require_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _require_int("seed", self.seed, 0)
-        _require(self.seed < 2**63, "seed", "must fit 63 bits", self.seed)
+        _require_int("seed", self.seed, 0, most=2**63 - 1)
         if self.max_logprobs != -1:
             _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
@@ -118,8 +124,10 @@ class EngineConfig:
 
         swap = self.swap_space
         is_number = swap is None or (isinstance(swap, int | float) and not isinstance(swap, bool))
-        if not is_number or (swap is not None and not 0.0 <= swap < math.inf):
+        if not is_number or (swap is not None and not swap >= 0.0) or swap == math.inf:
             _refuse("swap_space", "must be None or a number of GiB of at least 0", swap)
+        if swap is not None and swap > MOST_GIB:
+            _refuse("swap_space", f"must be at most {MOST_GIB:,} GiB", swap)
 
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
@@ -147,7 +155,7 @@ class EngineConfig:
         if self.trace is None:
             return
         path = Path(self.trace) if isinstance(self.trace, str | Path) else None
-        possible = path is not None and path.parent.is_dir() and not path.is_dir()
+        possible = path is not None and _can_be_file(path)
         _require(possible, "trace", "must be a file in a directory that exists", self.trace)
 
 
@@ -161,7 +169,23 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
 
 
 def _refuse(name: str, rule: str, value: object) -> NoReturn:
-    raise ConfigError(f"{name}={value!r}: {rule}")
+    raise ConfigError(f"{name}={quoted(value)}: {rule}")
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # such as a name that is too long
+        return False
+
+
+def _can_be_file(path: Path) -> bool:
+    try:
+        return path.parent.is_dir() and not stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def _require(condition: bool, name: str, rule: str, value: object) -> None:
@@ -169,10 +193,12 @@ def _require(condition: bool, name: str, rule: str, value: object) -> None:
         _refuse(name, rule, value)
 
 
-def _require_int(name: str, value: object, minimum: int, alternative: str = "") -> None:
+def _require_int(name: str, value: object, minimum: int, alternative: str = "", most: int = MOST_COUNT) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or value < minimum:  # type: ignore[operator]
         _refuse(name, f"must be a whole number of at least {minimum} {alternative}".rstrip(), value)
+    if value > most:  # type: ignore[operator]
+        _refuse(name, f"must be at most {most:,}", value)
 
 
 def _require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

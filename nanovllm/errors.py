@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+MOST_QUOTED = 200  # characters of a value in a message
+MOST_TOLD = 500  # characters of another library's error in a message
 
 
 class ConfigError(ValueError):
@@ -31,6 +36,55 @@ class EngineError(RuntimeError):
 
 def unknown_name_message(what: str, name: str, known: list[str]) -> str:
     """One sentence for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
-    return f"unknown {what} {name!r}: {hint}"
+    return f"unknown {what} {quoted(name)}: {hint}"
+
+
+class _ShortRepr(reprlib.Repr):
+    """Looks at the first few items of a container only, and at no more than the size of a huge number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 120, 120, 60
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = self.maxarray = 10
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 512:  # Python refuses to write numbers of more than 4,300 digits
+            return f"<a whole number of about {value.bit_length() * 3 // 10:,} digits>"
+        return super().repr_int(value, level)
+
+
+def quoted(value: object) -> str:
+    """`repr` of whatever a user gave, at most MOST_QUOTED characters long. It takes no time that grows with the value
+    and raises nothing."""
+    try:
+        text = _ShortRepr().repr(value)
+    except Exception:  # of an object's own methods
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 3]}..."
+
+
+def told(error: BaseException) -> str:
+    """The error of another library, in one line of at most MOST_TOLD characters and its type."""
+    try:
+        text = " ".join(str(error)[: 4 * MOST_TOLD].split())
+    except Exception:  # of the error's own methods
+        text = ""
+    text = text.encode("utf-8", "backslashreplace").decode()  # it may quote what is no text
+    text = text if len(text) <= MOST_TOLD else f"{text[: MOST_TOLD - 3]}..."
+    return f"{text} ({type(error).__name__})" if text else type(error).__name__
+
+
+@contextmanager
+def as_request_error(sentence: str) -> Iterator[None]:
+    """Whatever is raised inside is the error of one request: a RequestError, `sentence` and what was raised.
+
+    The engine's own errors pass as they are, and what is no Exception: Ctrl-C and the like.
+    """
+    try:
+        yield
+    except (RequestError, EngineError, ConfigError, ModelError):
+        raise
+    except Exception as error:
+        raise RequestError(f"{sentence}: {told(error)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
 from nanovllm.engine.engine_metrics import EngineMetrics
+from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.room import KVStats
 from nanovllm.models.hf_config import (
     load_decoder_spec,
@@ -62,8 +64,39 @@ class _Call(NamedTuple):
     priority: int
 
 
+class OutputStream(Iterator[RequestOutput]):
+    """The outputs of `LLM.stream`. A use that is refused, since another thread uses the LLM, leaves it as it was."""
+
+    def __init__(self, guard: EngineGuard, outputs: Generator[RequestOutput, None, None]) -> None:
+        self._guard = guard
+        self._outputs = outputs
+        self._call = EngineCall("stream")
+
+    def __next__(self) -> RequestOutput:
+        output = None
+        with self._guard.resumed(self._call):
+            try:
+                output = next(self._outputs, None)
+            finally:
+                if output is None:  # the end, or an error that ends it
+                    self._guard.end(self._call)
+        if output is None:
+            raise StopIteration
+        return output
+
+    def close(self) -> None:
+        """Abort the requests that have not ended."""
+        if inspect.getgeneratorstate(self._outputs) == inspect.GEN_RUNNING:
+            raise EngineError("close() was called while stream() runs: use it when the next output has come")
+        self._guard.end(self._call)
+        self._outputs.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. One thread at a time may use it; a second one is refused with EngineError.
 
     model: a local directory in Hugging Face format. Engine arguments: see `nanovllm.config.EngineConfig`; unknown ones
     and values that cannot be honoured raise ConfigError, damaged or unsupported checkpoints ModelError.
@@ -106,7 +139,6 @@ class LLM:
         self.max_model_len = plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
         self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls under way, by request
-        self._closed = False
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -131,7 +163,9 @@ class LLM:
         If the call is interrupted, its requests are aborted.
         """
         refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "priority"))
-        return self._complete(prompt_parts(prompts), sampling_params, priority, use_tqdm)
+        with self.engine.guard.call("generate"):
+            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, whole=True)
+            return self._complete(calls, use_tqdm)
 
     def chat(
         self,
@@ -154,15 +188,17 @@ class LLM:
         in `generate`; the rendered text is the output's `prompt`.
         """
         refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
-        template = ChatTemplate(
-            self.engine.tokenizer,
-            chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_kwargs=chat_template_kwargs,
-        )
-        return self._complete(template.prompts(messages), sampling_params, None, use_tqdm)
+        with self.engine.guard.call("chat"):
+            template = ChatTemplate(
+                self.engine.tokenizer,
+                chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            calls = self._calls(lambda: template.prompts(messages), sampling_params, None, whole=True)
+            return self._complete(calls, use_tqdm)
 
     def stream(
         self,
@@ -170,12 +206,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> OutputStream:
         """As `generate`, but with the outputs of every step as they come, as `output_kind` asks for them.
 
         The requests start when the first output is asked for, and are aborted when the iterator is closed or let go.
+        In between, the thread that took the last output may use the LLM for other calls, and other threads may not.
         """
-        return self._outputs(self._calls(prompt_parts(prompts), sampling_params, priority, whole=False))
+        with self.engine.guard.operation("stream"):
+            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, whole=False)
+        return OutputStream(self.engine.guard, self._outputs(calls))
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer itself. Raises RequestError where the model directory has none."""
@@ -192,7 +231,11 @@ class LLM:
         return self._runner.whole_plan(rates or Rates())
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
-        """Call `on_layer` in every step, layer by layer, with the share of the layers that are done; None: no more."""
+        """Call `on_layer` in every step, layer by layer, with the share of the layers that are done; None: no more.
+
+        It may ask for `metrics` and the like, and may not run anything. What it raises is logged, and it is not called
+        again.
+        """
         self._runner.on_layer = on_layer
 
     def kv_stats(self) -> KVStats:
@@ -212,8 +255,10 @@ class LLM:
         return self.engine.metrics()
 
     def close(self) -> None:
-        """Release weights and KV memory and end the transfer streams. Safe to call twice."""
-        self._closed = True
+        """Release weights and KV memory and end the transfer streams. Safe to call twice.
+
+        Refused while a call of another thread runs.
+        """
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -226,15 +271,8 @@ class LLM:
 
     # ---- helpers
 
-    def _complete(
-        self,
-        parts: Sequence[PromptParts],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        """The final outputs of prompts, in their order."""
-        calls = self._calls(parts, sampling_params, priority, whole=True)
+    def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
+        """The calls' final outputs, in their order."""
         finished: dict[str, RequestOutput] = {}
         with ProgressBar(len(calls), use_tqdm) as bar, closing(self._steps(calls)) as steps:
             for outputs in steps:
@@ -244,20 +282,22 @@ class LLM:
 
     def _calls(
         self,
-        parts: Sequence[PromptParts],
+        read_prompts: Callable[[], list[PromptParts]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         whole: bool,
     ) -> list[_Call]:
         """The prompts checked, with what they are run with. whole: each has one output, in the end."""
-        self._check_open()
-        given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
-        params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
-        params = final_only(params) if whole else params
-        checked = [part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids)) for part in parts]
-        return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
+        self.engine.check_open()
+        with as_request_error("the prompts cannot be read"):
+            parts = read_prompts()
+            given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
+            params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
+            params = final_only(params) if whole else params
+            checked = [part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids)) for part in parts]
+            return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
 
-    def _outputs(self, calls: Sequence[_Call]) -> Iterator[RequestOutput]:
+    def _outputs(self, calls: Sequence[_Call]) -> Generator[RequestOutput, None, None]:
         with closing(self._steps(calls)) as steps:
             for outputs in steps:
                 yield from outputs
@@ -283,8 +323,8 @@ class LLM:
         finally:
             for call in calls:
                 self._inboxes.pop(call.request_id, None)
-            for request_id in pending:
-                self.engine.abort_request(request_id)
+            if pending:
+                self.engine.drop_requests(pending)
 
     def _add(self, call: _Call) -> None:
         text, token_ids, salt = call.prompt
@@ -297,7 +337,3 @@ class LLM:
         for output in self.engine.step():
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id].append(output)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("this LLM is closed: make a new one")

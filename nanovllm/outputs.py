@@ -82,8 +82,8 @@ class CompletionOutput:
     """One generated sequence.
 
     logprobs: for each token the most likely ones and the chosen one, by token id. finish_reason: "stop", "length",
-    "abort", "error" (a step failed), None while it runs. stop_reason: the stop string, or the id from stop_token_ids,
-    that ended it; None for the model's own end token.
+    "abort", "error" (see `RequestOutput.error`), None while it runs. stop_reason: the stop string, or the id from
+    stop_token_ids, that ended it; None for the model's own end token.
     """
 
     index: int
@@ -99,6 +99,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request's state after a step, and its result once `finished`.
 
+    `error`: one sentence that says what went wrong, where a sequence has ended with finish_reason "error".
+
     Lists and metrics are the engine's own, since copies of a long prompt are dear: read them, do not change them.
     """
 
@@ -110,3 +112,4 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    error: str | None = None

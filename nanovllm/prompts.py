@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from nanovllm.errors import RequestError, unknown_name_message
+from nanovllm.errors import RequestError, quoted, told, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_rules import check_characters
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -44,7 +45,7 @@ def params_for_each(
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Sequence):
-        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r:.100}")
+        raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {quoted(sampling_params)}")
     params = list(sampling_params)
     if len(params) != num_prompts:
         raise RequestError(
@@ -52,7 +53,7 @@ def params_for_each(
         )
     for param in params:
         if not isinstance(param, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, got {param!r:.100}")
+            raise RequestError(f"sampling_params must be SamplingParams, got {quoted(param)}")
     return params
 
 
@@ -61,7 +62,7 @@ def priority_for_each(priority: Sequence[int] | None, num_prompts: int) -> list[
     if priority is None:
         return [0] * num_prompts
     if isinstance(priority, str) or not isinstance(priority, Sequence):
-        raise RequestError(f"priority must be a list with a whole number for each prompt, got {priority!r:.100}")
+        raise RequestError(f"priority must be a list with a whole number for each prompt, got {quoted(priority)}")
     if len(priority) != num_prompts:
         raise RequestError(f"{num_prompts} prompts and {len(priority)} priorities: give one for each")
     return list(priority)
@@ -103,7 +104,7 @@ class ChatTemplate:
                 "or add the tokenizer's files to the directory"
             )
         if template is not None and not isinstance(template, str):
-            raise RequestError(f"chat_template={template!r:.100}: must be the text of a Jinja template")
+            raise RequestError(f"chat_template={quoted(template)}: must be the text of a Jinja template")
         if template is None and not tokenizer.tokenizer.chat_template:
             raise RequestError(
                 "the tokenizer has no chat template, which says how messages become a prompt: give one as "
@@ -137,6 +138,7 @@ class ChatTemplate:
 
     def _render(self, conversation: list[dict[str, Any]]) -> PromptParts:
         text = self._open_text(conversation) if self._continues else self._text(conversation)
+        check_characters("the prompt that the chat template makes", text)
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def _text(self, conversation: list[dict[str, Any]]) -> str:
@@ -185,7 +187,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be text, token ids, a dict or a sequence of those, got {prompts!r:.100}")
+        raise RequestError(f"prompts must be text, token ids, a dict or a sequence of those, got {quoted(prompts)}")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [cast(Sequence[int], prompts)]
     return list(cast(Sequence[Prompt], prompts))
@@ -202,36 +204,36 @@ def _parts(prompt: Prompt) -> PromptParts:
             return PromptParts(None, prompt["prompt_token_ids"], salt)
         raise RequestError(
             "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), beside 'cache_salt', "
-            f"got {prompt!r:.100}"
+            f"got {quoted(prompt)}"
         )
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         return PromptParts(None, cast(Sequence[int], prompt))
-    raise RequestError(f"a prompt must be text, a list of token ids or a dict, got {prompt!r:.100}")
+    raise RequestError(f"a prompt must be text, a list of token ids or a dict, got {quoted(prompt)}")
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
     """One conversation or many: a list that begins with a message is one."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages must be a list of messages or a list of such lists, got {messages!r:.100}")
+        raise RequestError(f"messages must be a list of messages or a list of such lists, got {quoted(messages)}")
     several = [messages] if messages and isinstance(messages[0], Mapping) else messages
     return [_conversation(conversation) for conversation in several]
 
 
 def _conversation(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError(f"a conversation must be a list of at least one message, got {messages!r:.100}")
+        raise RequestError(f"a conversation must be a list of at least one message, got {quoted(messages)}")
     return [_message(message) for message in messages]
 
 
 def _message(message: Any) -> dict[str, Any]:
     """The message with its content as one text, which is what templates of text models expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"a message must be a dict with a role and a content, got {message!r:.100}")
+        raise RequestError(f"a message must be a dict with a role and a content, got {quoted(message)}")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "\n".join(_text_of(part) for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise RequestError(f"the content of a message must be text or a list of text parts, got {message!r:.100}")
+        raise RequestError(f"the content of a message must be text or a list of text parts, got {quoted(message)}")
     return {**message, "content": content}
 
 
@@ -240,4 +242,4 @@ def _text_of(part: Any) -> str:
         return part
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise RequestError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {part!r:.100}")
+    raise RequestError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {quoted(part)}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from nanovllm.errors import RequestError, unknown_name_message
+from nanovllm.errors import RequestError, as_request_error, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_rules import GREEDY_EPS, check
 
@@ -76,15 +76,16 @@ class SamplingParams:
             vars(self)[name] = value
 
     def __post_init__(self) -> None:
-        check(self)
-        # Callers of vLLM pass None for "none of them", and keep using the lists that they passed.
-        vars(self).update(
-            seed=None if self.seed == -1 else self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            bad_words=tuple(self.bad_words or ()),
-            logit_bias={int(t): float(b) for t, b in (self.logit_bias or {}).items()},
-        )
+        with as_request_error("the sampling parameters cannot be read"):
+            check(self)
+            # Callers of vLLM pass None for "none of them", and keep using the lists that they passed.
+            vars(self).update(
+                seed=None if self.seed == -1 else self.seed,
+                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                bad_words=tuple(self.bad_words or ()),
+                logit_bias={int(t): float(b) for t, b in (self.logit_bias or {}).items()},
+            )
 
     @property
     def is_greedy(self) -> bool:

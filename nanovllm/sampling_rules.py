@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 
 GREEDY_EPS = 1e-5  # below this a temperature only scales rounding noise: it means greedy
@@ -20,6 +20,18 @@ def check(params: Any) -> None:
     _check_flags(params)
     _check_lists(params)
     _check_together(params)
+
+
+def check_characters(what: str, text: str) -> None:
+    """Raise RequestError for a text that holds half a surrogate pair, as Python's strings can and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise RequestError(
+            f"{what} holds {half!r} at position {error.start}, half of a surrogate pair and no character: decode what "
+            "it was made from as UTF-8"
+        ) from None
 
 
 def _check_numbers(p: Any) -> None:
@@ -66,6 +78,8 @@ def _check_lists(p: Any) -> None:
         _check_strings("stop", p.stop, "must be a string or a list of strings")
     elif not p.stop:
         _refuse("stop", "must not hold an empty string, which would end every text at once", p.stop)
+    else:
+        check_characters("stop", p.stop)
     _check_strings("bad_words", p.bad_words, "must be a list of strings")
     for token in _sequence("stop_token_ids", p.stop_token_ids, "must be a list of token ids"):
         if not _is_int(token) or token < 0:
@@ -119,6 +133,7 @@ def _check_strings(name: str, value: object, rule: str) -> None:
             _refuse(name, rule, value)
         if not item:
             _refuse(name, "must not hold an empty string", value)
+        check_characters(name, item)
 
 
 def _sequence(name: str, value: object, rule: str) -> Sequence[Any]:
@@ -141,4 +156,4 @@ def _is_int(value: object) -> bool:
 
 
 def _refuse(name: str, rule: str, value: object) -> NoReturn:
-    raise RequestError(f"{name}={value!r}: {rule}")
+    raise RequestError(f"{name}={quoted(value)}: {rule}")

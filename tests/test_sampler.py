@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.layers import sampler
-from nanovllm.layers.sampler import gumbel_noise, sample
+from nanovllm.layers.sampler import ALL_BANNED, NOT_FINITE, gumbel_noise, sample
 
 LOGITS = (-4.0, 1.0, 0.5, 0.5, 2.0, 0.0, -0.5, -1.0, -1.5, -2.5, 1.9, -0.25)  # the likeliest is token 4
 DRAWS = 6000
@@ -265,10 +265,21 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     assert drawn == ({4} if temperature < 1 else set(range(len(LOGITS))))
 
 
-def test_tokens_that_the_model_excludes_are_never_drawn() -> None:
-    logits = [-math.inf, 0.0, -math.inf, 0.0]
-    for params in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}):
-        assert set(draws(logits, 200, **params)) == {1, 3}
+KINDS = pytest.mark.parametrize(
+    "kind", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}], ids=str
+)
+
+
+@KINDS
+def test_logits_that_are_not_finite_give_no_token(kind: dict[str, Any]) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        logits = torch.tensor(LOGITS).repeat(3, 1)
+        whole = sample(logits, [row(index=i, **kind) for i in range(3)])
+        logits[1, 7] = bad
+        found = sample(logits, [row(index=i, **kind) for i in range(3)])
+        assert found == [whole[0], NOT_FINITE, whole[2]], "and the rows beside are as they were"
+    adjusted = sample(torch.full((1, 12), math.nan), [row(adjustments=changes(banned=range(12)), **kind)])
+    assert adjusted == [NOT_FINITE]
 
 
 def test_logits_are_left_as_they_were() -> None:
@@ -280,10 +291,10 @@ def test_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}], ids=str)
-def test_a_row_without_any_token_left_still_gives_one(kind: dict[str, Any]) -> None:
-    (token,) = draws(LOGITS, 1, adjustments=changes(banned=range(len(LOGITS))), **kind)
-    assert 0 <= token < len(LOGITS)
+@KINDS
+def test_a_row_without_any_token_left_gives_none(kind: dict[str, Any]) -> None:
+    assert draws(LOGITS, 1, adjustments=changes(banned=range(len(LOGITS))), **kind) == [ALL_BANNED]
+    assert draws(LOGITS, 1, adjustments=changes(banned=range(1, len(LOGITS))), **kind) == [0]
 
 
 def test_a_mixed_batch_costs_no_more_than_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:

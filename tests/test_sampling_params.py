@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm import RequestOutputKind, SamplingParams
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, quoted
 
 NAN, INF = math.nan, math.inf
 
@@ -129,14 +129,14 @@ REFUSED_INSIDE += [
 def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as refusal:
         SamplingParams(**{field: value})
-    assert str(refusal.value) == f"{field}={value!r}: {REFUSED[field][0]}"
+    assert str(refusal.value) == f"{field}={quoted(value)}: {REFUSED[field][0]}"
 
 
 @pytest.mark.parametrize(("params", "field", "value", "rule"), REFUSED_INSIDE, ids=str)
 def test_what_is_refused_inside_and_together(params: dict[str, Any], field: str, value: Any, rule: str) -> None:
     with pytest.raises(RequestError) as refusal:
         SamplingParams(**params)
-    assert str(refusal.value) == f"{field}={value!r}: {rule}"
+    assert str(refusal.value) == f"{field}={quoted(value)}: {rule}"
 
 
 def test_every_field_has_a_refusal() -> None:

@@ -14,12 +14,14 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, Union
 
 from nanovllm.config import EngineConfig, engine_config
+from nanovllm.errors import quoted
 from nanovllm.sampling_params import SamplingParams
 
 ENGINE, SAMPLING = "engine", "sampling"
 NO_ENGINE_FLAGS = ("model",)  # every command has its own --model
 NO_SAMPLING_FLAGS = ("output_kind",)  # follows from how the answer is shown
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
+MOST_DIGITS = 12  # of a count
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 HELP = {
     "device": "cpu or cuda; else CUDA where there is one",
@@ -156,14 +158,14 @@ def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], 
         try:
             return number(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}") from None
 
     return parse
 
 
 def _word(text: str) -> bool | str:
     if text.lower() not in WORDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(WORDS)}")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not one of {', '.join(WORDS)}")
     return WORDS[text.lower()]
 
 
@@ -172,7 +174,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-1.5") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a token id and a number, such as 42=-1.5") from None
 
 
 class _Pairs(argparse.Action):
@@ -189,7 +191,7 @@ def text_argument(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not valid UTF-8") from None
     return text
 
 
@@ -204,8 +206,10 @@ def not_negative(text: str) -> int:
 
 
 def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    if not text.isdecimal() or len(text) > MOST_DIGITS or int(text) < least:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a whole number of at least {least} and at most {MOST_DIGITS} digits"
+        )
     return int(text)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, not_negative, positive
 from nanovllm.cli.status import StatusLine
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 _show(results[-1])
         if args.json:
-            print(json.dumps(_report(args, llm, results), indent=2))
+            print(json.dumps(_report(args, llm, results), indent=2, allow_nan=False))
     return 0
 
 
@@ -121,7 +121,11 @@ def _measure(args: argparse.Namespace, llm: LLM, prompt_len: int, status: Status
         rng = random.Random(f"{llm.config.seed}-{prompt_len}-{index}")
         vocab = range(llm.engine.facts.vocab_size)
         prompts = [rng.choices(vocab, k=prompt_len) for _ in range(args.num_prompts)]
-        runs.append(Run.of(llm.generate(prompts, params, use_tqdm=False)))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        error = next((output.error for output in outputs if output.error is not None), None)
+        if error is not None:
+            raise EngineError(error)
+        runs.append(Run.of(outputs))
     status.clear()
     return runs[args.warmup :]
 

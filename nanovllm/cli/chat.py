@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,13 @@ from nanovllm.cli.arguments import (
     checked_config,
     engine_arguments,
     sampling_arguments,
+    text_argument,
 )
+from nanovllm.cli.boundary import Boundary, say
 from nanovllm.cli.interrupt import Interrupt
 from nanovllm.cli.status import LONG_PROMPT, StatusLine, prefill_share
 from nanovllm.cli.templates import ChatTemplate, read_template
-from nanovllm.errors import ConfigError, EngineError, RequestError
+from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 
@@ -48,7 +51,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
-    parser.add_argument("--system", metavar="TEXT", help="a system message; it comes before the document")
+    parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, in place of the tokenizer's own")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add_sampling_flags(parser, leave_out=NO_FLAGS)
@@ -58,6 +61,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 1 where an answer failed."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, and questions are read from it: redirect it from a file")
     params = SamplingParams(**{"max_tokens": None} | sampling_arguments(args))
     document, template = _read_document(args.document), read_template(args.chat_template)
     checked_config(args)
@@ -71,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             chat = Conversation(ChatTemplate(llm, template), args.system, document)
             if document is not None:
                 _read_ahead(answers, chat)
-            return _converse(answers, chat, interrupt)
+            return _converse(answers, chat, interrupt, Boundary(args.verbose))
 
 
 def _read_document(path: str | None) -> str | None:
@@ -129,6 +134,7 @@ class Answer:
     text: str = ""
     num_tokens: int = 0
     finish_reason: str | None = None
+    error: str | None = None
 
     def __str__(self) -> str:
         """Such as `1,024 tokens cached, 56 computed in 0.2 s, 31 generated at 12.3 tok/s, stop`."""
@@ -176,6 +182,7 @@ class Answers:
         answer = None
         for output in self._outputs(token_ids, params):
             answer = answer or Answer(output.metrics)
+            answer.error = output.error
             for new in output.outputs:
                 answer.text += new.text
                 answer.num_tokens += len(new.token_ids)
@@ -221,7 +228,7 @@ def _read_ahead(answers: Answers, chat: Conversation) -> None:
         _say(f"[document: {answers.compute(prefix)}]")
 
 
-def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt) -> int:
+def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary) -> int:
     failed = False
     for question in _questions(interrupt):
         if question == RESET:
@@ -229,9 +236,9 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt) -> int
         elif question.startswith("/") and " " not in question:
             _say(f"{question} is not a command: {COMMANDS}")
         else:
-            try:
-                answer = answers.answer(chat.prompt(question))
-            except (EngineError, RequestError) as error:
+            # What cannot be written to the terminal is no error of the question.
+            answer, error = boundary.attempt(partial(_answer, answers, chat, question), passing=(OSError,))
+            if answer is None:
                 _say(f"nanovllm chat: error: {error}")
                 failed = True
                 continue
@@ -239,7 +246,13 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt) -> int
             if answer.text or answer.finish_reason != "abort":
                 chat.add(question, answer.text)
             _say(f"[{answer}]")
+            if answer.error is not None:
+                _say(f"nanovllm chat: error: {answer.error}")
     return 1 if failed else 0
+
+
+def _answer(answers: Answers, chat: Conversation, question: str) -> Answer:
+    return answers.answer(chat.prompt(question))
 
 
 def _questions(interrupt: Interrupt) -> Iterator[str]:
@@ -253,9 +266,10 @@ def _questions(interrupt: Interrupt) -> Iterator[str]:
         try:
             with interrupt.allowed():
                 line = input("> ") if is_person else _next_line()
+                line.encode()  # some locales have bytes that are no UTF-8 arrive as half characters
         except EOFError:
             return
-        except UnicodeDecodeError:
+        except UnicodeError:
             _say("nanovllm chat: error: the question is not UTF-8")
             continue
         if line.strip() == QUIT:
@@ -272,4 +286,4 @@ def _next_line() -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text)

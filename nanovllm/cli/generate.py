@@ -19,6 +19,7 @@ from nanovllm.cli.arguments import (
     engine_arguments,
     sampling_arguments,
 )
+from nanovllm.cli.boundary import Boundary, say
 from nanovllm.cli.interrupt import Interrupt
 from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.prompts import FILE, JSONL, LINES, STDIN, TEXT, Feed, PromptItem, Source, check_sources, count_prompts
@@ -94,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
             _check_tokenizer(llm, args, sources)
             requests = Requests(llm, params, template, args.stream)
             status, meter = StatusLine(args.progress), Meter(count_prompts(sources))
-            return Generation(args, requests, Feed(sources), file, status, meter, interrupt).run()
+            boundary = Boundary(args.verbose)
+            feed = Feed(sources, boundary)
+            return Generation(args, requests, feed, file, status, meter, interrupt, boundary).run()
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -168,7 +171,7 @@ class Requests:
         except EngineError as error:
             if not error.outputs:
                 raise
-            print(f"nanovllm generate: {error}", file=sys.stderr)
+            say(f"nanovllm generate: {error}")
             return [output for output in error.outputs if isinstance(output, RequestOutput)]
 
     def progress(self) -> Progress:
@@ -196,7 +199,9 @@ class Generation:
         status: StatusLine,
         meter: Meter,
         interrupt: Interrupt,
+        boundary: Boundary,
     ) -> None:
+        self._boundary = boundary
         self._json, self._stream = args.json, args.stream
         self._requests, self._feed, self._file = requests, feed, file
         self._status, self._meter, self._interrupt = status, meter, interrupt
@@ -247,13 +252,11 @@ class Generation:
     def _add(self, item: PromptItem) -> None:
         index = self._num_taken
         self._num_taken += 1
-        if item.error is None:
-            try:
-                self._requests.add(index, item)
-                return
-            except RequestError as error:
-                item.error = str(error)
-        self._fail(index, item, item.error, None)
+        error = item.error
+        if error is None:
+            _, error = self._boundary.attempt(lambda: self._requests.add(index, item))
+        if error is not None:
+            self._fail(index, item, error, None)
 
     # ---- results
 
@@ -269,13 +272,22 @@ class Generation:
         index, item = self._requests.remove(output)
         failed = [o.finish_reason for o in output.outputs if o.finish_reason in ("error", "abort")]
         if failed:
-            self._fail(index, item, "the request was ended by a failure of the engine", output)
+            self._fail(index, item, output.error or "the request was ended by a failure of the engine", output)
+            return
+        line, error = self._boundary.attempt(lambda: self._line(index, item, output, None))
+        if line is None or error is not None:
+            self._fail(index, item, error or "", None)
             return
         self._meter.finished += 1
         if self._stream:
             self._write(["\n"])
             self._in_line = False
-        self._put(index, json_result(index, item, output, None) if self._json else text_result(output))
+        self._put(index, line)
+
+    def _line(self, index: int, item: PromptItem, output: RequestOutput | None, error: str | None) -> str:
+        if self._json:
+            return json_result(index, item, output, error)
+        return "" if output is None else text_result(output)
 
     def _fail(self, index: int, item: PromptItem, error: str, output: RequestOutput | None) -> None:
         """The result is the error; the others go on."""
@@ -285,8 +297,8 @@ class Generation:
         is_one_of_many = self._meter.total != 1
         if not self._json and is_one_of_many:
             self._status.clear()
-            print(f"nanovllm generate: {sentence}", file=sys.stderr)
-        self._put(index, json_result(index, item, output, error) if self._json else "\n" * is_one_of_many)
+            say(f"nanovllm generate: {sentence}")
+        self._put(index, self._line(index, item, output, error) if self._json else "\n" * is_one_of_many)
 
     def _put(self, index: int, line: str) -> None:
         self._write(self._order.put(index, "" if self._stream else line))
@@ -309,12 +321,12 @@ class Generation:
         meter = self._meter
         self._file.flush()
         if self._status.shown:
-            print(meter.summary(), file=sys.stderr)
+            say(meter.summary())
         if not meter.failed:
             return 0
         total = meter.finished + meter.failed
         lead = f"{meter.failed:,} of {total:,} prompts failed; the first: " if total > 1 else ""
-        print(f"nanovllm generate: error: {lead}{self._first_error}", file=sys.stderr)
+        say(f"nanovllm generate: error: {lead}{self._first_error}")
         return 1
 
     def _interrupted(self) -> int:
@@ -327,5 +339,5 @@ class Generation:
             self._file.flush()
         finished = of(self._meter.finished, self._meter.total)
         known = "" if self._meter.total is not None else f" of at least {self._num_taken:,}"
-        print(f"nanovllm generate: interrupted: {finished}{known} prompts were finished", file=sys.stderr)
+        say(f"nanovllm generate: interrupted: {finished}{known} prompts were finished")
         return INTERRUPTED

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nanovllm.cli.arguments import positive
 from nanovllm.config import DTYPES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
@@ -55,8 +56,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--model", required=True, help="a model directory, or a config file")
-    parser.add_argument("--prompt-len", type=_positive, help="tokens (default: the longest that fits)")
-    parser.add_argument("--output-len", type=_positive, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--prompt-len", type=positive, help="tokens (default: the longest that fits)")
+    parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
     _add_engine_options(parser.add_argument_group("engine", "as LLM takes them; its defaults where not given"))
     _add_machine_options(
@@ -72,7 +73,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 def _add_engine_options(group: Any) -> None:
     group.add_argument("--dtype", choices=DTYPES)
     for name in ("--kvcache-block-size", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"):
-        group.add_argument(name, type=_positive, metavar="N")
+        group.add_argument(name, type=positive, metavar="N")
     for name in ("--num-gpu-blocks", "--num-cpu-blocks"):
         group.add_argument(name, type=int, metavar="N")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             plan = _plan(args, network, device)
     prompt_len = args.prompt_len or plan.kv.max_model_len
     if args.json:
-        print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2))
+        print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
     else:
         print(plan_table(plan, prompt_len, args.output_len))
         if not plan.fits(prompt_len) and args.gpu_mem is not None and args.host_mem is None:
@@ -244,8 +245,3 @@ def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
 
     return parse_option
 
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

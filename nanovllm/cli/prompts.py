@@ -15,13 +15,15 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any, BinaryIO
 
-from nanovllm.errors import ConfigError, RequestError, unknown_name_message
+from nanovllm.cli.boundary import Boundary
+from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
 from nanovllm.sampling_params import SamplingParams
 
 TEXT, FILE, LINES, JSONL = "text", "file", "lines", "jsonl"
 STDIN = "-"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MOST_ID_DIGITS = 18
 READ_AHEAD = 64  # prompts
 PATIENCE = 0.002  # seconds that a step waits for a prompt from a pipe, which mostly has more at once
 
@@ -71,6 +73,8 @@ def check_sources(sources: Sequence[Source]) -> None:
     """Raises ConfigError for what cannot be opened, before a model is loaded for it."""
     if sum(source.is_stdin for source in sources) > 1:
         raise ConfigError("standard input can be read once only: name - one time")
+    if sys.stdin is None and any(source.is_stdin for source in sources):
+        raise ConfigError("standard input is closed, and prompts are to be read from it: redirect it from a file")
     for source in sources:
         path = Path(source.value)
         # A pipe is left alone: opening it to look would take its writer away.
@@ -99,17 +103,17 @@ def _count(source: Source) -> int:
         return sum(source.kind == LINES or bool(line.strip()) for line in file)
 
 
-def read_prompts(sources: Sequence[Source]) -> Iterator[PromptItem]:
+def read_prompts(sources: Sequence[Source], boundary: Boundary) -> Iterator[PromptItem]:
     """All prompts, in order."""
     texts = 0
     for source in sources:
         if source.kind == TEXT:
             texts += 1
-            yield _item(f"prompt {texts}", TEXT, os.fsencode(source.value))
+            yield _item(f"prompt {texts}", TEXT, os.fsencode(source.value), boundary)
             continue
         try:
             with _open(source) as file:
-                yield from _read(source, file)
+                yield from _read(source, file, boundary)
         except OSError as error:
             yield PromptItem(source.name, error=f"cannot be read: {error.strerror}")
 
@@ -124,28 +128,28 @@ def _open(source: Source) -> BinaryIO:
         return sys.stdin.buffer
 
 
-def _read(source: Source, file: BinaryIO) -> Iterator[PromptItem]:
+def _read(source: Source, file: BinaryIO, boundary: Boundary) -> Iterator[PromptItem]:
     if source.kind == FILE:
-        yield _item(source.name, source.kind, file.read().removeprefix(BYTE_ORDER_MARK))
+        yield _item(source.name, source.kind, file.read().removeprefix(BYTE_ORDER_MARK), boundary)
         return
     for number, line in enumerate(file, start=1):
         content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if source.kind == LINES or content.strip():
-            yield _item(f"{source.name} line {number}", source.kind, content)
+            yield _item(f"{source.name} line {number}", source.kind, content, boundary)
 
 
-def _item(where: str, kind: str, content: bytes) -> PromptItem:
+def _item(where: str, kind: str, content: bytes, boundary: Boundary) -> PromptItem:
+    item, error = boundary.attempt(lambda: _parsed(where, kind, content))
+    return item or PromptItem(where, error=error)
+
+
+def _parsed(where: str, kind: str, content: bytes) -> PromptItem:
     try:
         text = (content if kind == TEXT else content.removesuffix(b"\n").removesuffix(b"\r")).decode()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        return PromptItem(where, error=f"is not UTF-8: byte 0x{byte:02x} at position {error.start}")
-    if kind != JSONL:
-        return PromptItem(where, prompt=text)
-    try:
-        return _json_item(where, _json_object(text))
-    except RequestError as error:
-        return PromptItem(where, error=str(error))
+        raise RequestError(f"is not UTF-8: byte 0x{byte:02x} at position {error.start}") from None
+    return PromptItem(where, prompt=text) if kind != JSONL else _json_item(where, _json_object(text))
 
 
 # ---- JSON lines
@@ -161,7 +165,7 @@ def _json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"it is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"it must be a JSON object with one of {', '.join(PROMPT_KEYS)}, got {text!r:.100}")
+        raise RequestError(f"it must be a JSON object with one of {', '.join(PROMPT_KEYS)}, got {quoted(text)}")
     return value
 
 
@@ -174,6 +178,8 @@ def _json_item(where: str, value: dict[str, Any]) -> PromptItem:
         unknown = next((key for key in value if key not in known), None)
         if unknown is not None:
             error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id"])
+    if not _can_be_written(given_id):
+        given_id, error = None, "its id holds NaN or infinity or is nested too deeply, and cannot be written as JSON"
     if isinstance(value.get("logit_bias"), dict):
         value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
     return PromptItem(where, **prompts, params=value, cache_salt=cache_salt, given_id=given_id, error=error)
@@ -183,16 +189,25 @@ def _prompt_error(prompts: Mapping[str, Any]) -> str | None:
     if len(prompts) != 1:
         return f"it needs exactly one of {', '.join(PROMPT_KEYS)}, and has {' and '.join(prompts) or 'none'}"
     if not isinstance(prompts.get("prompt", ""), str):
-        return f"prompt must be text, got {prompts['prompt']!r:.100}"
+        return f"prompt must be text, got {quoted(prompts['prompt'])}"
     messages = prompts.get("messages", [{}])
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        return f"messages must be a list of objects with role and content, got {messages!r:.100}"
+        return f"messages must be a list of objects with role and content, got {quoted(messages)}"
     return None
 
 
 def _token_id(key: str) -> int | str:
     """JSON has no numbers for keys."""
-    return int(key) if key.isdecimal() else key
+    return int(key) if key.isdecimal() and len(key) <= MOST_ID_DIGITS else key
+
+
+def _can_be_written(value: Any) -> bool:
+    """Python reads NaN and infinity, which are no JSON."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 # ---- reading ahead
@@ -204,11 +219,11 @@ class Feed:
     Files never make it wait for long: then what runs together does not depend on how fast they are read.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], boundary: Boundary | None = None) -> None:
         self.ended = False
         self._can_stall = any(source.can_stall for source in sources)
         self._queue: Queue[PromptItem | BaseException | None] = Queue(READ_AHEAD)
-        Thread(target=self._read, args=(sources,), daemon=True, name="prompts").start()
+        Thread(target=self._read, args=(sources, boundary or Boundary()), daemon=True, name="prompts").start()
 
     def take(self, wait: bool) -> PromptItem | None:
         """The next prompt; None at the end, and without `wait` where a pipe has nothing."""
@@ -221,9 +236,9 @@ class Feed:
         self.ended = item is None
         return item
 
-    def _read(self, sources: Sequence[Source]) -> None:
+    def _read(self, sources: Sequence[Source], boundary: Boundary) -> None:
         try:
-            for item in read_prompts(sources):
+            for item in read_prompts(sources, boundary):
                 self._queue.put(item)
             self._queue.put(None)
         except BaseException as error:

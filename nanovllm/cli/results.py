@@ -25,7 +25,7 @@ def text_result(output: RequestOutput) -> str:
 
 
 def json_result(index: int, item: PromptItem, output: RequestOutput | None, error: str | None) -> str:
-    """One line: what the request gave, or the error."""
+    """One line of strict JSON: what the request gave, or the error."""
     result: dict[str, Any] = {"index": index}
     if item.given_id is not None:
         result["id"] = item.given_id
@@ -40,7 +40,7 @@ def json_result(index: int, item: PromptItem, output: RequestOutput | None, erro
             "prompt_logprobs": _logprobs(output.prompt_logprobs),
             "metrics": _metrics(output.metrics),
         }
-    return json.dumps(result, ensure_ascii=False) + "\n"
+    return json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _logprobs(rows: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[int, Any] | None] | None:

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 
+from nanovllm.cli.boundary import say
 from nanovllm.engine.progress import Progress
 from nanovllm.outputs import RequestOutput
 
@@ -35,15 +36,15 @@ class StatusLine:
         self._last = time.monotonic()
         if self._in_place:
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+            say(f"\r\x1b[K{text[:width]}", end="")
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
         self._drawn = True
 
     def clear(self) -> None:
         """Make room for output to the same terminal."""
         if self._drawn and self._in_place:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            say("\r\x1b[K", end="")
         self._drawn = False
 
 

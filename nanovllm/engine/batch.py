@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -136,13 +136,15 @@ class Batch:
 class StepResult:
     """Per scheduled sequence, in batch order: what was drawn for its `samples`, KV bytes moved each way.
 
-    prompt_logprobs: of each sequence's `prompt_targets`; empty when no sequence has any.
+    prompt_logprobs: of each sequence's `prompt_targets`; empty when no sequence has any. errors: what is wrong with the
+    numbers of a sequence, by its index; what was drawn for it means nothing.
     """
 
     samples: Sequence[Sequence[Sample]]
     h2d_bytes: Sequence[int]
     d2h_bytes: Sequence[int]
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
 
 
 class Executor(Protocol):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
 from nanovllm.device.trace import TracedDevice
-from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult, TokenLogprobs
+from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.decode_graphs import record_decode_graphs
 from nanovllm.engine.profiling import measure_memory
-from nanovllm.engine.scoring import draw_samples, prompt_logprobs
+from nanovllm.engine.scoring import Scores, score
 from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
@@ -35,6 +36,7 @@ from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
+from nanovllm.models.non_finite import explain_non_finite_logits
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
 from nanovllm.ops.attention import AttentionBackend
@@ -95,18 +97,18 @@ class ModelRunner:
                 traffic = self.kv_cache.begin_step(slices, batch.moves)
                 if self._spans is not None:
                     self._spans.begin_step(batch.span, traffic)
-                samples, of_prompts = self._run_whole(batch.whole, slices)
+                scores = self._run_whole(batch.whole, slices)
                 if self._spans is not None and batch.span is not None:
                     hidden = self._spans.run(batch.span)
-                    more = self._score(hidden, [batch.span], [hidden.shape[0] - len(batch.span.token_ids)])
-                    samples, of_prompts = samples + more[0], of_prompts + more[1]
+                    start = hidden.shape[0] - len(batch.span.token_ids)
+                    scores.extend(self._score(hidden, [batch.span], [start]))
                 self.kv_cache.end_step()
         except BaseException:
             self.kv_cache.abandon_step()
             if self._spans is not None:
                 self._spans.drop()
             raise
-        return StepResult(samples, traffic.h2d_bytes, traffic.d2h_bytes, of_prompts)
+        return StepResult(scores.samples, traffic.h2d_bytes, traffic.d2h_bytes, scores.prompt_logprobs, scores.errors)
 
     def whole_plan(self, rates: Rates) -> Plan:
         """The KV memory together with the network and the machine."""
@@ -137,12 +139,10 @@ class ModelRunner:
         for line in log_lines(self.whole_plan(rates)):
             logger.info("%s", line)
 
-    def _run_whole(
-        self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceSlice, ...]
-    ) -> tuple[list[list[Sample]], list[list[TokenLogprobs]]]:
+    def _run_whole(self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceSlice, ...]) -> Scores:
         """Take sequences through all layers: what was drawn for each, and log-probabilities of its prompt."""
         if not sequences:
-            return [], []
+            return Scores([], [], {})
         inputs, kv_cache = _inputs(sequences, slices), self._watched_cache()
         if self._graphs is not None and self._graphs.take(slices):
             hidden = self._graphs.run(inputs, slices, kv_cache)
@@ -151,16 +151,26 @@ class ModelRunner:
             hidden = self.model(token_ids, ForwardContext(positions, rope_lengths, slices, kv_cache))
         return self._score(hidden, sequences, [s.query_start for s in slices])
 
-    def _score(
-        self, hidden: Tensor, sequences: Sequence[ScheduledSequence], starts: Sequence[int]
-    ) -> tuple[list[list[Sample]], list[list[TokenLogprobs]]]:
-        of_prompts = prompt_logprobs(self.model, hidden, sequences, starts)
-        return draw_samples(self.model, hidden, sequences, starts), of_prompts
+    def _score(self, hidden: Tensor, sequences: Sequence[ScheduledSequence], starts: Sequence[int]) -> Scores:
+        return score(self.model, hidden, sequences, starts, lambda: self._why_not_finite)
+
+    @cached_property
+    def _why_not_finite(self) -> str:
+        return explain_non_finite_logits(self.model)
 
     def _watched_cache(self) -> KVCache:
         if self.on_layer is None:
             return self.kv_cache
-        return WatchedKVCache(self.kv_cache, self.spec.num_layers, self.on_layer)
+        return WatchedKVCache(self.kv_cache, self.spec.num_layers, self._tell_layer)
+
+    def _tell_layer(self, share: float) -> None:
+        """Tell the watcher; one that fails costs no request its answer."""
+        try:
+            if self.on_layer is not None:
+                self.on_layer(share)
+        except Exception:
+            self.on_layer = None
+            logger.exception("the function that watches the steps has failed, and is not called again")
 
 
 def _inputs(sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]) -> Tensor:

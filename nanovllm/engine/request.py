@@ -60,6 +60,7 @@ class Request:
         self.reported_prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]
         self.num_sent_prompt_logprobs = 0  # in earlier outputs
         self.status = RequestStatus.WAITING
+        self.error: str | None = None  # what went wrong, where it ends with finish_reason "error"
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.beam_search = beam_search
         self.new_text = new_text

@@ -31,6 +31,7 @@ def request_output(request: Request, texts: TokenTexts) -> RequestOutput | None:
         metrics=request.metrics,
         num_cached_tokens=request.metrics.cached_tokens,
         prompt_logprobs=_prompt_logprobs(request, texts),
+        error=request.error,
     )
 
 

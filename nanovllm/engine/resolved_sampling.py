@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 
 from nanovllm.engine.batch import token_array
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 
@@ -48,11 +48,14 @@ def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], fa
     _check_token_ids("stop_token_ids", params.stop_token_ids, facts.vocab_size)
     _check_token_ids("logit_bias", params.logit_bias, facts.vocab_size)
     ends = {token for token in facts.eos_token_ids if token < facts.vocab_size} | set(params.stop_token_ids)
+    bad_words = _bad_word_tokens(params.bad_words, facts)
+    end_tokens = ends if params.min_tokens > 0 else set()
+    _check_some_token_is_left(params, end_tokens, bad_words, facts.vocab_size)
     return ResolvedSampling(
         num_logprobs=_num_logprobs("logprobs", params.logprobs, facts),
         num_prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, facts),
-        end_tokens=token_array(ends if params.min_tokens > 0 else ()),
-        bad_words=_bad_word_tokens(params.bad_words, facts),
+        end_tokens=token_array(end_tokens),
+        bad_words=bad_words,
         biased=token_array(params.logit_bias),
         biases=array("d", (_finite_or_ban(bias) for bias in params.logit_bias.values())),
         prompt_tokens=token_array(set(prompt_token_ids) if params.repetition_penalty != 1.0 else ()),
@@ -66,8 +69,8 @@ def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | N
     if facts.max_logprobs != -1 and count > facts.max_logprobs:
         meaning = f" asks for all {count}" if asked == -1 else ""
         raise RequestError(
-            f"Cannot request more than {facts.max_logprobs} logprobs. {name}={asked}{meaning}: ask for fewer, or raise "
-            "the engine's max_logprobs"
+            f"Cannot request more than {facts.max_logprobs} logprobs. {name}={quoted(asked)}{meaning}: ask for fewer, "
+            "or raise the engine's max_logprobs"
         )
     return min(count, facts.vocab_size)
 
@@ -75,15 +78,33 @@ def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | N
 def _check_stop(stop: Sequence[str], facts: SamplingFacts) -> None:
     if stop and facts.tokenizer is None:
         raise RequestError(
-            f"stop={list(stop)!r}: stop strings cannot be told without a tokenizer, and the model directory has no "
-            "tokenizer files: give stop_token_ids, or add the tokenizer's files"
+            f"stop={quoted(list(stop))}: stop strings cannot be told without a tokenizer, and the model directory has "
+            "no tokenizer files: give stop_token_ids, or add the tokenizer's files"
         )
 
 
 def _check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     for token in token_ids:
         if token >= vocab_size:
-            raise RequestError(f"{name}={token!r}: must hold token ids of the model, from 0 to {vocab_size - 1}")
+            raise RequestError(f"{name}={quoted(token)}: must hold token ids of the model, from 0 to {vocab_size - 1}")
+
+
+def _check_some_token_is_left(
+    params: SamplingParams, end_tokens: Set[int], bad_words: Sequence[Sequence[int]], vocab_size: int
+) -> None:
+    """Of what is banned for the first token; bad words of several tokens can ban the last one later."""
+    banned = {token for token, bias in params.logit_bias.items() if bias == float("-inf")}
+    banned.update(word[0] for word in bad_words if len(word) == 1)
+    if len(end_tokens) >= vocab_size:
+        raise RequestError(
+            f"min_tokens={params.min_tokens}: each of the {vocab_size} tokens of the model ends the text, so that none "
+            "can come before that many; give fewer stop_token_ids, or min_tokens=0"
+        )
+    if len(banned | end_tokens) >= vocab_size:
+        raise RequestError(
+            f"logit_bias, bad_words and min_tokens={params.min_tokens} ban all {vocab_size} tokens of the model: leave "
+            "at least one that can be chosen"
+        )
 
 
 def _finite_or_ban(bias: float) -> float:
@@ -97,21 +118,21 @@ def _bad_word_tokens(words: Sequence[str], facts: SamplingFacts) -> tuple[tuple[
     """
     if words and facts.tokenizer is None:
         raise RequestError(
-            f"bad_words={list(words)!r}: words cannot be told without a tokenizer, and the model directory has no "
-            "tokenizer files: give token ids with a bias of -inf in logit_bias, or add the tokenizer's files"
+            f"bad_words={quoted(list(words))}: words cannot be told without a tokenizer, and the model directory has "
+            "no tokenizer files: give token ids with a bias of -inf in logit_bias, or add the tokenizer's files"
         )
     found: list[tuple[int, ...]] = []
     for word in words:
         at_start, after_space = (_encode(prefix + word.lstrip(), facts) for prefix in ("", " "))
         if not at_start:
-            raise RequestError(f"bad_words={word!r}: must hold words of at least one token")
+            raise RequestError(f"bad_words={quoted(word)}: must hold words of at least one token")
         found.append(at_start)
         if len(after_space) == len(at_start) and after_space[0] != at_start[0]:
             found.append(after_space)
         for token in (*at_start, *after_space):
             if token >= facts.vocab_size:
                 raise RequestError(
-                    f"bad_words={word!r}: the tokenizer gives token {token}, and the model's go from 0 to "
+                    f"bad_words={quoted(word)}: the tokenizer gives token {token}, and the model's go from 0 to "
                     f"{facts.vocab_size - 1}"
                 )
     return tuple(dict.fromkeys(found))

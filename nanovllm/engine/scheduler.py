@@ -15,7 +15,7 @@ from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.engine.step_chunks import StepChunks, is_prefill
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import ConfigError, told
 from nanovllm.kvcache.prefill_plan import PrefillSpan
 
 logger = logging.getLogger(__name__)
@@ -97,14 +97,19 @@ class Scheduler:
             metrics.d2h_bytes += d2h_bytes
             self.block_manager.register_computed(seq, scheduled.context_len)
             drawn.setdefault(seq.request, []).extend(samples)
+        errors = {stepped[index].request: error for index, error in result.errors.items()}
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
-            seq.request.prompt_logprobs.extend(prompt_logprobs)
+            if seq.request not in errors:
+                seq.request.prompt_logprobs.extend(prompt_logprobs)
         for request, of_request in drawn.items():
+            if request in errors:
+                self.end_by_error(request, errors[request], now)
+                continue
             try:
                 self._continue(request, of_request, now)
-            except EngineError:  # of what was drawn for this request: it ends, the others go on
+            except Exception as error:  # of what was drawn for this request: it ends, the others go on
                 logger.exception("request %r cannot go on", request.request_id)
-                self.abort(request, now, "error")
+                self.end_by_error(request, told(error), now)
         return list(drawn)
 
     def _continue(self, request: Request, samples: list[Sample], now: float) -> None:
@@ -142,7 +147,12 @@ class Scheduler:
         for seq in request.live:
             self._finish(seq, reason, now)
 
-    def fail(self, now: float) -> list[Request]:
+    def end_by_error(self, request: Request, error: str, now: float) -> None:
+        """Something went wrong with this request alone."""
+        request.error = error
+        self.abort(request, now, "error")
+
+    def fail(self, now: float, error: str | None = None) -> list[Request]:
         """A step failed or was interrupted anywhere: ends all running requests, and forgets all content.
 
         Swapped requests wait and are recomputed.
@@ -160,6 +170,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             bisect.insort(self.waiting, request, key=lambda r: r.order)
         for request in failed:
+            request.error = error
             for seq in request.live:
                 seq.finish_reason = "error"
             self._end(request, now)

@@ -18,6 +18,8 @@ from nanovllm.ops.upload import upload
 CPU_PIECE = 2**18
 DEVICE_PIECE = 2**23
 WINDOW = 1024  # logits of a row that are sorted first
+# In place of a token: the row's logits hold NaN or infinity; all tokens of the row are banned.
+NOT_FINITE, ALL_BANNED = -1, -2
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -45,13 +47,15 @@ _Choice = Callable[[Tensor, Sequence[SamplingRow]], Tensor]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """The next token of each row. logits: floating [rows, vocab], left as they are.
+    """The next token of each row, or NOT_FINITE or ALL_BANNED. logits: floating [rows, vocab], left as they are.
 
     vLLM's order: bans, biases and penalties (`adjust_`), temperature, min_p, top_k, and top_p of what these leave. The
     draw is the largest of log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i). Greedy rows without
     adjustments are neither copied nor sorted, and only the likeliest logits of rows with top_k or top_p are sorted.
     """
     choices = [_choice(row) for row in rows]
+    # NaN where any logit is. On the CPU, the two together take a fifth of aminmax's time.
+    is_finite = logits.amin(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()
     tokens = torch.argmax(logits, dim=-1) if None in choices else logits.new_zeros(len(rows), dtype=torch.int64)
     for choose in {choice for choice in choices if choice is not None}:
         chosen = [i for i, choice in enumerate(choices) if choice is choose]
@@ -60,8 +64,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             part = chosen[start : start + at_once]
             index = upload(torch.tensor(part), logits.device)
             scores = adjust_(logits[index].float(), [rows[i].adjustments for i in part])
-            tokens[index] = choose(scores, [rows[i] for i in part])
-    return [int(token) for token in tokens.tolist()]
+            is_banned = scores.amax(dim=-1) == float("-inf")
+            tokens[index] = choose(scores, [rows[i] for i in part]).masked_fill(is_banned, ALL_BANNED)
+    # The host learns of it with the tokens, which it waits for anyway.
+    return [int(token) for token in tokens.masked_fill(~is_finite, NOT_FINITE).tolist()]
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.ops import _cpu_attention
+from nanovllm.ops import _cpu_attention, cpu_isa
 from nanovllm.ops.attention import AttentionState, SegmentTable
 from nanovllm.ops.cpu_attention import supports_head_dim
 

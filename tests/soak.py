@@ -1,0 +1,282 @@
+"""A soak: random requests against several engines at once, for as long as is asked for.
+
+    python -m tests.soak --minutes 30
+
+A round makes up to three engines of random kinds (few blocks, offload, swap), gives them random requests with every
+feature, aborts some at every point, has some steps fail or be interrupted, and lets everything come to its end. Then
+each result is compared with that of an engine that runs one request at a time, the blocks are counted, and when the
+engines are closed, memory is. A round follows from --seed and its number alone: --first-round runs it again.
+
+Results must not depend on the batch to the bit. Where torch's matrix products do, as MKL's can, set MKL_CBWR=AVX2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+if __package__:  # as `python -m tests.soak`: the helpers are modules beside this one
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from checkpoints import make_checkpoint
+from soak_requests import MAX_MODEL_LEN, VOCAB, Asked, answer_alone, difference, random_request
+from tokenizer_files import write_byte_level
+
+from nanovllm import LLM
+from nanovllm.device.memory import rss_bytes
+from nanovllm.errors import EngineError, RequestError
+
+BLOCK = 16
+BLOCK_GIB = 2 * 2 * 2 * BLOCK * 16 * 4 / 2**30  # layers, K and V, heads, tokens, head size, float32
+MIB = 2**20
+MOST_REPORTED = 10  # differences
+
+
+@dataclass
+class Totals:
+    """What the soak has done."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"{count:,} {what}" for what, count in sorted(self.counts.items())]
+        return f"{', '.join(parts)}; {len(self.differences)} differences"
+
+
+class Interruption:
+    """Makes steps fail or be interrupted, before or after they have computed."""
+
+    def __init__(self, llm: LLM, random: Random, rate: float) -> None:
+        self._execute, self._random, self._rate = llm.engine.executor.execute, random, rate
+        llm.engine.executor.execute = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, batch: Any) -> Any:
+        hit = self._random.random()
+        error = RuntimeError("a step that fails") if self._random.random() < 0.5 else KeyboardInterrupt()
+        if hit < self._rate / 2:
+            raise error
+        result = self._execute(batch)
+        if hit < self._rate:
+            raise error
+        return result
+
+
+class Driver:
+    """One engine and its requests."""
+
+    def __init__(self, llm: LLM, random: Random, totals: Totals, beginnings: list[list[int]]) -> None:
+        self.llm, self._random, self._counts, self._beginnings = llm, random, totals.counts, beginnings
+        self.asked: dict[str, Asked] = {}
+        self._left = random.choice([5, 20, 40])
+        self._abort_rate = random.choice([0.0, 0.02, 0.1])
+        Interruption(llm, random, random.choice([0.0, 0.0, 0.02]))
+
+    def go_on(self) -> bool:
+        """Add, step or abort; whether there is more to do."""
+        engine = self.llm.engine
+        if self._left and self._random.random() < 0.6:
+            self._left -= 1
+            self._add()
+        running = [name for name, asked in self.asked.items() if asked.last is None or not asked.last.finished]
+        if running and self._random.random() < self._abort_rate:
+            self._abort(self._random.choice(running))
+        if self._random.random() < 0.005:
+            engine.reset_prefix_cache()
+        if engine.has_unfinished_requests():
+            self._step()
+        return self._left > 0 or engine.has_unfinished_requests()
+
+    def _add(self) -> None:
+        name, asked = f"{len(self.asked)}", random_request(self._random, self._beginnings)
+        try:
+            self.llm.engine.add_request(name, None, asked.params, asked.prompt, None, asked.priority, asked.salt)
+        except RequestError:  # such as three sequences that cannot all be as long as they may become
+            self._counts["refused"] += 1
+            return
+        self.asked[name] = asked
+        self._counts["requests"] += 1
+
+    def _abort(self, name: str) -> None:
+        output = self.llm.engine.abort_request(name)
+        assert output is not None and output.finished
+        self.asked[name].hear(output)
+        self._counts["aborted"] += 1
+
+    def _step(self) -> None:
+        self._counts["steps"] += 1
+        try:
+            outputs: list[Any] = self.llm.engine.step()
+        except EngineError as error:
+            outputs = error.outputs
+            self._counts["failed steps"] += 1
+        except KeyboardInterrupt:
+            outputs = []
+            self._counts["interrupted steps"] += 1
+            unheard = set(self.asked) - set(self.llm.engine._requests)
+            for name in unheard:  # ended by the interrupt, which has no outputs
+                if self.asked[name].last is None or not self.asked[name].last.finished:
+                    del self.asked[name]
+        for output in outputs:
+            self.asked[output.request_id].hear(output)
+
+    def check_idle(self) -> str | None:
+        """What is left of requests though none is: a sentence, or None."""
+        engine, manager = self.llm.engine, self.llm.engine.scheduler.block_manager
+        manager.check()
+        left = {"used blocks": manager.num_used, "swapped blocks": manager.num_swapped, "requests": engine._requests}
+        found = [f"{what}: {value}" for what, value in left.items() if value]
+        return ", ".join(found) or None
+
+
+def random_engine(random: Random) -> dict[str, Any]:
+    """Engine arguments; memory for little more than one sequence up to plenty."""
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "kvcache_block_size": BLOCK,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": random.choice([4, 8, 16]),
+        "max_num_batched_tokens": random.choice([16, 48, 256]),
+        "enable_prefix_caching": random.random() < 0.8,
+        "preemption_mode": random.choice([None, None, "swap", "recompute"]),
+        "swap_space": random.choice([0.0, 12, 60]) * BLOCK_GIB,
+        "long_prefill_token_threshold": random.choice([0, 0, 16]),
+        "num_gpu_blocks": random.choice([12, 20, 60]),
+    }
+    if random.random() < 0.5:
+        arguments |= {
+            "enable_cpu_offload": True,
+            "num_gpu_blocks": random.choice([4, 6, 16]),
+            "num_cpu_blocks": random.choice([14, 24, 60]),
+            "cpu_attention": random.random() < 0.7,
+        }
+    return arguments
+
+
+def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) -> None:
+    """Several engines side by side, to the end of all their requests; then what they said is compared."""
+    random = Random(f"{seed}-{number}")
+    beginnings = [[random.randrange(VOCAB - 20) for _ in range(random.choice([48, 70, 100]))] for _ in range(3)]
+    drivers = []
+    for _ in range(random.choice([1, 2, 3])):
+        arguments = random_engine(random)
+        drivers.append((arguments, Driver(LLM(model, **arguments), random, totals, beginnings)))
+        totals.counts["engines"] += 1
+    going = [driver for _, driver in drivers]
+    while going:
+        driver = random.choice(going)
+        if not driver.go_on():
+            going.remove(driver)
+    for arguments, driver in drivers:
+        wrong = [f"at idle, {left}" for left in [driver.check_idle()] if left is not None]
+        for name, asked in driver.asked.items():
+            found = difference(asked, answer_alone(alone, asked))
+            totals.counts["compared"] += 1
+            if found is not None:
+                wrong.append(f"request {name}, {asked.params}: {found}")
+        totals.differences += [f"round {number}, {arguments}: {sentence}" for sentence in wrong]
+        metrics = driver.llm.metrics()
+        totals.counts["swapped out"] += metrics.preemptions_by_swap
+        totals.counts["recomputed"] += metrics.preemptions_by_recompute
+        driver.llm.close()
+
+
+# ---- memory
+
+
+class MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc, in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of this process with all engines closed: bytes resident, allocated and kept free by malloc, in tensors."""
+
+    rss: int
+    allocated: int
+    kept_free: int
+    tensors: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> Memory:
+        gc.collect()
+        mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+        allocated = kept_free = 0
+        if mallinfo2 is not None:
+            mallinfo2.restype = MallInfo
+            info = mallinfo2()
+            allocated, kept_free = info.uordblks + info.hblkhd, info.fordblks
+        tensors = sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
+        return cls(rss_bytes(), allocated, kept_free, tensors, threading.active_count())
+
+    def __str__(self) -> str:
+        return (
+            f"resident {self.rss / MIB:.0f} MiB, allocated {self.allocated / MIB:.0f}, kept free by malloc "
+            f"{self.kept_free / MIB:.0f}, tensors {self.tensors / MIB:.1f}, {self.threads} threads"
+        )
+
+
+def soak(model: str, minutes: float, seed: int, first_round: int, rounds: int | None) -> int:
+    """Run rounds; the exit status."""
+    totals, end, number = Totals(), time.monotonic() + 60 * minutes, first_round
+    last_line, begin, memory = 0.0, time.monotonic(), Memory.now()
+    print(f"seed {seed}; {memory}", flush=True)
+    most = memory.rss
+    with LLM(model, dtype="float32", device="cpu", kvcache_block_size=BLOCK, num_gpu_blocks=200,
+             max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False) as alone:  # fmt: skip
+        while time.monotonic() < end and len(totals.differences) < MOST_REPORTED and rounds != 0:
+            known = len(totals.differences)
+            run_round(number, seed, model, alone, totals)
+            for found in totals.differences[known:]:
+                print(found, flush=True)
+            before, memory = memory, Memory.now()
+            number, rounds = number + 1, None if rounds is None else rounds - 1
+            if time.monotonic() - last_line > 60 or memory.rss > most + 16 * MIB:
+                last_line = time.monotonic()
+                step = f"round {number - 1}: +{(memory.rss - before.rss) / MIB:.0f} MiB"
+                done = f"{last_line - begin:6.0f} s, {number - first_round} rounds"
+                print(f"{done}: {totals}; {memory} ({step})", flush=True)
+            most = max(most, memory.rss)
+    print(f"end after {time.monotonic() - begin:.0f} s, {number - first_round} rounds: {totals}; {Memory.now()}")
+    return 1 if totals.differences else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one in each run")
+    parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=None, help="most rounds")
+    args = parser.parse_args()
+    logging.disable(logging.ERROR)  # of every preemption and every failed step
+    seed = time.time_ns() % 10**6 if args.seed is None else args.seed
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(folder, vocab=VOCAB, max_positions=256, eos_token_id=[VOCAB - 1])
+        write_byte_level(Path(folder))
+        return soak(folder, args.minutes, seed, args.first_round, args.rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""One thread at a time uses an engine, and no callback does: what is refused is told why, what runs goes on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
+
+from nanovllm import LLM
+from nanovllm.engine.guard import EngineCall, EngineGuard
+from nanovllm.errors import EngineError
+
+VOCAB = 97
+PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
+ENGINES: list[dict[str, Any]] = [{"kvcache_block_size": 16, "num_gpu_blocks": 40}, offloaded(16, 4, 40)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, max_positions=256)
+    return path
+
+
+@pytest.fixture(params=ENGINES, ids=["resident", "offloaded"])
+def llm(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[LLM]:
+    with LLM(model_dir, dtype="float32", max_num_batched_tokens=32, **request.param) as llm:
+        yield llm
+
+
+def in_thread(work: Callable[[], object], name: str = "second") -> list[Exception]:
+    """Run `work` in another thread to its end; what it raised."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised
+
+
+def during_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, number: int, work: Callable[[], object]) -> None:
+    """Have `work` done in the middle of a later step."""
+    execute, calls = llm.engine.executor.execute, iter(range(10**6))
+
+    def watched(batch: Any) -> Any:
+        if next(calls) == number:
+            work()
+        return execute(batch)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", watched)
+
+
+def uses(llm: LLM) -> dict[str, Callable[[], object]]:
+    return {
+        "generate": lambda: llm.generate(PROMPTS[0], greedy(2), use_tqdm=False),
+        "stream": lambda: list(llm.stream(PROMPTS[0], greedy(2))),
+        "add_request": lambda: llm.engine.add_request("x", None, greedy(2), PROMPTS[0]),
+        "step": lambda: llm.engine.step(),
+        "abort_request": lambda: llm.engine.abort_request("request-0"),
+        "reset_prefix_cache": lambda: llm.reset_prefix_cache(),
+        "close": lambda: llm.close(),
+    }
+
+
+def test_another_thread_is_refused_and_the_call_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = token_ids(llm, PROMPTS, greedy(6))
+    raised: dict[str, list[Exception]] = {}
+
+    def intrude() -> None:
+        raised.update({name: in_thread(use) for name, use in uses(llm).items()})
+
+    with monkeypatch.context() as patch:
+        during_step(llm, patch, 3, intrude)
+        assert token_ids(llm, PROMPTS, greedy(6)) == expected
+    for name, errors in raised.items():
+        (error,) = errors
+        assert isinstance(error, EngineError), (name, error)
+        assert f"{name}() in thread 'second' was refused, because generate() in thread 'MainThread'" in str(error)
+        assert "an LLM for each thread" in str(error)
+    assert len(raised) == 7
+    assert in_thread(lambda: token_ids(llm, PROMPTS, greedy(6))) == [], "the engine is free again"
+    assert token_ids(llm, PROMPTS, greedy(6)) == expected
+
+
+def test_between_two_steps_as_well(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has the engine until it ends, not only while it computes."""
+    expected, step = token_ids(llm, PROMPTS, greedy(6)), llm._step
+    raised: list[Exception] = []
+
+    def then_intrude() -> None:
+        step()
+        raised.extend(in_thread(uses(llm)["generate"]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "_step", then_intrude)
+        assert token_ids(llm, PROMPTS, greedy(6)) == expected
+    assert len(raised) >= 6 and all("generate() in thread 'MainThread'" in str(error) for error in raised)
+
+
+def test_many_threads_at_once(llm: LLM) -> None:
+    """Whoever comes first is served right, the others are refused, and nobody gets anything else."""
+    expected = token_ids(llm, PROMPTS, greedy(6))
+    start, outcomes = threading.Barrier(5), []
+
+    def call() -> None:
+        for _ in range(4):
+            start.wait(60)
+            try:
+                outcomes.append(token_ids(llm, PROMPTS, greedy(6)))
+            except EngineError as error:
+                outcomes.append(str(error))
+
+    threads = [threading.Thread(target=call) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(outcomes) == 20
+    assert all(outcome == expected or "is using the engine" in outcome for outcome in outcomes)
+    assert outcomes.count(expected) >= 4
+    assert token_ids(llm, PROMPTS, greedy(6)) == expected
+
+
+@pytest.mark.parametrize("use", ["generate", "stream", "add_request", "step", "abort_request", "close"])
+def test_a_callback_is_refused_and_the_call_goes_on(llm: LLM, use: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the callback lets the error pass: it is logged then, and not called again."""
+    expected = token_ids(llm, PROMPTS, greedy(6))
+    told: list[str] = []
+
+    def watch(share: float) -> None:
+        llm.metrics()  # may be asked for
+        try:
+            uses(llm)[use]()
+        except EngineError as error:
+            told.append(str(error))
+            raise
+
+    llm.watch_steps(watch)
+    assert token_ids(llm, PROMPTS, greedy(6)) == expected
+    (sentence,) = told
+    assert f"{use}() in thread 'MainThread' was called from a callback of step()" in sentence
+    assert "the function that watches the steps has failed" in caplog.text
+    assert token_ids(llm, PROMPTS, greedy(6)) == expected
+
+
+def test_a_stream_keeps_other_threads_out_until_it_ends(llm: LLM) -> None:
+    expected = token_ids(llm, PROMPTS, greedy(6))
+    stream = llm.stream(PROMPTS, greedy(6))
+    outputs = [next(stream)]
+    (error,) = in_thread(uses(llm)["generate"])
+    assert "because stream() in thread 'MainThread' is using the engine" in str(error)
+    assert token_ids(llm, PROMPTS, greedy(6)) == expected, "the same thread may begin another call"
+    outputs += stream
+    final = {output.request_id: output.outputs[0].token_ids for output in outputs if output.finished}
+    assert list(map(final.get, sorted(final))) == expected
+    assert in_thread(uses(llm)["generate"]) == []
+
+
+def test_a_stream_may_be_handed_to_another_thread(llm: LLM) -> None:
+    (expected,) = token_ids(llm, PROMPTS[:1], greedy(6))
+    stream = llm.stream(PROMPTS[0], greedy(6))
+    last = next(stream)
+    rest: list[Any] = []
+    assert in_thread(lambda: rest.extend(stream)) == []
+    assert rest[-1].outputs[0].token_ids == expected and not last.finished
+    stream = llm.stream(PROMPTS[0], greedy(6))
+    next(stream)
+    assert in_thread(stream.close) == [] and not llm.engine.has_unfinished_requests()
+
+
+def test_a_stream_is_not_closed_while_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = token_ids(llm, PROMPTS[:1], greedy(6))
+    stream = llm.stream(PROMPTS[0], greedy(6))
+    errors: list[Exception] = []
+    during_step(llm, monkeypatch, 2, lambda: errors.extend(in_thread(stream.close)))
+    assert list(stream)[-1].outputs[0].token_ids == expected
+    assert "close() was called while stream() runs" in str(errors[0])
+
+
+def test_a_refused_stream_can_be_taken_up_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = token_ids(llm, PROMPTS[:1], greedy(6))
+    stream = llm.stream(PROMPTS[0], greedy(6))
+    next(stream)
+    errors: list[Exception] = []
+    with monkeypatch.context() as patch:
+        during_step(llm, patch, 1, lambda: errors.extend(in_thread(lambda: next(stream))))
+        token_ids(llm, PROMPTS[1:], greedy(3))
+    assert len(errors) == 1 and "because generate() in thread 'MainThread'" in str(errors[0])
+    assert list(stream)[-1].outputs[0].token_ids == expected
+
+
+def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that garbage collection finds in the middle of a step must not change the engine under it."""
+    expected = token_ids(llm, PROMPTS[1:], greedy(6))
+    streams = [llm.stream(PROMPTS[0], greedy(60))]
+    next(streams[0])
+
+    def let_go() -> None:
+        streams.clear()
+        gc.collect()
+        assert len(llm.engine.scheduler.running) == 3
+
+    with monkeypatch.context() as patch:
+        during_step(llm, patch, 4, let_go)
+        assert token_ids(llm, PROMPTS[1:], greedy(6)) == expected
+    assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
+
+
+def test_closing_waits_for_nobody_who_does_not_run(model_dir: Path) -> None:
+    llm = LLM(model_dir, num_gpu_blocks=8)
+    streams: list[Any] = []
+    held = threading.Event()
+
+    def begin() -> None:
+        streams.append(llm.stream(PROMPTS[0], greedy(6)))
+        next(streams[0])
+
+    worker = threading.Thread(target=lambda: (begin(), held.wait(60)))
+    worker.start()
+    while not streams or not llm.engine.has_unfinished_requests() or streams[0]._call.running:
+        pass
+    llm.close()
+    held.set()
+    worker.join(60)
+    with pytest.raises(EngineError, match="closed"):
+        list(streams[0])
+
+
+def test_an_interrupt_anywhere_leaves_the_guard_free() -> None:
+    guard = EngineGuard()
+    for context in (guard.operation("step"), guard.call("generate"), guard.resumed(EngineCall("stream"))):
+        with pytest.raises(KeyboardInterrupt), context:
+            raise KeyboardInterrupt
+    with guard.call("generate"), guard.operation("step"):
+        with pytest.raises(EngineError, match="from a callback of step"), guard.operation("step"):
+            pass
+        with pytest.raises(EngineError, match="from a callback of step"), guard.call("chat"):
+            pass
+    assert in_thread(lambda: guard.operation("step").__enter__()) != [], "a suspended stream of this thread is left"

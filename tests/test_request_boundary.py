@@ -1,0 +1,310 @@
+"""Whatever one request causes is that request's error, in one sentence of a few lines; the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from cli_helpers import TEMPLATE
+from engines import greedy, token_ids
+from tokenizer_files import write_byte_level
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted, told
+
+VOCAB = 300
+QUESTION = "what is known"
+HUGE = 10**5000  # Python does not write numbers of more than 4,300 digits
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, max_positions=512)
+    write_byte_level(path, chat_template=TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(model_dir, num_gpu_blocks=40, kvcache_block_size=16, max_logprobs=-1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def answer(llm: LLM) -> list[list[int]]:
+    return token_ids(llm, QUESTION, greedy(8))
+
+
+def goes_on(llm: LLM, answer: list[list[int]]) -> None:
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.scheduler.block_manager.num_used == 0
+    assert token_ids(llm, QUESTION, greedy(8)) == answer
+
+
+class Hostile:
+    """An object whose every method fails."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ArithmeticError("no comparison")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        raise ArithmeticError("no text")
+
+    def __len__(self) -> int:
+        raise ArithmeticError("no length")
+
+
+class HostileList(list[Any]):
+    def __iter__(self) -> Any:
+        raise ArithmeticError("no items")
+
+
+SURROGATES: list[tuple[str, Any]] = [
+    ("generate", "\ud800"),
+    ("generate", ["good", {"prompt": "a\udfffb"}]),
+    ("chat", [{"role": "user", "content": "\ud800"}]),
+    ("chat", [{"role": "user", "content": [{"type": "text", "text": "\udc80"}]}]),
+]
+
+
+@pytest.mark.parametrize("method, prompts", SURROGATES)
+def test_half_a_character_in_a_prompt(llm: LLM, answer: list[list[int]], method: str, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=r"holds '\\ud.*half of a surrogate pair and no character"):
+        getattr(llm, method)(prompts, greedy(2), use_tqdm=False)
+    goes_on(llm, answer)
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_half_a_character_in_a_parameter(field: str) -> None:
+    with pytest.raises(RequestError, match=rf"{field} holds '\\ud800' at position 1"):
+        SamplingParams(**{field: ["good", "a\ud800"]})
+
+
+PARAMETERS: list[dict[str, Any]] = [
+    {"stop": ["x" * 50_000, 5]},
+    {"stop": [str(i) for i in range(100_000)] + [""]},
+    {"bad_words": ["a" * 60_000, None]},
+    {"stop_token_ids": [*range(100_000), -1]},
+    {"logit_bias": dict.fromkeys(range(50_000), "x")},
+    {"logit_bias": {"9" * 5000: 1.0}},
+    {"seed": HUGE},
+    {"n": -HUGE},
+    {"temperature": HUGE},
+    {"top_p": HUGE},
+    {"logprobs": -HUGE},
+    {"min_tokens": HUGE},
+    {"stop": Hostile()},
+    {"temperature": Hostile()},
+    {"early_stopping": Hostile()},
+    {"stop_token_ids": HostileList([1])},
+    {"x" * 50_000: 1},
+]
+
+
+@pytest.mark.parametrize("params", PARAMETERS, ids=lambda params: "-".join(params)[:20])
+def test_parameters_are_refused_in_a_sentence_of_a_few_lines(params: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**params)
+    assert type(refused.value) is RequestError and len(str(refused.value)) < 1500 and "\n" not in str(refused.value)
+
+
+REQUESTS: list[tuple[Any, Any]] = [
+    (QUESTION, SamplingParams(stop_token_ids=[HUGE])),
+    (QUESTION, SamplingParams(logit_bias={HUGE: 1.0})),
+    (QUESTION, SamplingParams(bad_words=["\t" * 30_000] * 3 + [" "])),
+    ([[1, HUGE]], None),
+    ([[HUGE] * 5], None),
+    ([[1, VOCAB] * 50_000], None),
+    ({"x" * 50_000: 1}, None),
+    ([["x" * 50_000]], None),
+    (Hostile(), None),
+    ([Hostile()], None),
+    ([HostileList([1])], None),
+    ({"prompt_token_ids": HostileList([1])}, None),
+    (QUESTION, [Hostile()]),
+]
+
+
+@pytest.mark.parametrize("prompts, params", REQUESTS, ids=range(len(REQUESTS)))
+def test_requests_are_refused_in_a_sentence_of_a_few_lines(
+    llm: LLM, answer: list[list[int]], prompts: Any, params: Any
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate(prompts, params, use_tqdm=False)
+        raise RequestError("served")  # the one with bad words is allowed to be
+    assert len(str(refused.value)) < 1500 and "\n" not in str(refused.value)
+    goes_on(llm, answer)
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, MemoryError, RecursionError, OSError, StopIteration])
+@pytest.mark.parametrize("what", ["encode", "add", "chat"])
+def test_any_error_of_a_request_is_its_own(
+    llm: LLM, answer: list[list[int]], what: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error("of the library")
+
+    with monkeypatch.context() as patch:
+        if what == "encode":
+            patch.setattr(llm.engine.tokenizer, "encode", fails)
+        elif what == "add":
+            patch.setattr("nanovllm.engine.llm_engine.resolve_sampling", fails)
+        else:
+            patch.setattr("nanovllm.prompts.ChatTemplate._render", fails)
+        with pytest.raises(RequestError, match=rf"of the library.*\({error.__name__}\)"):
+            if what == "chat":
+                llm.chat([{"role": "user", "content": "x"}], greedy(1), use_tqdm=False)
+            else:
+                llm.generate("x", greedy(1), use_tqdm=False)
+    goes_on(llm, answer)
+
+
+def test_add_request_says_what_it_takes(llm: LLM, answer: list[list[int]]) -> None:
+    add = llm.engine.add_request
+    bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        (("q", 5, greedy(1)), {}, "a prompt must be text, and token ids are prompt_token_ids: got 5"),
+        (("q", [1, 2], greedy(1)), {}, r"a prompt must be text, .* got \[1, 2\]"),
+        ((5, "text", greedy(1)), {}, "request_id=5: must be a string"),
+        (([], "text", greedy(1)), {}, r"request_id=\[\]: must be a string"),
+        (("q", "text", greedy(1)), {"priority": 1.5}, "priority=1.5: must be a whole number"),
+        (("q", "text", greedy(1)), {"arrival_time": HUGE}, "arrival_time=<a whole number of about .* digits>"),
+        (("q", "text", greedy(1)), {"cache_salt": 5}, "cache_salt=5"),
+        (("q", "\ud800", greedy(1)), {}, "half of a surrogate pair"),
+        (("q", "\ud800", greedy(1), [1]), {}, "half of a surrogate pair"),
+        (("q", "text", Hostile()), {}, "sampling_params must be SamplingParams, got <"),
+    ]
+    for arguments, named, says in bad:
+        with pytest.raises(RequestError, match=says):
+            add(*arguments, **named)
+        assert llm.engine.abort_request("q") is None
+    goes_on(llm, answer)
+
+
+def test_a_closed_engine_takes_no_request(model_dir: Path) -> None:
+    llm = LLM(model_dir, num_gpu_blocks=8)
+    llm.engine.close()
+    for use in (
+        lambda: llm.engine.add_request("q", None, greedy(1), [1]),
+        lambda: llm.generate("x", greedy(1), use_tqdm=False),
+        lambda: llm.chat([{"role": "user", "content": "x"}], greedy(1), use_tqdm=False),
+        lambda: llm.stream("x", greedy(1)),
+    ):
+        with pytest.raises(EngineError, match="the engine is closed: make a new LLM"):
+            use()
+    assert not llm.engine.has_unfinished_requests() and llm.engine.step() == []
+    llm.close()
+
+
+BAN_ALL = dict.fromkeys(range(VOCAB), float("-inf"))
+NOTHING_LEFT: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": BAN_ALL}, "ban all 300 tokens of the model: leave at least one"),
+    ({"min_tokens": 3, "stop_token_ids": list(range(VOCAB))}, "min_tokens=3: each of the 300 tokens .* ends the text"),
+    (
+        {"min_tokens": 3, "stop_token_ids": [7], "logit_bias": {t: b for t, b in BAN_ALL.items() if t != 7}},
+        "min_tokens=3 ban all 300 tokens",
+    ),
+    (
+        {"min_tokens": 3, "stop_token_ids": list(range(VOCAB)), "n": 2, "use_beam_search": True, "temperature": 0.0},
+        "min_tokens=3: each of the 300 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize("params, says", NOTHING_LEFT)
+def test_bans_that_leave_nothing_are_refused(
+    llm: LLM, answer: list[list[int]], params: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.generate(QUESTION, SamplingParams(max_tokens=5, **params), use_tqdm=False)
+    goes_on(llm, answer)
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {}, {"top_k": 5}, {"n": 2}], ids=str)
+def test_bans_that_leave_nothing_later_end_with_an_error(
+    llm: LLM, answer: list[list[int]], kind: dict[str, Any]
+) -> None:
+    """A bad word of two tokens bans the only one that is left, once the first of them is there."""
+    left = llm.get_tokenizer().encode("a")[0]
+    bans = {token: bias for token, bias in BAN_ALL.items() if token != left}
+    params = SamplingParams(max_tokens=5, logit_bias=bans, bad_words=["aaa"], ignore_eos=True, **kind)
+    failed, good = llm.generate([QUESTION, QUESTION], [params, greedy(8)], use_tqdm=False)
+    for completion in failed.outputs:
+        assert (completion.token_ids, completion.finish_reason) == ([left, left], "error")
+    assert failed.error == (
+        "no token is left to choose: logit_bias, bad_words and min_tokens ban all of them; ban fewer, or lower "
+        "min_tokens"
+    )
+    assert [good.outputs[0].token_ids] == answer
+    goes_on(llm, answer)
+
+
+def test_the_last_token_can_be_forced(llm: LLM, answer: list[list[int]]) -> None:
+    bans = {token: bias for token, bias in BAN_ALL.items() if token != 65}
+    for kind in ({"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.9}, {"repetition_penalty": 2.0}):
+        (output,) = llm.generate(QUESTION, SamplingParams(max_tokens=4, logit_bias=bans, **kind), use_tqdm=False)
+        assert output.outputs[0].token_ids == [65] * 4
+    goes_on(llm, answer)
+
+
+ENGINE_ARGUMENTS: list[dict[str, Any]] = [
+    {"swap_space": 1e300},
+    {"swap_space": HUGE},
+    {"max_num_batched_tokens": 10**24},
+    {"max_model_len": 10**24},
+    {"max_num_seqs": 10**24},
+    {"kvcache_block_size": 10**24},
+    {"num_gpu_blocks": 10**24},
+    {"enable_cpu_offload": True, "num_cpu_blocks": 10**24},
+    {"long_prefill_token_threshold": 10**24},
+    {"max_logprobs": HUGE},
+    {"seed": HUGE},
+    {"dtype": "x" * 50_000},
+    {"trace": "x" * 50_000},
+    {"trace": "a\0b"},
+    {"x" * 50_000: 1},
+]
+
+
+@pytest.mark.parametrize("arguments", ENGINE_ARGUMENTS, ids=lambda arguments: "-".join(arguments)[:30])
+def test_engine_arguments_beyond_any_machine(model_dir: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LLM(model_dir, **arguments)
+    assert len(str(refused.value)) < 1500 and "\n" not in str(refused.value)
+
+
+def test_models_that_cannot_be_paths() -> None:
+    for model in ("x" * 50_000, "a\0b"):
+        with pytest.raises(ConfigError, match="is not a directory") as refused:
+            LLM(model)
+        assert len(str(refused.value)) < 500
+
+
+# ---- the sentences themselves
+
+
+def test_quoted_values_are_short_whatever_they_are() -> None:
+    for value in (1, -1.5, True, None, "text", b"bytes", [1, "a"], {"a": [1]}, (1,), float("nan"), 10**40):
+        assert quoted(value) == repr(value)
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (HUGE, -HUGE, "x" * 10**6, ["x" * 10**6] * 1000, deep, Hostile(), [Hostile()], {1: HostileList([1])}):
+        assert 0 < len(quoted(value)) <= 200
+    assert quoted(HUGE) == "<a whole number of about 4,983 digits>"
+
+
+def test_errors_of_others_are_told_in_a_line() -> None:
+    assert told(ValueError("two\nlines  of it")) == "two lines of it (ValueError)"
+    assert told(MemoryError()) == "MemoryError"
+    assert len(told(ValueError("x" * 10**6))) < 600
+    assert told(ValueError("a\ud800")).encode() == b"a\\ud800 (ValueError)"
+    for error in (RequestError("r"), EngineError("e"), ConfigError("c"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as passed, as_request_error("never said"):
+            raise error
+        assert passed.value is error
