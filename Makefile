@@ -78,5 +78,5 @@ endef
 
 $(VENV)/.installed: setup.py pyproject.toml $(wildcard csrc/*) | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install --editable '.[build,test,lint]'
+	$(BIN)/python -m pip install --editable '.[build,test,lint,gguf]'
 	@touch $@

