@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,6 @@ from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import cpu_isa, cpu_linear
-
 
 MANY_ROWS = 64  # from which a pass takes one copy of the weights: it computes longer than it reads
 
@@ -79,12 +79,12 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
         for count in rows:
             copies = max(1, peaks.BUFFER_BYTES // size) if count < MANY_ROWS else 1
             weights = torch.randn(copies, out_features, in_features).to(shape.dtype)
-            x = torch.randn(count, in_features).to(shape.dtype)
+            narrow = torch.randn(count, in_features).to(shape.dtype)
             wide = weights[: max(1, copies // 2)].float()  # as many bytes
             works = (
-                lambda x=x, w=weights: seconds(cpu_linear.cpu_linear, x, w),
-                lambda x=x, w=weights: seconds(F.linear, x, w),
-                lambda x=x.float(), w=wide: seconds(F.linear, x, w),
+                partial(seconds, cpu_linear.cpu_linear, narrow, weights),
+                partial(seconds, F.linear, narrow, weights),
+                partial(seconds, F.linear, narrow.float(), wide),
                 peaks.read_gb_s,
             )
             figures = [[work() for work in works] for _ in range(rounds)]
@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
     with open_shape(args.model, 1, args.dtype) as shape:
         facts, load = machine_facts("cpu"), OtherLoad()
         isa = cpu_isa.choose()
-        print(f"{shape.name} in {args.dtype}; {facts['cpu']}, {facts['threads']} threads, {isa}; medians of {args.rounds} rounds")
+        machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
+        print(f"{shape.name} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
         print(f"{'in x out':>24} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9}"
               f" {'torch':>9} {'in fp32':>9} {'of torch':>9}")  # fmt: skip
         results = []

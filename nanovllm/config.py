@@ -44,6 +44,8 @@ class EngineConfig:
     with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
     of what is left of host memory, and never more than the whole cache holds.
     `trust_remote_code` can only be False: nothing that a model directory holds is ever run.
+    `batch_invariant` None computes a request's logits such that they do not depend on its batch, wherever there are
+    kernels for that; True refuses to start where there are none, False takes faster ones where there are some.
     `enforce_eager` launches decode steps kernel by kernel where they would be replayed as CUDA graphs.
     """
 
@@ -67,6 +69,7 @@ class EngineConfig:
     swap_space: float | None = None
     load_format: str = "auto"
     enforce_eager: bool = False
+    batch_invariant: bool | None = None
     tensor_parallel_size: int = 1
     trace: str | Path | None = None
     trust_remote_code: bool = False
@@ -75,6 +78,8 @@ class EngineConfig:
         self._check_model()
         for name in ("enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "enforce_eager"):
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
+        if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
+            _refuse("batch_invariant", "must be None, True or False", self.batch_invariant)
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)

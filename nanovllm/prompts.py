@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from nanovllm.errors import RequestError, quoted, told, unknown_name_message
+from nanovllm.errors import RequestError, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters

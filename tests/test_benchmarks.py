@@ -34,7 +34,6 @@ from benchmark_helpers import (
 )
 
 
-
 @pytest.fixture(autouse=True)
 def scripts_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     make_scripts_small(monkeypatch)

@@ -32,6 +32,7 @@ HELP = {
     "kvcache_block_size": "tokens in a KV block",
     "gpu_memory_utilization": "share of the memory that sizing from memory may use",
     "enable_cpu_offload": "let the KV cache reach into host memory",
+    "batch_invariant": "insist on logits that do not depend on the batch; without it, kernels that may be faster",
     "cpu_attention": "let the CPU attend to blocks in host memory where they are, in decode steps",
     "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory",
     "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",

@@ -41,9 +41,8 @@ def available_bytes() -> int:
 
 
 def container_free_bytes() -> int | None:
-    """Memory that the container leaves, beyond which the kernel kills; None without a limit."""
-    limit = _cgroup_limit_and_usage()
-    return max(0, limit[0] - limit[1]) if limit else None
+    """Memory that cgroups and resource limits leave, beyond which the kernel kills; None without a limit."""
+    return min((limit.left for limit in memory_limits()), default=None)
 
 
 def rss_bytes() -> int:

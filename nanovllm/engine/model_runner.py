@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
 from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.engine.batch_invariance import keep_batch_invariance
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.decode_graphs import record_decode_graphs
 from nanovllm.engine.profiling import measure_memory
@@ -63,6 +64,7 @@ class ModelRunner:
         backend = select_backend(self.device.torch_device, self.spec.head_dim)
         logger.info("attention backend: %s", backend.name)
         self.model = _load(config, self.spec, self.dtype, self.device)
+        keep_batch_invariance(config, self.model, backend)
         layout = KVLayout(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,

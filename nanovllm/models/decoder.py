@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
-from nanovllm.layers.linear import Linear, linear
+from nanovllm.layers.linear import Linear, fastest_linear, linear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.weights import NamedSlots, WeightSlot, whole
@@ -115,6 +115,7 @@ class Decoder:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        self.product = linear
         self.chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.lm_head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
@@ -151,7 +152,14 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> float32 [rows, vocab]; for rows that sample a token, never for all."""
-        return linear(hidden, self.lm_head).float()
+        return self.product(hidden, self.lm_head).float()
+
+    def use_torch_products(self) -> None:
+        """Let torch compute the products of many rows, whose last bits then depend on the number of rows."""
+        self.product = fastest_linear
+        for layer in self.layers:
+            for each in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                each.product = fastest_linear
 
     def slots(self) -> NamedSlots:
         """Where each checkpoint tensor lands, by its name in the checkpoint. Tied weights appear once."""

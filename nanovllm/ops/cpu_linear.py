@@ -1,7 +1,7 @@
 """Linear layers on the CPU, in C++: a row's bits depend on the row, the weights and the instruction set alone.
 
-csrc/cpu_linear.h says in which order a sum is taken. Few rows cost the time that it takes to read the weights, many rows
-run at the rate of the processor's multipliers.
+csrc/cpu_linear.h says in which order a sum is taken. Few rows cost the time that it takes to read the weights, many
+rows run at the rate of the processor's multipliers.
 """
 
 from __future__ import annotations

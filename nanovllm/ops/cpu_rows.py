@@ -1,5 +1,5 @@
-"""Row-wise work between the products of a network on the CPU, in one call each: norms, heads, gates, angles, writing K/V,
-softmax, draws.
+"""Row-wise work between the products of a network on the CPU, in one call each: norms, heads, gates, angles, writing
+K/V, softmax, draws.
 
 In torch each is a chain of small operators. With few rows they cost far more than the arithmetic: a step streams all
 weights through the caches, and every operator finds its code gone. And a row's bits depend on that row alone, while
@@ -45,7 +45,8 @@ def _norm(x: Tensor, addend: tuple[int, int], weight: Tensor, eps: float) -> Ten
     rows, size = x.shape
     y = x.new_empty(rows, size)
     _cpu_kernels.rms_norm(
-        dtype=_DTYPES[x.dtype], x=address(x), addend=addend, weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
+        dtype=_DTYPES[x.dtype], x=address(x), addend=addend, weight=weight.data_ptr(), y=(y.data_ptr(), size),
+        rows=rows, size=size, eps=eps,
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -57,12 +58,13 @@ def place_heads(
     """`layers.heads.place_heads`. Raises ValueError for tensors that are not taken or do not fit."""
     if not _heads_fit(heads, weight, cos, sin, q, k, v):
         rule = (
-            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of q and k,"
-            " and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
+            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of q"
+            " and k, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
         )
         raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
     _cpu_kernels.place_heads(
-        dtype=_DTYPES[heads.dtype], heads=address(heads), weight=0 if weight is None else weight.data_ptr(), cos=address(cos), sin=address(sin),
+        dtype=_DTYPES[heads.dtype], heads=address(heads), weight=0 if weight is None else weight.data_ptr(),
+        cos=address(cos), sin=address(sin),
         q=address(q), k=address(k), v=address(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
         head_dim=heads.shape[2], eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
@@ -98,7 +100,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos [tokens, 2 * pairs], each one twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], times `factor`."""
+    """cos [tokens, 2 * pairs], each twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], times `factor`."""
     _check_rows("cos_sin takes angles [tokens, pairs]", angles)
     tokens, pairs = angles.shape
     cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
