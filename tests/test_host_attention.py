@@ -44,9 +44,7 @@ def some_state(rows: int) -> AttentionState:
 
 def prepare(pool: Tensor, q: Tensor, state: AttentionState, meter: Meter, window: int | None = None) -> HostAttention:
     of_layer = pool[:, 0]
-    return HostAttention(
-        q, of_layer, TABLES, state, SCALE, window, num_threads=2, read_bytes=1000, meter=meter
-    )
+    return HostAttention(q, of_layer, TABLES, state, SCALE, window, num_threads=2, read_bytes=1000, meter=meter)
 
 
 @pytest.mark.parametrize("window", [None, 9])
