@@ -1,4 +1,4 @@
-"""A transfer stream for each ring slot, or one for each direction: the same passes through the ring with either.
+"""Transfer streams for groups of ring slots, or one for each direction: the same passes through the ring with either.
 
     python -m benchmarks.transfer_streams [--model llama-3.1-8b] [--blocks 8] [--output-json FILE]
 
@@ -30,7 +30,7 @@ from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_runs
 
-LAYOUTS = {"a stream for each group of slots": False, "a stream for each direction": True}
+LAYOUTS = {"streams for groups of slots": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}
 
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     prog = "python -m benchmarks.transfer_streams"
-    parser = Parser(prog=prog, description="A transfer stream for each slot against one for each direction.")
+    parser = Parser(prog=prog, description="Transfer streams for groups of slots against one for each direction.")
     add_model_options(parser, num_layers=4)
     add = parser.add_argument
     add("--blocks", type=positive, default=8, help="blocks on the host (default: %(default)s)")

@@ -225,7 +225,7 @@ def test_graphs_are_part_of_what_is_sized(mode: str, model_dir: Path, monkeypatc
     sizes = {"num_gpu_blocks": -1, "gpu_memory_utilization": 0.7}
     with LLM(model_dir, **arguments(mode, max_num_seqs=40, **sizes)) as llm:
         # 1, 2, 4, 8, 16, 24, 32, 40, under offload without 24
-        count = 8 if mode == "whole steps" else 7 * (LAYERS + 1)
+        count = {"whole steps": 8, "pieces, resident": 8 * (LAYERS + 1), "pieces, offloaded": 7 * (LAYERS + 1)}[mode]
         assert llm._runner._graphs is not None and llm._runner._graphs.num_graphs == len(device.live) == count
         eager = profiling.activation_peak(llm._runner.model, llm.config)
     assert facts[0].activation_peak == eager + count * each

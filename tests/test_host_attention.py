@@ -15,7 +15,9 @@ from torch import Tensor
 
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
+from nanovllm.kvcache.decode_shares import can_attend_beside
 from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.host_attention import HostAttention, Meter, empty_task
 from nanovllm.ops.native_attention import NativeAttention
 
@@ -42,9 +44,7 @@ def some_state(rows: int) -> AttentionState:
 
 def prepare(pool: Tensor, q: Tensor, state: AttentionState, meter: Meter, window: int | None = None) -> HostAttention:
     of_layer = pool[:, 0]
-    return HostAttention(
-        q, of_layer, TABLES, state, SCALE, window, num_threads=2, read_bytes=1000, meter=meter
-    )
+    return HostAttention(q, of_layer, TABLES, state, SCALE, window, num_threads=2, read_bytes=1000, meter=meter)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -131,6 +131,10 @@ def test_tables_that_do_not_fit_are_refused_before_anything_runs() -> None:
         prepare(pool, q, some_state(1), Meter())
     with pytest.raises(ValueError, match="head_dim must be a positive multiple of 16, got 24"):
         prepare(pool[..., :24], torch.randn(3, HEADS, 24), some_state(3), Meter())
+
+
+def test_the_heads_that_are_planned_for_are_those_that_the_kernel_takes() -> None:
+    assert all(can_attend_beside(size) == supports_head_dim(size) for size in range(1, 300))
 
 
 def test_streams_run_tasks_in_order_and_an_empty_one_does_nothing() -> None:

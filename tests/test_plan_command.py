@@ -274,7 +274,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "nothing": (["plan", *QWEN_1M, "--gpu-mem", "0GB"], "a size such as 80GB"),
     "no tokens": (["plan", *QWEN_1M, "--prompt-len", "0"], "whole number of at least 1"),
     "a dtype": (["plan", *QWEN_1M, "--dtype", "int8"], "bfloat16"),
-    "too few blocks": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "0"], "at least 1"),
+    "too few blocks": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "3"], "at least 4"),
     "blocks beyond the memory": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "10000"], "at most"),
     "weights beyond the memory": (["plan", *QWEN_1M, "--gpu-mem", "8GB"], "weights alone take 15.2 GB"),
     "host memory alone": (["plan", *QWEN_1M, "--host-mem", "8GB"], "--host-mem needs --gpu-mem"),

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 def create_device(name: str | None, *, shared_lanes: bool = False) -> Device:
     """The device called `name`; for None CUDA where it can be driven, else the CPU. Raises ConfigError.
 
-    shared_lanes: all transfers of the device share one stream each way, see `device/lanes.py`. By default each slot has
-    a stream of its own; no GPU has been asked yet which is faster (`benchmarks/transfer_streams.py` asks).
+    shared_lanes: all transfers of the device share one stream each way, see `device/lanes.py`. By default groups of
+    slots take turns on four streams; no GPU has been asked yet which is faster (`benchmarks/transfer_streams.py` asks).
     """
     if name not in (None, "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of cpu, cuda")

@@ -1,4 +1,4 @@
-"""One stream for each direction, shared by all transfers of a device, instead of one for each ring slot.
+"""One stream for each direction, shared by all transfers of a device, instead of several for groups of ring slots.
 
 Copies one way share one link whatever streams they are on. With a stream of its own each slot's copy may start as soon
 as it can; with a shared one copies run in the order in which they were put there, one at a time, and each at full rate.

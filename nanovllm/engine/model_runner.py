@@ -24,9 +24,9 @@ from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
-from nanovllm.kvcache.decode_shares import ONE_PROCESSOR
+from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, can_attend_beside
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend, can_have_arm
+from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -237,7 +237,7 @@ def _make_room(
 def _make_arm(
     engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend
 ) -> HostArm | None:
-    if not can_have_arm(engine.device, model.spec.head_dim):
+    if not (engine.device.shares_host or can_attend_beside(model.spec.head_dim)):
         logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", model.spec.head_dim)
         return None
     host_backend = arm_backend(engine.device, model.spec.head_dim)

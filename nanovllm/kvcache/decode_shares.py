@@ -60,6 +60,11 @@ class LayerLoad:
     weight_bytes: int = 0  # read by the device while the arm has nothing to do
 
 
+def can_attend_beside(head_dim: int) -> bool:
+    """Whether the CPU attends beside a device: with the C++ kernel alone, which takes heads of a multiple of 16."""
+    return head_dim % 16 == 0
+
+
 def arm_query_len(heads: int, kv_heads: int) -> int:
     """The most new tokens of a sequence for which the arm attends: a decode's one, or a short chunk."""
     return max(1, MAX_ARM_ROWS // (heads // kv_heads))

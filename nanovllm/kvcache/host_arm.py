@@ -32,7 +32,6 @@ from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, LayerPlan, arm_candidates, leading_short
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState
-from nanovllm.ops.cpu_attention import supports_head_dim
 
 
 def arm_threads() -> int:
@@ -43,11 +42,6 @@ def arm_threads() -> int:
 def arm_backend(device: Device, head_dim: int) -> AttentionBackend:
     """The CPU backend that attends as an arm of the device does."""
     return select_cpu_backend(head_dim, None if device.shares_host else arm_threads())
-
-
-def can_have_arm(device: Device, head_dim: int) -> bool:
-    """Whether the CPU can attend for the device. Beside it only the C++ kernel may, which does not take all heads."""
-    return device.shares_host or supports_head_dim(head_dim)
 
 
 class SharePolicy(Protocol):

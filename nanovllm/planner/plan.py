@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.kvcache.budget import TransferCount
+from nanovllm.kvcache.decode_shares import can_attend_beside
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.prefill_plan import PrefillSpan, prefill_steps
 from nanovllm.kvcache.sizing import KVPlan, longest_sequence
@@ -82,7 +83,8 @@ class Plan:
     @property
     def cpu_attention(self) -> bool:
         """Whether CPU cores attend to a share of the host blocks."""
-        return self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
+        can = self.sizing.memory.tiers_share_memory or can_attend_beside(self.sizing.layout.head_dim)
+        return can and self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
 
     @property
     def hiding_chunk(self) -> int | None:
