@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo test test-slow test-full gpu-check lint clean
+.PHONY: venv build demo test test-full gpu-check lint clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
@@ -20,16 +20,17 @@ venv: $(VENV)/.installed
 build: venv
 	$(BIN)/python setup.py build_ext --inplace
 
+# A process for each core, each with one thread: tiny models gain nothing from more.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+
 test: venv
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
-test-slow: venv
-	$(BIN)/python -m pytest -q -m slow
-
-# Everything, with a fuzz of so many seconds.
+# The fast tests, then all others: instruction sets, imitated processors, sanitizers, long prompts, the real model, and
+# fuzz tests of FUZZ_SECONDS in all.
 FUZZ_SECONDS ?= 600
-test-full: venv
-	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q --run-slow
+test-full: test
+	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -m slow
 
 # Uses the packages that $(PYTHON) has and installs none: a machine with a GPU may have no network. See
 # benchmarks/GPU.md. PART="smoke copies" runs these parts only, MINUTES ends the command, COMMIT names the commit in a

@@ -287,7 +287,12 @@ def facts_now(dry: bool) -> dict[str, Any]:
 def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu_bars.Bar]) -> None:
     """The tables that end the report, and how to go on where parts are left."""
     print(f"\n{facts['gpu']}, torch {facts['torch']}, Python {facts['python']}, commit {facts['commit']}\n")
-    gpu_bars.show(found)
+    if facts["device"] == "cpu":
+        print(
+            "a dry run: figures mean nothing; bars that can be read: " + "; ".join(bar.name for bar in readable(found))
+        )
+    else:
+        gpu_bars.show(found)
     print()
     for outcome in outcomes:
         verdict = "good" if outcome.good else "NOT GOOD" if outcome.date else "-"
@@ -295,6 +300,11 @@ def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu
     left = [outcome.part for outcome in outcomes if not outcome.date]
     if left:
         print(f'\nnot run: make gpu-check PART="{" ".join(left)}"')
+
+
+def readable(found: Sequence[gpu_bars.Bar]) -> list[gpu_bars.Bar]:
+    """Those whose figures are there, where they are looked for."""
+    return [bar for bar in found if bar.value is not None]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -306,7 +316,12 @@ def run(args: argparse.Namespace) -> int:
     outcomes = check.run([part for part in PARTS if part.name in names], args.minutes, args)
     check.facts = facts_now(args.dry)  # now with the extension
     check.write(outcomes, args)
-    show(check.facts, outcomes, gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"])))
+    found = gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"]))
+    show(check.facts, outcomes, found)
+    ran_all = len(outcomes) == len(PARTS)
+    if args.dry and ran_all and len(readable(found)) < len(found) - 1:  # only the GPU's own idle time is not there
+        print("gpu-check: a bar looks for figures that no part writes.", file=sys.stderr)
+        return 1
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 

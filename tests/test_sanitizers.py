@@ -36,12 +36,12 @@ FLAGS = [
 ]
 
 
-def build(package_parent: Path, module: str, sources: Sequence[str]) -> None:
-    """Compile an extension with the sanitizers into a copy of the package."""
+def build(package_parent: Path, module: str, sources: Sequence[str], flags: Sequence[str]) -> None:
+    """Compile an extension into a copy of the package."""
     target = package_parent / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     files = sorted(str(path) for source in sources for path in (REPOSITORY / "csrc").glob(source))
-    subprocess.run(["g++", *FLAGS, *includes, *files, "-o", str(target)], check=True)
+    subprocess.run(["g++", *flags, *includes, *files, "-o", str(target)], check=True)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def build(package_parent: Path, module: str, sources: Sequence[str]) -> None:
 def test_no_bad_access_and_no_undefined_behaviour(module: str, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "nanovllm", tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
     sources, tests = EXTENSIONS[module]
-    build(tmp_path, module, sources)
+    build(tmp_path, module, sources, FLAGS)
     libraries = [
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")

@@ -59,7 +59,7 @@ class NoDriver:
 
 def resources(kernel: Any) -> dict[str, Any]:
     """What a compiled kernel takes: registers and local memory of a thread, shared memory of a program; its loops, and
-    how many loads may still be on their way where one of them waits for others."""
+    how many loads may still be on their way where it waits for others."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

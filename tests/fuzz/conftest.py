@@ -10,7 +10,7 @@ from bounded import FuzzCount, FuzzRun, FuzzTarget
 
 SECONDS = "NANOVLLM_FUZZ_SECONDS"
 DEFAULT_SECONDS = 600.0
-COUNTS = pytest.StashKey[list[str]]()
+COUNT = "fuzz count"  # a property of the test, which reaches the summary from other processes too
 
 
 @pytest.fixture
@@ -18,18 +18,22 @@ def fuzz_run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str])
     """Runs a target for this test's share of the time that all tests with this fixture have together."""
     sharing = sum("fuzz_run" in getattr(item, "fixturenames", ()) for item in request.session.items)
     seconds = float(os.environ.get(SECONDS, DEFAULT_SECONDS)) / max(sharing, 1)
-    counts = request.config.stash.setdefault(COUNTS, [])
 
     def run(target: FuzzTarget) -> FuzzCount:
         try:
             return target.run_for(seconds)
         finally:
-            counts.extend(line for line in capsys.readouterr().out.splitlines() if line.startswith("fuzz "))
+            for line in capsys.readouterr().out.splitlines():
+                if line.startswith("fuzz "):
+                    request.node.user_properties.append((COUNT, line))
 
     return run
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The counts of every run, also where nothing failed."""
-    for line in config.stash.get(COUNTS, []):
-        terminalreporter.write_line(line)
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, line in getattr(report, "user_properties", ()):
+                if name == COUNT and report.when == "call":
+                    terminalreporter.write_line(line)
