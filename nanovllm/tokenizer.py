@@ -27,6 +27,7 @@ from nanovllm.model_files import (
 from nanovllm.template_process import TemplateProcess
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of all files that a tokenizer class may read
 MAX_FILE_BYTES = 256 << 20  # of any of them; the largest known have 60 MB
 _SIDE = one_of(("left", "right"))
 _TOKEN = TEXT | OBJECT | NULL
@@ -109,9 +110,8 @@ def _check_files(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json's fields. Raises ModelError for files that are too large, and for damaged fields."""
     if not directory.is_dir():
         raise ModelError(f"the tokenizer files in {directory} cannot be read: there is no such directory")
-    for name in TOKENIZER_FILES:
-        path = directory / name
-        if path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+    for path in sorted(directory.iterdir()):
+        if path.suffix in READ_SUFFIXES and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
             raise ModelError(f"{path} has {path.stat().st_size} bytes; a tokenizer file has at most {MAX_FILE_BYTES}.")
     try:
         _fields(directory / "special_tokens_map.json", SPECIAL_TOKEN_FIELDS)

@@ -35,6 +35,7 @@ DEFAULTS = {
     "enforce_eager": False,
     "tensor_parallel_size": 1,
     "trace": None,
+    "trust_remote_code": False,
 }
 
 
@@ -118,6 +119,10 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "swap_space": ("must be None or a number of GiB of at least 0", [-1, -0.5, math.nan, math.inf, "4", True]),
     "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "trust_remote_code": (
+        "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none",
+        [True, 0, 1, None, "no"],
+    ),
     "trace": ("must be a file in a directory that exists", ["", "/", "/no/such/directory/trace.json", 3, True]),
 }
 CASES = [(field, value) for field in REFUSED for value in REFUSED[field][1]]

@@ -256,6 +256,13 @@ def test_a_length_beyond_floats_is_a_usual_one(model: Path) -> None:
         assert llm.get_tokenizer().model_max_length == int(1e30)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "added_tokens.json", "merges.txt"])
+def test_huge_tokenizer_files_are_not_read(name: str, model: Path) -> None:
+    with (model / name).open("wb") as file:
+        file.truncate(1 << 40)
+    message_of(model, str(model / name), str(1 << 40))
+
+
 def test_a_missing_tokenizer_json_is_said_in_one_line(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     message_of(model, str(model), "there is no tokenizer.json")

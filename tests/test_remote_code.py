@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,17 @@ def test_code_by_any_name_is_refused(reference: object, model: Path) -> None:
     message = refusal(lambda: load_tokenizer(model))
     assert str(model) in message and "\n" not in message
     assert not marker.exists()
+
+
+def test_nothing_is_fetched_for_a_tokenizer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    edit_config(model, "tokenizer_config.json", name_or_path="someone/repo", tokenizer_file="https://example.org/x")
+    tokenizer = load_tokenizer(model, "qwen3")
+    assert tokenizer is not None and tokenizer.decode(tokenizer.encode("known")) == "known"
 
 
 def test_an_architecture_of_the_directorys_own_is_refused(model: Path) -> None:
