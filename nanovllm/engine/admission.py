@@ -26,11 +26,25 @@ def blocks_at_most(request: Request, limits: SchedulerLimits, block_size: int) -
     return shared + count * (-(-longest // block_size) - shared)
 
 
+def check_num_sequences(request_id: str, count: int, limits: SchedulerLimits) -> None:
+    """Raise RequestError for more sequences than may run together; asked before a request of so many is built."""
+    for name, limit in (
+        ("max_num_seqs", limits.max_num_seqs),
+        ("max_num_batched_tokens", limits.max_num_batched_tokens),
+    ):
+        if count > limit:
+            raise RequestError(
+                f"request {request_id!r} asks for {count} sequences, which run together, and {name} is {limit}: "
+                f"lower n or best_of, or raise {name}"
+            )
+
+
 def check_servable(request: Request, limits: SchedulerLimits, manager: BlockManager) -> None:
     """Raise RequestError for a request that could never run, or that could not finish with the engine to itself.
 
     That is what makes preemption safe: whoever is alone can always go on.
     """
+    check_num_sequences(request.request_id, request.params.num_sequences, limits)
     if manager.can_allocate(request.sequences[0]) is AllocStatus.NEVER:
         raise RequestError(
             f"request {request.request_id!r} has {request.prompt_len} tokens and needs "
@@ -38,17 +52,7 @@ def check_servable(request: Request, limits: SchedulerLimits, manager: BlockMana
             f"cache has {manager.num_blocks} and keeps {manager.watermark} free: shorten the prompt to "
             f"{manager.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
         )
-    count = request.params.num_sequences
-    for name, limit in (
-        ("max_num_seqs", limits.max_num_seqs),
-        ("max_num_batched_tokens", limits.max_num_batched_tokens),
-    ):
-        if count > limit:
-            raise RequestError(
-                f"request {request.request_id!r} asks for {count} sequences, which run together, and {name} is "
-                f"{limit}: lower n or best_of, or raise {name}"
-            )
-    if count > 1:
+    if request.params.num_sequences > 1:
         _check_group_fits(request, limits, manager)
 
 

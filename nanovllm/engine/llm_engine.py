@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from nanovllm.engine.admission import check_num_sequences
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.beams import make_beam_search
 from nanovllm.engine.block_manager import BlockManager
@@ -217,6 +218,7 @@ class LLMEngine:
             raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds on the time.monotonic clock")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
+        check_num_sequences(request_id, params.num_sequences, self.limits)
         params = copy.copy(params)  # the caller's may change
         token_ids = self.check_prompt(prompt, prompt_token_ids)
         number = next(self._numbers)
