@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 
+MOST_SEQUENCES = 2**31 - 1  # max_num_seqs can be no more
 GREEDY_EPS = 1e-5  # below this a temperature only scales rounding noise: it means greedy
 
 
@@ -49,6 +50,9 @@ def _check_counts(p: Any) -> None:
         _refuse("n", "must be a whole number of at least 1", p.n)
     if p.best_of is not None and (not _is_int(p.best_of) or p.best_of < p.n):
         _refuse("best_of", f"must be None or a whole number of at least n={p.n}", p.best_of)
+    for name in ("n", "best_of"):
+        if (getattr(p, name) or 0) > MOST_SEQUENCES:
+            _refuse(name, f"must be at most {MOST_SEQUENCES:,}", getattr(p, name))
     if not _is_int(p.top_k) or p.top_k < -1:
         _refuse("top_k", "must be a whole number of at least 1, or 0 or -1 for off", p.top_k)
     if p.seed is not None and (not _is_int(p.seed) or not -(2**63) <= p.seed < 2**63):
@@ -95,7 +99,7 @@ def _check_lists(p: Any) -> None:
 
 def _check_together(p: Any) -> None:
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        _refuse("min_tokens", f"must be at most max_tokens={p.max_tokens}", p.min_tokens)
+        _refuse("min_tokens", f"must be at most max_tokens={quoted(p.max_tokens)}", p.min_tokens)
     sequences = p.best_of if p.best_of is not None else p.n
     if p.use_beam_search:
         _check_beam_search(p, sequences)

@@ -95,6 +95,9 @@ PARAMETERS: list[dict[str, Any]] = [
     {"logit_bias": {"9" * 5000: 1.0}},
     {"seed": HUGE},
     {"n": -HUGE},
+    {"n": HUGE},
+    {"best_of": 10**24},
+    {"max_tokens": HUGE, "min_tokens": HUGE + 1},
     {"temperature": HUGE},
     {"top_p": HUGE},
     {"logprobs": -HUGE},
@@ -128,6 +131,8 @@ REQUESTS: list[tuple[Any, Any]] = [
     ([HostileList([1])], None),
     ({"prompt_token_ids": HostileList([1])}, None),
     (QUESTION, [Hostile()]),
+    (QUESTION, SamplingParams(n=10**9)),
+    (QUESTION, SamplingParams(best_of=2**31 - 1)),
 ]
 
 
@@ -204,6 +209,7 @@ def test_a_closed_engine_takes_no_request(model_dir: Path) -> None:
 BAN_ALL = dict.fromkeys(range(VOCAB), float("-inf"))
 NOTHING_LEFT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": BAN_ALL}, "ban all 300 tokens of the model: leave at least one"),
+    ({"min_tokens": HUGE, "max_tokens": None, "stop_token_ids": list(range(VOCAB))}, "min_tokens=<a whole number"),
     ({"min_tokens": 3, "stop_token_ids": list(range(VOCAB))}, "min_tokens=3: each of the 300 tokens .* ends the text"),
     (
         {"min_tokens": 3, "stop_token_ids": [7], "logit_bias": {t: b for t, b in BAN_ALL.items() if t != 7}},
@@ -221,7 +227,7 @@ def test_bans_that_leave_nothing_are_refused(
     llm: LLM, answer: list[list[int]], params: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(RequestError, match=says):
-        llm.generate(QUESTION, SamplingParams(max_tokens=5, **params), use_tqdm=False)
+        llm.generate(QUESTION, SamplingParams(**{"max_tokens": 5, **params}), use_tqdm=False)
     goes_on(llm, answer)
 
 

@@ -97,13 +97,13 @@ def _check_some_token_is_left(
     banned.update(word[0] for word in bad_words if len(word) == 1)
     if len(end_tokens) >= vocab_size:
         raise RequestError(
-            f"min_tokens={params.min_tokens}: each of the {vocab_size} tokens of the model ends the text, so that none "
-            "can come before that many; give fewer stop_token_ids, or min_tokens=0"
+            f"min_tokens={quoted(params.min_tokens)}: each of the {vocab_size} tokens of the model ends the text, "
+            "so that none can come before that many; give fewer stop_token_ids, or min_tokens=0"
         )
     if len(banned | end_tokens) >= vocab_size:
         raise RequestError(
-            f"logit_bias, bad_words and min_tokens={params.min_tokens} ban all {vocab_size} tokens of the model: leave "
-            "at least one that can be chosen"
+            f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)} ban all {vocab_size} tokens of the model"
+            ": leave at least one that can be chosen"
         )
 
 
