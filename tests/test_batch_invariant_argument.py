@@ -10,7 +10,8 @@ import torch
 from checkpoints import make_checkpoint
 from engines import random_prompt
 
-from nanovllm import LLM, ConfigError, SamplingParams
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import ConfigError
 from nanovllm.layers import linear as linear_layer
 
 

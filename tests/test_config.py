@@ -33,6 +33,7 @@ DEFAULTS = {
     "swap_space": None,
     "load_format": "auto",
     "enforce_eager": False,
+    "batch_invariant": None,
     "tensor_parallel_size": 1,
     "trace": None,
     "trust_remote_code": False,
@@ -108,6 +109,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "cpu_attention": ("must be True or False", NOT_BOOLS),
     "enable_prefix_caching": ("must be True or False", NOT_BOOLS),
     "enforce_eager": ("must be True or False", NOT_BOOLS),
+    "batch_invariant": ("must be None, True or False", [1, "yes", 0.5]),
     "num_gpu_blocks": (
         "must be a whole number of at least 4 or -1 to size it from memory",
         [0, 3, -2, None, *NOT_INTS],

@@ -15,7 +15,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import Device, create_device
 from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
-from nanovllm.engine.batch_invariance import keep_batch_invariance
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.decode_graphs import record_decode_graphs
 from nanovllm.engine.profiling import measure_memory
@@ -34,6 +33,7 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan
 from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
+from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model

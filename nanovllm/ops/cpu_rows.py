@@ -58,8 +58,8 @@ def place_heads(
     """`layers.heads.place_heads`. Raises ValueError for tensors that are not taken or do not fit."""
     if not _heads_fit(heads, weight, cos, sin, q, k, v):
         rule = (
-            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of q"
-            " and k, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
+            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of"
+            " q and k, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
         )
         raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
     _cpu_kernels.place_heads(

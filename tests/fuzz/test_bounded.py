@@ -29,8 +29,8 @@ def test_values_come_back_from_a_case() -> None:
 def test_a_run_counts_and_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     target = FuzzTarget("even", lambda number: "even" if number % 2 == 0 else "odd", number=st.integers())
     begin = time.monotonic()
-    count = target.run_for(0.3)
-    assert time.monotonic() - begin < 30
+    count = target.run_for(3.0)
+    assert time.monotonic() - begin < 60
     assert count.examples == sum(count.outcomes.values()) > 1 and set(count.outcomes) == {"even", "odd"}
     assert capsys.readouterr().out.strip() == str(count)
 
