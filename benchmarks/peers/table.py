@@ -29,7 +29,7 @@ def markdown(
         f"{facts['cpu']}, {facts['cores']} threads, {facts['date']}, commit {facts['commit'] or 'unknown'}.",
         f"{plan.output_len} tokens out, greedy, rounds: {max(map(len, findings.runs.values()), default=0)}, each run in"
         " a process of its own; medians, extremes in brackets. Peak memory adds up the processes of an engine.",
-        "Ceilings, measured before the first run and after each: torch.mm in bf16"
+        "Ceilings, measured before the first run and after each: torch.mm in its fastest dtype"
         f" {_range(findings, 'matmul_flop_s', '{:,.0f}')} GFLOP/s, torch.sum"
         f" {_range(findings, 'read_bytes_s', '{:,.1f}')} GB/s. Shares are of the better of the two beside a run; the"
         " roofline's own line is the best of all. Same tokens: how many of the output, from the first on, are"
