@@ -1,4 +1,4 @@
-// The Python door of the CPU attention: addresses in, nothing kept. nanovllm/ops/cpu_attention.py checks shapes, dtypes
+// The CPU attention as Python calls it: addresses in, nothing kept. nanovllm/ops/cpu_attention.py checks shapes, dtypes
 // and spans before it comes here.
 #include "cpu_attention.h"
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import linear
 from nanovllm.ops import _cpu_kernels, cpu_isa
 from nanovllm.ops.cpu_linear import cpu_linear
@@ -278,3 +279,5 @@ def test_the_environment_names_the_best_instruction_set(monkeypatch: pytest.Monk
     monkeypatch.setenv("NANOVLLM_CPU_ISA", "sse9")
     with pytest.raises(ValueError, match="NANOVLLM_CPU_ISA=sse9 does not run on this machine; choose one of"):
         _cpu_kernels.instruction_sets()
+    with pytest.raises(ConfigError, match="NANOVLLM_CPU_ISA=sse9"):
+        cpu_isa.instruction_sets.__wrapped__()  # what was asked before is not remembered

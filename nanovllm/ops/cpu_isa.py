@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.ops import _cpu_kernels
 
 KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -15,9 +16,12 @@ KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.flo
 def instruction_sets() -> tuple[str, ...]:
     """Those of "avx512bf16", "avx512", "avx2" and "portable" that this machine runs, best first.
 
-    The environment variable NANOVLLM_CPU_ISA names the best one to use; ValueError if the machine does not run it.
+    The environment variable NANOVLLM_CPU_ISA names the best one to use; ConfigError if the machine does not run it.
     """
-    return tuple(_cpu_kernels.instruction_sets())
+    try:
+        return tuple(_cpu_kernels.instruction_sets())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def choose(isa: str | None = None) -> str:
