@@ -1,7 +1,7 @@
 """What the machine can do at best, now: torch.mm on squares in the fastest of three dtypes, torch.sum over memory.
 
-Without bf16 instructions torch multiplies bf16 at a fifth of the rate of fp32, which is then the ceiling. The memory is in
-no cache.
+Without bf16 instructions torch multiplies bf16 at a fifth of the rate of fp32, which is then the ceiling.
+The memory is in no cache.
 """
 
 from __future__ import annotations
