@@ -110,7 +110,7 @@ def test_few_files_and_no_home_suffice(model: str, question: str, known: list[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ulimit", ["-v 6000000", "-v 2500000", "-d 3000000", "-n 12", "-n 12 -v 6000000"])
+@pytest.mark.parametrize("ulimit", ["-v 6000000", "-v 2500000", "-d 3000000", "-n 12", "-n 12; ulimit -v 6000000"])
 @pytest.mark.parametrize("options", [MANY, OFFLOAD, SMALL_OFFLOAD])
 def test_every_engine_runs_under_limits(
     ulimit: str, options: tuple[str, ...], model: str, question: str, known: list[int]
