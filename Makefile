@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo test test-full gpu-check lint clean
+.PHONY: venv build demo test test-bits test-full gpu-check lint clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
@@ -25,6 +25,11 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 test: venv
 	$(PYTEST)
+
+# The promises about bits on every instruction set, and on other processors as far as this one can imitate them.
+BIT_TESTS := tests/test_batch_invariance.py tests/test_emulated_bf16.py tests/test_imitated_processors.py
+test-bits: venv
+	$(PYTEST) -m slow $(BIT_TESTS)
 
 # The fast tests, then all others: instruction sets, imitated processors, sanitizers, long prompts, the real model, and
 # fuzz tests of FUZZ_SECONDS in all.

@@ -67,7 +67,7 @@ class TemplateProcess:
             {
                 TOO_LONG: f"the chat template writes more than {max_chars:,} characters",
                 OUT_OF_MEMORY: "the chat template takes more memory than it may have",
-                FAILED: f"the chat template cannot take the messages: {' '.join(text.split())[:300]}",
+                FAILED: f"the chat template cannot take the messages: {_writable(text)}",
             }.get(status, "the process that renders chat templates gave no answer")
         )
 
@@ -164,3 +164,8 @@ def _how_it_ended(process: subprocess.Popen[bytes], cpu_seconds: float) -> str:
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"took more than {cpu_seconds:.0f} s of CPU time, or more memory than there is"
     return f"ended the process that renders it, with status {status}"
+
+
+def _writable(text: str) -> str:
+    """What a template says of its failure, in one line that any stream takes: it may quote half a character."""
+    return " ".join(text.split())[:300].encode("utf-8", "backslashreplace").decode()

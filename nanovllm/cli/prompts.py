@@ -109,13 +109,21 @@ def read_prompts(sources: Sequence[Source], boundary: Boundary) -> Iterator[Prom
     for source in sources:
         if source.kind == TEXT:
             texts += 1
-            yield _item(f"prompt {texts}", TEXT, os.fsencode(source.value), boundary)
+            yield _item(f"prompt {texts}", TEXT, _bytes_of(source.value), boundary)
             continue
         try:
             with _open(source) as file:
                 yield from _read(source, file, boundary)
         except OSError as error:
             yield PromptItem(source.name, error=f"cannot be read: {error.strerror}")
+
+
+def _bytes_of(argument: str) -> bytes:
+    """As the system handed them over. Half a character, which only a caller of `main` can give, is no UTF-8 either."""
+    try:
+        return os.fsencode(argument)
+    except UnicodeEncodeError:
+        return argument.encode("utf-8", "surrogatepass")
 
 
 def _open(source: Source) -> BinaryIO:

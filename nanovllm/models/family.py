@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.errors import ModelError
+from nanovllm.errors import ModelError, quoted
 from nanovllm.models.rope_config import rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
@@ -85,7 +85,7 @@ def _dtype_name(config: Any) -> str:
 def _check_config(config: Any) -> None:
     if config.hidden_act not in ACTIVATIONS:
         raise ModelError(
-            f"Activation {config.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}."
+            f"Activation {quoted(config.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}."
         )
 
 
