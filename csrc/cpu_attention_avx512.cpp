@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "cpu_elements.h"
 // GCC 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -22,7 +24,9 @@ template <class Element>
 struct Widened : Avx512 {
     using T = Element;
     using U = __m512;
-    static constexpr int kStep = 1;
+    using Keys = __m512i;
+    static constexpr bool kPairs = std::is_same_v<T, Bf16>;  // are turned around together and taken apart afterwards
+    static constexpr int kStep = 1, kExpand = kPairs ? 2 : 1;
 
     static U load_units(const uint32_t* p) { return _mm512_loadu_ps(p); }
     static U splat_unit(const uint32_t* p) { return _mm512_set1_ps(*reinterpret_cast<const float*>(p)); }
@@ -32,21 +36,58 @@ struct Widened : Avx512 {
         for (int i = 0; i < count; i += W) _mm512_storeu_ps(dst + i, widen(source + i));
     }
     static void store_units(uint32_t* p, U v) { _mm512_storeu_ps(p, v); }
-    static void key_columns(const T* k, int64_t stride, int keys, int, U columns[W]) {
-        __m512i a[W];
-        for (int i = 0; i < W; ++i)
-            a[i] = i < keys ? _mm512_castps_si512(widen(k + i * stride)) : _mm512_setzero_si512();
-        transpose(a);
-        for (int i = 0; i < W; ++i) columns[i] = _mm512_castsi512_ps(a[i]);
+    static void load_keys(const T* k, int64_t stride, int keys, int units, Keys columns[W]) {
+        if (keys >= W && units == W * kExpand)
+            for (int i = 0; i < W; ++i) columns[i] = load_key(k + i * stride, units);
+        else
+            for (int i = 0; i < W; ++i)
+                columns[i] = i < keys ? load_key(k + i * stride, units) : _mm512_setzero_si512();
+        transpose(columns);
+    }
+    template <int e>
+    static U key_unit(Keys keys) {
+        if constexpr (kPairs) return half<e>(keys);
+        return _mm512_castsi512_ps(keys);
     }
     static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : _mm512_setzero_ps(); }
     template <int N>
     static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
-        for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
+        if constexpr (kPairs && N > 1) {
+            for (int n = 0; n < N; n += 2) {
+                const __m512i pairs = keys > 0 ? _mm512_loadu_si512(v + n * W) : _mm512_setzero_si512();
+                columns[n] = half<0>(pairs);
+                columns[n + 1] = half<1>(pairs);
+            }
+        } else {
+            for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
+        }
     }
+    // Where pairs were taken apart, every second vector holds the odd columns of two.
     template <int N>
-    static void restore_order(F[N]) {}
+    static void restore_order(F sums[N]) {
+        if constexpr (kPairs && N > 1) {
+            const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+            for (int n = 0; n < N; n += 2) {
+                const F even = sums[n];
+                sums[n] = _mm512_permutex2var_ps(even, low, sums[n + 1]);
+                sums[n + 1] = _mm512_permutex2var_ps(even, high, sums[n + 1]);
+            }
+        }
+    }
     static void store_probabilities(uint32_t* row, int key, F p) { _mm512_storeu_ps(row + key, p); }
+
+  private:
+    static Keys load_key(const T* k, int units) {
+        if constexpr (!kPairs) return _mm512_castps_si512(widen(k));
+        return units == 2 * W ? _mm512_loadu_si512(k) : _mm512_maskz_loadu_epi32(__mmask16((1u << units / 2) - 1), k);
+    }
+    // The even bf16 elements, or the odd ones.
+    template <int e>
+    static F half(__m512i pairs) {
+        const __m512i odd = _mm512_set1_epi32(int(0xffff0000));
+        return _mm512_castsi512_ps(e == 0 ? _mm512_slli_epi32(pairs, 16) : _mm512_and_si512(pairs, odd));
+    }
 };
 
 constexpr Kernel kBf16 = kernel_of<Widened<Bf16>>();

@@ -26,7 +26,8 @@ namespace {
 struct PairsOfBf16 : Avx512 {
     using T = Bf16;
     using U = __m512i;
-    static constexpr int kStep = 2;
+    using Keys = U;
+    static constexpr int kStep = 2, kExpand = 1;
 
     static U load_units(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static U splat_unit(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
@@ -36,11 +37,15 @@ struct PairsOfBf16 : Avx512 {
         __builtin_memcpy(dst, source, count * sizeof(T));
     }
     static void store_units(uint32_t* p, U v) { _mm512_storeu_si512(p, v); }
-    static void key_columns(const T* k, int64_t stride, int keys, int units, U columns[W]) {
+    static void load_keys(const T* k, int64_t stride, int keys, int units, U columns[W]) {
         const __mmask16 mask = __mmask16((1u << units) - 1);
         for (int i = 0; i < W; ++i)
             columns[i] = i < keys ? _mm512_maskz_loadu_epi32(mask, k + i * stride) : _mm512_setzero_si512();
         transpose(columns);
+    }
+    template <int>
+    static U key_unit(Keys keys) {
+        return keys;
     }
     static U value_columns(const T* v, int64_t stride, int keys) {
         return _mm512_or_si512(values(v, keys > 0), _mm512_slli_epi32(values(v + stride, keys > 1), 16));

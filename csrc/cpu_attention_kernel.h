@@ -340,13 +340,16 @@ class TileKernel {
         const int end = smaller((panel + 1) * kPanel, tile_keys_);
         for (int key = panel * kPanel; key < end; key += X::W) {
             prefetch(next_key_ + int64_t(key) * head_dim_, X::W * head_dim_);
-            for (int unit = 0; unit < units_; unit += X::W) {
-                const int count = smaller(X::W, units_ - unit);
-                typename X::U columns[X::W];
-                X::key_columns(key_ + int64_t(key) * head_dim_ + unit * X::kStep, head_dim_, tile_keys_ - key, count,
-                               columns);
+            for (int unit = 0; unit < units_; unit += kKeyUnits<X>) {
+                const int count = smaller(kKeyUnits<X>, units_ - unit);
+                typename X::Keys columns[X::W];
+                X::load_keys(key_ + int64_t(key) * head_dim_ + unit * X::kStep, head_dim_, tile_keys_ - key, count,
+                             columns);
                 uint32_t* to = packed + int64_t(unit) * kPanel + (key - panel * kPanel);
-                for (int i = 0; i < count; ++i) X::store_units(to + int64_t(i) * kPanel, columns[i]);
+                for (int i = 0; i < count / X::kExpand; ++i, to += X::kExpand * kPanel) {
+                    X::store_units(to, X::template key_unit<0>(columns[i]));
+                    if constexpr (X::kExpand == 2) X::store_units(to + kPanel, X::template key_unit<1>(columns[i]));
+                }
             }
         }
         return packed;

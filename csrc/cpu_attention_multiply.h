@@ -81,6 +81,10 @@ struct Ahead {
 // memory should be asked at an even pace.
 constexpr int kEarlyValues = 3;  // eighths of the values that are prefetched while scoring
 
+// Keys are turned around W vectors at a time, each of which holds kExpand units of W keys.
+template <class X>
+constexpr int kKeyUnits = X::W * X::kExpand;
+
 // q [M, units] times N * W keys, of which `keys` are there.
 template <class X, int M, int N>
 inline void score_keys(const uint32_t* q, int units, const typename X::T* k, int keys, float* scores,
@@ -89,21 +93,25 @@ inline void score_keys(const uint32_t* q, int units, const typename X::T* k, int
     typename X::F sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
-    for (int unit = 0; unit < units; unit += X::W) {
-        const int count = smaller(X::W, units - unit);
+    for (int unit = 0; unit < units; unit += kKeyUnits<X>) {
+        const int count = smaller(kKeyUnits<X>, units - unit);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const int64_t offset = n * X::W * stride + unit * X::kStep;
             const int bytes = X::W * count * X::kStep * int(sizeof(typename X::T));
             next_keys.move(bytes);
             next_values.move(bytes * kEarlyValues / 8);
-            typename X::U columns[X::W];
-            X::key_columns(k + offset, stride, keys - n * X::W, count, columns);
+            typename X::Keys columns[X::W];
+            X::load_keys(k + offset, stride, keys - n * X::W, count, columns);
+            const auto add = [&](int i, typename X::U column) {
+                for (int m = 0; m < M; ++m)
+                    sums[m][n] = X::dot(sums[m][n], X::splat_unit(q + int64_t(m) * units + unit + i), column);
+            };
 #pragma GCC unroll 16
             for (int i = 0; i < X::W; ++i) {
-                if (i >= count) break;
-                for (int m = 0; m < M; ++m)
-                    sums[m][n] = X::dot(sums[m][n], X::splat_unit(q + int64_t(m) * units + unit + i), columns[i]);
+                if (i * X::kExpand >= count) break;
+                add(i * X::kExpand, X::template key_unit<0>(columns[i]));
+                if constexpr (X::kExpand == 2) add(i * 2 + 1, X::template key_unit<1>(columns[i]));
             }
         }
     }

@@ -14,7 +14,8 @@ template <class Element>
 struct Widened : Portable {
     using T = Element;
     using U = F;
-    static constexpr int kStep = 1;
+    using Keys = U;
+    static constexpr int kStep = 1, kExpand = 1;
 
     static U load_units(const uint32_t* p) {
         U v;
@@ -29,9 +30,13 @@ struct Widened : Portable {
         for (int i = 0; i < count; ++i) put(dst + i, widen_scalar(source[i]));
     }
     static void store_units(uint32_t* p, U v) { std::memcpy(p, &v, sizeof(v)); }
-    static void key_columns(const T* k, int64_t stride, int keys, int, U columns[W]) {
+    static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {
         const auto at = [=](int key, int i) { return key < keys ? widen_scalar(k[key * stride + i]) : 0.0f; };
         for (int i = 0; i < W; ++i) columns[i] = U{at(0, i), at(1, i), at(2, i), at(3, i)};
+    }
+    template <int>
+    static U key_unit(Keys keys) {
+        return keys;
     }
     static U value_columns(const T* v, int64_t, int keys) {
         if (keys <= 0) return zero();
