@@ -95,4 +95,5 @@ PYBIND11_MODULE(_cpu_attention, m) {
           py::arg("kv_heads"), py::arg("head_dim"),
           py::arg("block_size"), py::arg("window"), py::arg("scale"), py::arg("carry"), py::arg("threads"));
     attention::bind_tasks(m, &check_sequences);
+    attention::bind_steps(m, &check_sequences);
 }

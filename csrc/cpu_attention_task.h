@@ -16,4 +16,7 @@ using SequenceCheck = void (*)(const Batch& batch, int64_t tokens, int64_t block
 // Adds the classes HostAttention, HostTask and Meter to the module.
 void bind_tasks(pybind11::module_& m, SequenceCheck check_sequences);
 
+// Adds the class PagedStep, which has nothing to do with tasks (cpu_attention_step.cpp).
+void bind_steps(pybind11::module_& m, SequenceCheck check_sequences);
+
 }  // namespace nanovllm::attention

@@ -17,6 +17,7 @@ from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffi
 from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.native_attention import NativeAttention, PagedStep
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.upload import upload
 
@@ -48,6 +49,7 @@ class PagedKVCache(KVRoom):
         # the first layer that attends: a graph has tables of its own.
         self._slots: Tensor | None = None
         self._tables: dict[int | None, SegmentTable] = {}
+        self._few_rows: dict[int | None, PagedStep | None] = {}  # what attends in a step of few rows on the CPU
 
     def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
         self._mover.move_blocks(moves)
@@ -58,8 +60,14 @@ class PagedKVCache(KVRoom):
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
         slots = self._slots if self._slots is not None else self._make_tables()
         self._device.declare_kernel("write K/V", writes=(pool[place] for place in self._places(written=True)))
-        store_kv(pool, k, v, slots)
         window = self._geometry.windows[layer]
+        few_rows = self._few_rows.get(window)
+        if few_rows is not None:
+            self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
+            few_rows.attend(layer, q, k, v)
+            self._device.end_kernel()
+            return q
+        store_kv(pool, k, v, slots)
         state = AttentionState.empty(q)
         self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
@@ -83,6 +91,12 @@ class PagedKVCache(KVRoom):
             window: SegmentTable([self._segment(seq, window) for seq in self._sequences])
             for window in set(self._geometry.windows)
         }
+        if isinstance(self._backend, NativeAttention):
+            heads, scale = self._geometry.num_heads, self._geometry.scale
+            self._few_rows = {
+                window: self._backend.paged_step(self._pool, self._slots, table, heads, scale, window)
+                for window, table in self._tables.items()
+            }
         return self._slots
 
     def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:

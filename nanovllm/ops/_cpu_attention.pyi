@@ -78,3 +78,36 @@ class HostAttention:
     ) -> None: ...
     def task(self, block_offset: int) -> HostTask:
         """The task whose blocks lie so many bytes behind the addresses given."""
+
+class PagedStep:
+    """Arguments of a step's attention over a pool [layers, blocks, 2, kv_heads, block_size, head_dim]."""
+
+    def __init__(
+        self,
+        *,
+        isa: str,
+        dtype: str,
+        pool: int,
+        layer_stride: int,
+        block_stride: int,
+        layers: int,
+        pool_blocks: int,
+        slots: int,
+        tokens: int,
+        blocks: int,
+        block_count: int,
+        sequences: int,
+        sequence_count: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int,
+        scale: float,
+        threads: int,
+    ) -> None:
+        """Addresses of the pool, of int64 slots [tokens], blocks and sequences [sequence_count, 7], which are copied;
+        strides are bytes. Raises ValueError for what lies outside of the pool or the rows."""
+
+    def attend(self, layer: int, q: int, k: int, v: int) -> None:
+        """Write k and v into the layer's slots, attend, and write the outputs over q. All are dense."""

@@ -1,0 +1,143 @@
+// A step of few rows over a pool that holds all of its blocks: prepared once, then one call for each layer, which writes
+// the new K/V, attends, and leaves the outputs where the queries stood.
+//
+// The kernels and their order are those of the single operators, and so are the bits; saved is the way through Python
+// between them, which takes longer than most of them.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu_addresses.h"
+#include "cpu_attention_task.h"
+
+namespace py = pybind11;
+
+namespace nanovllm::attention {
+namespace {
+
+// The pool is [layers, blocks, 2, kv_heads, block_size, head_dim], each block dense; strides are bytes.
+struct Pool {
+    uintptr_t address;
+    int64_t layer_stride, block_stride, layers, blocks;
+};
+
+class PagedStep {
+  public:
+    // slots: int64 [tokens], block * block_size + offset; blocks: int64, as the sequences [sequence_count, 7] name them.
+    PagedStep(SequenceCheck check, const std::string& isa, const std::string& dtype, const Pool& pool,
+              const Batch& batch, std::vector<int64_t> slots, std::vector<int64_t> blocks,
+              std::vector<Sequence> sequences, int threads)
+        : kernel_(kernel_of(isa_of(isa), dtype_of(dtype))), dtype_(dtype), pool_(pool), batch_(batch),
+          slots_(std::move(slots)), blocks_(std::move(blocks)), sequences_(std::move(sequences)), threads_(threads) {
+        if (threads < 1 || std::min({batch.heads, batch.kv_heads, batch.head_dim, batch.block_size}) < 1)
+            throw std::invalid_argument("Threads and sizes must be positive.");
+        refuse_outside(slots_, pool.blocks * batch.block_size, "slot");
+        refuse_outside(blocks_, pool.blocks, "block");
+        for (int64_t& block : blocks_) block = int64_t(pool.address) + block * pool.block_stride;
+        batch_.blocks = blocks_.data();
+        batch_.sequences = sequences_.data();
+        batch_.sequence_count = int64_t(sequences_.size());
+        batch_.element_bytes = dtype_of(dtype) == DType::fp32 ? 4 : 2;
+        check(batch_, tokens(), int64_t(blocks_.size()));
+        const int64_t row = int64_t(batch.heads) * batch.head_dim;
+        out_.resize(size_t(tokens() * row));
+        lse_.resize(size_t(tokens() * batch.heads));
+        batch_.rows.q_token_stride = batch_.rows.out_token_stride = row;
+        batch_.rows.q_head_stride = batch_.rows.out_head_stride = batch.head_dim;
+        batch_.rows.lse_token_stride = batch.heads;
+        batch_.rows.lse_head_stride = 1;
+        batch_.rows.out = out_.data();
+        batch_.rows.lse = lse_.data();
+    }
+
+    // q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], all dense.
+    void attend(int64_t layer, uintptr_t q, uintptr_t k, uintptr_t v) {
+        if (layer < 0 || layer >= pool_.layers)
+            throw std::invalid_argument("There is no layer " + std::to_string(layer) + " in the pool.");
+        const py::gil_scoped_release release;
+        store(layer, pointer<const char>(k), pointer<const char>(v));
+        std::fill(out_.begin(), out_.end(), 0.0f);  // what a row of no sequence attends to
+        batch_.rows.q = pointer<const void>(q);
+        batch_.block_offset = layer * pool_.layer_stride;
+        nanovllm::attention::attend(batch_, kernel_, threads_);
+        with_element(dtype_, [&](auto element) {
+            using T = decltype(element);
+            T* const target = pointer<T>(q);
+            for (size_t i = 0; i < out_.size(); ++i) target[i] = narrow_scalar<T>(out_[i]);
+        });
+    }
+
+  private:
+    const Kernel& kernel_;
+    std::string dtype_;
+    Pool pool_;
+    Batch batch_;
+    std::vector<int64_t> slots_, blocks_;  // blocks: their addresses in layer 0
+    std::vector<Sequence> sequences_;
+    std::vector<float> out_, lse_;
+    int threads_;
+
+    int64_t tokens() const { return int64_t(slots_.size()); }
+
+    static void refuse_outside(const std::vector<int64_t>& places, int64_t end, const char* name) {
+        for (const int64_t place : places)
+            if (place < 0 || place >= end)
+                throw std::invalid_argument("There is no " + std::string(name) + " " + std::to_string(place) +
+                                            " in the pool.");
+    }
+
+    void store(int64_t layer, const char* k, const char* v) const {
+        const int64_t head = int64_t(batch_.head_dim) * batch_.element_bytes, heads = head * batch_.block_size;
+        char* const base = pointer<char>(pool_.address) + layer * pool_.layer_stride;
+        for (const int64_t slot : slots_) {
+            char* target = base + slot / batch_.block_size * pool_.block_stride + slot % batch_.block_size * head;
+            for (int i = 0; i < batch_.kv_heads; ++i, target += heads, k += head, v += head) {
+                std::memcpy(target, k, size_t(head));
+                std::memcpy(target + batch_.kv_heads * heads, v, size_t(head));
+            }
+        }
+    }
+};
+
+template <class T>
+std::vector<T> copied(uintptr_t address, int64_t count) {
+    const T* const first = pointer<const T>(address);
+    return {first, first + count};
+}
+
+}  // namespace
+
+void bind_steps(py::module_& m, SequenceCheck check_sequences) {
+    py::class_<PagedStep>(m, "PagedStep", "Arguments of a step's attention over a pool of blocks.")
+        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype, uintptr_t pool,
+                                        int64_t layer_stride, int64_t block_stride, int64_t layers, int64_t pool_blocks,
+                                        uintptr_t slots, int64_t tokens, uintptr_t blocks, int64_t block_count,
+                                        uintptr_t sequences, int64_t sequence_count, int heads, int kv_heads,
+                                        int head_dim, int block_size, int64_t window, float scale, int threads) {
+                 Batch batch{};
+                 batch.heads = heads;
+                 batch.kv_heads = kv_heads;
+                 batch.head_dim = head_dim;
+                 batch.block_size = block_size;
+                 batch.window = window;
+                 batch.scale = scale;
+                 return std::make_unique<PagedStep>(
+                     check_sequences, isa, dtype, Pool{pool, layer_stride, block_stride, layers, pool_blocks}, batch,
+                     copied<int64_t>(slots, tokens), copied<int64_t>(blocks, block_count),
+                     copied<Sequence>(sequences, sequence_count), threads);
+             }),
+             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("pool"), py::arg("layer_stride"),
+             py::arg("block_stride"), py::arg("layers"), py::arg("pool_blocks"), py::arg("slots"), py::arg("tokens"),
+             py::arg("blocks"), py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"),
+             py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
+             py::arg("scale"), py::arg("threads"))
+        .def("attend", &PagedStep::attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
+             "Write k and v into the layer's slots, attend, and write the outputs over q.");
+}
+
+}  // namespace nanovllm::attention
