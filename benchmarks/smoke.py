@@ -134,11 +134,14 @@ class Smoke:
 
     def kernels(self) -> dict[str, Check]:
         """The Triton kernels beside the plain versions, which run on the CPU."""
-        from nanovllm.ops.triton_activation import silu_and_mul_triton
         from nanovllm.ops.triton_gumbel import draw_triton
-        from nanovllm.ops.triton_heads import place_heads_triton
         from nanovllm.ops.triton_merge import merge_parts_triton
-        from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
+        from nanovllm.ops.triton_rows import (
+            add_rms_norm_triton_,
+            place_heads_triton,
+            rms_norm_triton,
+            silu_and_mul_triton,
+        )
         from nanovllm.ops.triton_store import store_kv_triton
 
         def store() -> None:

@@ -26,8 +26,16 @@ from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import print_row, write_json
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
-from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
-from nanovllm.ops.tuned import TABLES, TunedEntry, read_table, table_path
+from nanovllm.ops.kernel_config import (
+    TABLES,
+    DecodeConfig,
+    PrefillConfig,
+    TunedEntry,
+    decode_variants,
+    prefill_variants,
+    read_table,
+    table_path,
+)
 
 BOUND = 2e-2  # of outputs and LSE between two configurations
 MARGIN = 0.97  # of the time that our own kernel takes, for another backend to be worth its merges

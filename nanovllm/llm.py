@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
-from nanovllm.engine.engine_metrics import EngineMetrics
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.base import KVStats
 from nanovllm.models.hf_config import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from tqdm import tqdm
 
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.metrics import Progress
 from nanovllm.outputs import RequestOutput
 
 REDRAW = 0.1  # seconds

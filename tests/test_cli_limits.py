@@ -21,7 +21,7 @@ SMALL_OFFLOAD = (*OFFLOAD, "--kvcache-block-size", "16", "--num-gpu-blocks", "4"
 CONTAINED = """
 import sys
 from pathlib import Path
-from nanovllm.device import memory_limits
+from nanovllm.device import memory
 memory_limits.SYSTEM_ROOT = Path(sys.argv.pop(1))
 from nanovllm.cli.main import main
 sys.exit(main())

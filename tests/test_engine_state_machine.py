@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.hybrid_manager import Tier
 from nanovllm.kvcache.prefill_plan import LayerwiseMemory

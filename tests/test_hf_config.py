@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
 
+from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids
-from nanovllm.models.registry import FAMILIES
 
 ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"]
 

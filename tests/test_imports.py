@@ -35,7 +35,7 @@ TORCH_FREE = (
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.prefill_plan",
     "nanovllm.kvcache.sizing",
-    "nanovllm.planner.cpu_attention",
+    "nanovllm.planner.network",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
     "nanovllm.planner.units",
@@ -45,7 +45,6 @@ TENSORS_BEGIN = {
     "nanovllm.engine.model_runner",
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
-    "nanovllm.engine.scratch_attention",
     "nanovllm.engine.layerwise_runner",
 }
 

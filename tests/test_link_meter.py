@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nanovllm.device import Busy, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import LinkMeter, union_seconds
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.link_meter import LinkMeter, union_seconds
 
 
 class Clock(Stream):

@@ -27,9 +27,8 @@ from nanovllm.kvcache.decode_shares import (
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.planner.cpu_attention import CpuAttentionModel
 from nanovllm.planner.machine import Link, Rates
-from nanovllm.planner.network import Network
+from nanovllm.planner.network import CpuAttentionModel, Network
 from nanovllm.planner.plan import make_plan
 from nanovllm.planner.predict import DEVICE, FIXED, HOST, LINK, KVPlacement, StepModel
 from nanovllm.planner.report import log_lines

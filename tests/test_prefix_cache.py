@@ -11,8 +11,8 @@ from engine_helpers import BLOCK, Bench, prompt_of
 
 from nanovllm.engine.admission import blocks_at_most
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.prefix_cache import PrefixCache
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 

@@ -34,7 +34,7 @@ from nanovllm.recall import (
     write_recall_checkpoint,
     write_word_tokenizer,
 )
-from nanovllm.recall.words import MAX_WORDS
+from nanovllm.recall.documents import MAX_WORDS
 
 LENGTH = 2048
 BLOCK = 64

@@ -12,9 +12,8 @@ from engine_helpers import Bench, prompt_of
 from test_requests import SpelledOut, Unspeakable
 
 from nanovllm.engine.batch import Batch, Sample, StepResult, TokenLogprobs
-from nanovllm.engine.logprob_outputs import TokenTexts
+from nanovllm.engine.output_processor import TokenTexts, request_output
 from nanovllm.engine.request import Sequence
-from nanovllm.engine.request_outputs import request_output
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 
@@ -129,7 +128,7 @@ def test_the_cost_of_a_delta_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("the whole output was asked for")
 
     monkeypatch.setattr(Sequence, "output_token_ids", property(everything))
-    monkeypatch.setattr("nanovllm.engine.text.SequenceText.visible", everything)
+    monkeypatch.setattr("nanovllm.engine.detokenizer.SequenceText.visible", everything)
     bench.add("a", prompt_of(4), 100, output_kind=DELTA, logprobs=0)
     sizes = [(len(new.token_ids), len(new.logprobs or [])) for out in streamed(bench)["a"] for new in out.outputs]
     assert sizes == [(1, 1)] * 100

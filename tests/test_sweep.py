@@ -17,8 +17,7 @@ from benchmarks import sweep
 from benchmarks.kernels import Sizes
 from benchmarks.sweep import Problems, Sweep, Timing, cudnn_from_block, fastest, keep
 from nanovllm.ops import triton_prefill
-from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
-from nanovllm.ops.tuned import TunedEntry, read_table
+from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, TunedEntry, read_table
 
 SLOW, FAST, ODD = (PrefillConfig(128, keys, 8, 3) for keys in (64, 128, 32))
 DECODE = DecodeConfig(64, 4, 3, 4, 4)

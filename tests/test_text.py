@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_requests import SpelledOut
 from tokenizer_files import CROSSING, END, MERGED, byte_symbols, write_byte_fallback, write_byte_level
 
-from nanovllm.engine.text import SequenceText
+from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer
 

@@ -24,13 +24,11 @@ from nanovllm.ops import triton_decode
 from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
 from nanovllm.ops.store_kv import store_kv
-from nanovllm.ops.triton_activation import silu_and_mul_triton
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
 from nanovllm.ops.triton_gumbel import draw_triton
-from nanovllm.ops.triton_heads import place_heads_triton
-from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
 from nanovllm.ops.triton_prefill import prefill_
+from nanovllm.ops.triton_rows import add_rms_norm_triton_, place_heads_triton, rms_norm_triton, silu_and_mul_triton
 from nanovllm.ops.triton_store import store_kv_triton
 
 pytestmark = [*TRITON_MARKS, pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")]

@@ -10,9 +10,19 @@ import pytest
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops import tuned
-from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_config, prefill_config
-from nanovllm.ops.tuned import TunedEntry, decode_config_on, prefill_config_on, read_table, table_path, tuned_entry
+from nanovllm.ops import kernel_config
+from nanovllm.ops.kernel_config import (
+    DecodeConfig,
+    PrefillConfig,
+    TunedEntry,
+    decode_config,
+    decode_config_on,
+    prefill_config,
+    prefill_config_on,
+    read_table,
+    table_path,
+    tuned_entry,
+)
 
 ENTRY = TunedEntry(128, "bfloat16", PrefillConfig(64, 128, 4, 2, True), DecodeConfig(128, 8, 2, 1, 2), 4096)
 GPU = torch.device("cuda", 0)
@@ -21,7 +31,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A GPU by the name that torch gives, with its table in a directory of its own."""
-    monkeypatch.setattr(tuned, "table_path", lambda name: table_path(name, tmp_path))
+    monkeypatch.setattr(kernel_config, "table_path", lambda name: table_path(name, tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for cached in (prefill_config_on, decode_config_on):
@@ -66,6 +76,6 @@ def test_a_spoilt_table_is_refused_in_a_sentence(text: str, device: Path) -> Non
 
 
 def test_every_table_in_the_package_can_be_read() -> None:
-    for path in tuned.TABLES.glob("*.json"):
+    for path in kernel_config.TABLES.glob("*.json"):
         for entry in read_table(path):
             assert hasattr(torch, entry.dtype) and entry.head_dim > 0

@@ -28,13 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.kernel_config import decode_variants, prefill_config, prefill_variants
-from nanovllm.ops.triton_activation import silu_and_mul_triton
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_gumbel import draw_triton
-from nanovllm.ops.triton_heads import place_heads_triton
 from nanovllm.ops.triton_merge import merge_parts_triton
-from nanovllm.ops.triton_norm import add_rms_norm_triton_, rms_norm_triton
 from nanovllm.ops.triton_prefill import prefill_
+from nanovllm.ops.triton_rows import add_rms_norm_triton_, place_heads_triton, rms_norm_triton, silu_and_mul_triton
 from nanovllm.ops.triton_store import store_kv_triton
 
 Launches = dict[str, Callable[[], object]]

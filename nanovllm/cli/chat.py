@@ -23,8 +23,7 @@ from nanovllm.cli.arguments import (
     sampling_arguments,
     text_argument,
 )
-from nanovllm.cli.boundary import Boundary, say
-from nanovllm.cli.interrupt import Interrupt
+from nanovllm.cli.boundary import Boundary, Interrupt, say
 from nanovllm.cli.status import LONG_PROMPT, StatusLine, prefill_share
 from nanovllm.cli.templates import ChatTemplate, read_template
 from nanovllm.errors import ConfigError

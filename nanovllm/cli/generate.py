@@ -19,14 +19,13 @@ from nanovllm.cli.arguments import (
     engine_arguments,
     sampling_arguments,
 )
-from nanovllm.cli.boundary import Boundary, say
-from nanovllm.cli.interrupt import Interrupt
+from nanovllm.cli.boundary import Boundary, Interrupt, say
 from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.prompts import FILE, JSONL, LINES, STDIN, TEXT, Feed, PromptItem, Source, check_sources, count_prompts
 from nanovllm.cli.results import InOrder, check_output, json_result, open_output, text_result
 from nanovllm.cli.status import Meter, StatusLine, of
 from nanovllm.cli.templates import ChatTemplate, read_template
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.metrics import Progress
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams

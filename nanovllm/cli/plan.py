@@ -22,8 +22,8 @@ from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
-from nanovllm.models.dummy import fill_with_random_weights
 from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model

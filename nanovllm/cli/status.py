@@ -7,7 +7,7 @@ import sys
 import time
 
 from nanovllm.cli.boundary import say
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.metrics import Progress
 from nanovllm.outputs import RequestOutput
 
 REDRAW = 0.1  # seconds, on a terminal

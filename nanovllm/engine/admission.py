@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.request import Request
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import RequestError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from nanovllm.engine.batch import Sample, TokenLogprobs
 from nanovllm.engine.beam_search import BeamRow, BeamSearch, Candidate
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 

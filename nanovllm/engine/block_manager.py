@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum
 
-from nanovllm.engine.evictor import Evictor
-from nanovllm.engine.prefix_cache import Block, PrefixCache, PrefixCacheStats
+from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Tier
 

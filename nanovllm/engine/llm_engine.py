@@ -18,16 +18,14 @@ from nanovllm.engine.admission import check_num_sequences
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.beams import make_beam_search
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.engine_metrics import EngineMetrics, engine_metrics
+from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.engine.guard import EngineGuard
-from nanovllm.engine.limits import SchedulerLimits
-from nanovllm.engine.logprob_outputs import TokenTexts
-from nanovllm.engine.progress import Progress
+from nanovllm.engine.metrics import EngineMetrics, Progress, engine_metrics
+from nanovllm.engine.output_processor import TokenTexts, request_output
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.engine.request_outputs import request_output
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.text import SequenceText
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from nanovllm.engine.batch import ScheduledSequence
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.kvcache.hybrid_manager import Tier
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill, LayerwiseStep, plan_prefill
 

@@ -31,8 +31,7 @@ from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.kvcache.sizing import KVPlan
-from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
+from nanovllm.kvcache.sizing import KVPlan, asked_swap_bytes, plan_swap_space
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec

@@ -8,8 +8,8 @@ from enum import Enum
 
 from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
 from nanovllm.engine.beam_search import BeamSearch
+from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.engine.resolved_sampling import ResolvedSampling
-from nanovllm.engine.text import SequenceText
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.sampling_params import SamplingParams

@@ -9,12 +9,11 @@ from nanovllm.engine.admission import blocks_beside, check_servable
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.beams import advance_beams
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.long_prefill import long_prefill, passes, plan_layerwise, scheduled_part, take_part
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
-from nanovllm.engine.scheduling_budget import SchedulingBudget, is_prefill
+from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget, is_prefill
 from nanovllm.errors import ConfigError, told
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 

@@ -12,7 +12,7 @@ from nanovllm.ops.triton_support import use_triton
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate and up side by side: [rows, 2 * size] -> [rows, size]."""
     if use_triton(gate_up):
-        from nanovllm.ops.triton_activation import silu_and_mul_triton
+        from nanovllm.ops.triton_rows import silu_and_mul_triton
 
         return silu_and_mul_triton(gate_up)
     if cpu_rows.takes(gate_up, 2):

@@ -20,7 +20,7 @@ def place_heads(
     num_kv_heads, head_dim].
     """
     if use_triton(heads):
-        from nanovllm.ops.triton_heads import place_heads_triton
+        from nanovllm.ops.triton_rows import place_heads_triton
 
         place_heads_triton(heads, weight, eps, cos, sin, q, k, v)
         return

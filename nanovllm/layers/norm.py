@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     if weight.dim() == 1 and use_triton(x):
-        from nanovllm.ops.triton_norm import rms_norm_triton
+        from nanovllm.ops.triton_rows import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps)
     if weight.dim() == 1 and cpu_rows.takes(x, 2):
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x, in place and rounded to its dtype, and the normalised sum: [rows, size], weight [size]."""
     if use_triton(x):
-        from nanovllm.ops.triton_norm import add_rms_norm_triton_
+        from nanovllm.ops.triton_rows import add_rms_norm_triton_
 
         return add_rms_norm_triton_(residual, x, weight, eps)
     if cpu_rows.takes(x, 2):

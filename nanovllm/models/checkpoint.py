@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from nanovllm.device.memory_limits import address_space_left
+from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory_checks import check_fits, gib
 from nanovllm.model_files import OBJECT, checked_fields, one_line, read_json_object, shown

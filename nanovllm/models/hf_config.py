@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING
 from nanovllm.errors import ModelError
 from nanovllm.model_files import checked_fields, one_line, read_json_object, shown
 from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS
+from nanovllm.models.families import FAMILIES
 from nanovllm.models.family import Family, decoder_spec
-from nanovllm.models.registry import FAMILIES
 from nanovllm.models.rope_config import rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 

@@ -11,9 +11,26 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.dummy import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.models.tensor_shapes import EMBEDDING, LM_HEAD, tensor_shapes
+
+
+def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
+    """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
+
+    Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1; norm
+    weights are within 0.1 of 1 and biases within 0.1 of 0.
+    """
+    generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    for name, slot in decoder.slots():
+        if len(slot.shape) == 2:
+            bound = (3 / slot.shape[1]) ** 0.5
+            slot.view.uniform_(-bound, bound, generator=generator)
+            continue
+        centre = 0.0 if name.endswith(".bias") else 1.0
+        values = torch.empty(slot.shape, dtype=slot.view.dtype, device=decoder.device)
+        slot.write(values.uniform_(centre - 0.1, centre + 0.1, generator=generator))
+
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 READABLE = ("F64", "F32", "F16", "BF16")

@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionState, DeviceMetadata
-from nanovllm.ops.kernel_config import DecodeConfig, padded
+from nanovllm.ops.kernel_config import DecodeConfig, decode_config_on, padded
 from nanovllm.ops.triton_merge import merge_rows
-from nanovllm.ops.tuned import decode_config_on
 
 PARTITION = 512  # keys; twice as often as needed where a block would have more than MAX_PARTS partitions
 MAX_PARTS = 64  # partitions of one block

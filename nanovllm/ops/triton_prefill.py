@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionState, DeviceMetadata
-from nanovllm.ops.kernel_config import PrefillConfig, padded
+from nanovllm.ops.kernel_config import PrefillConfig, padded, prefill_config_on
 from nanovllm.ops.triton_decode import dot_precision
-from nanovllm.ops.tuned import prefill_config_on
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

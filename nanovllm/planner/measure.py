@@ -26,7 +26,7 @@ from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, 
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.dummy import fill_with_random_weights
+from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.upload import upload

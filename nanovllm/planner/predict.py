@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, Bandwidths, cpu_attention_query_len
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill
-from nanovllm.planner.cpu_attention import CpuAttentionModel
 from nanovllm.planner.machine import Rates
-from nanovllm.planner.network import Network
+from nanovllm.planner.network import CpuAttentionModel, Network
 
 COMPUTE, DEVICE, HOST, LINK, FIXED = (
     "compute",

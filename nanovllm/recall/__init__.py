@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from nanovllm.recall.documents import expected_answer, make_document, make_prompt, notable_positions
-from nanovllm.recall.exam import WordExam, write_demo_model
+from nanovllm.recall.documents import (
+    EOS_TOKEN_ID,
+    FIRST_WORD_ID,
+    UNK_TOKEN_ID,
+    WordExam,
+    expected_answer,
+    make_document,
+    make_prompt,
+    make_words,
+    notable_positions,
+    write_demo_model,
+    write_word_tokenizer,
+)
 from nanovllm.recall.network import write_recall_checkpoint
-from nanovllm.recall.words import EOS_TOKEN_ID, FIRST_WORD_ID, UNK_TOKEN_ID, make_words, write_word_tokenizer
 
 __all__ = [
     "EOS_TOKEN_ID",

@@ -1,12 +1,71 @@
-"""Documents for the recall network, the questions asked of them, and the only right answers."""
+"""Documents for the recall network: their words, their questions, and how its answers are checked."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from nanovllm.errors import RequestError
-from nanovllm.recall.words import FIRST_WORD_ID
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.recall.network import write_recall_checkpoint
+
+UNK_TOKEN = "<unk>"
+EOS_TOKEN = "<eos>"
+UNK_TOKEN_ID = 0
+EOS_TOKEN_ID = 1
+FIRST_WORD_ID = 2  # ids below it are reserved; from here to the vocabulary's end all ids are ordinary words
+
+_SYLLABLES = [onset + vowel for onset in "bdfghjklmnprstvwyz" for vowel in "aeiou"]
+_SYLLABLES_PER_WORD = 3
+MAX_WORDS = len(_SYLLABLES) ** _SYLLABLES_PER_WORD
+
+
+def make_words(count: int, seed: int = 0) -> list[str]:
+    """`count` distinct lower-case words of three open syllables each, in an order drawn from the seed."""
+    if not 0 <= count <= MAX_WORDS:
+        raise ConfigError(f"{count} words were asked for: three syllables make between 0 and {MAX_WORDS}")
+    return [_word(number) for number in random.Random(seed).sample(range(MAX_WORDS), count)]
+
+
+def write_word_tokenizer(path: str | Path, vocab_size: int, seed: int = 0) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` for `vocab_size` ids into the directory `path`.
+
+    Ids 0 and 1 are `<unk>` and `<eos>`; all others are distinct words. Text is split at white space, encoding
+    adds no token of its own, and decoding joins words by single spaces.
+    Errors: ConfigError for a vocabulary without room for a word, or beyond what three syllables can spell.
+    """
+    if vocab_size <= FIRST_WORD_ID:
+        raise ConfigError(
+            f"vocab_size={vocab_size}: must be above {FIRST_WORD_ID}, the ids of {UNK_TOKEN} and {EOS_TOKEN}"
+        )
+    words = [UNK_TOKEN, EOS_TOKEN, *make_words(vocab_size - FIRST_WORD_ID, seed)]
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK_TOKEN))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(UNK_TOKEN, special=True), AddedToken(EOS_TOKEN, special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": UNK_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _word(number: int) -> str:
+    syllables = []
+    for _ in range(_SYLLABLES_PER_WORD):
+        number, index = divmod(number, len(_SYLLABLES))
+        syllables.append(_SYLLABLES[index])
+    return "".join(syllables)
 
 
 def make_document(vocab_size: int, length: int, seed: int = 0) -> list[int]:
@@ -70,3 +129,63 @@ def _check_position(document: Sequence[int], position: int, count: int) -> None:
             f"{count} tokens at position {position} of a document of {len(document)}: ask for at least one,"
             f" at a position from 1 to {last}; position 0 follows no token, and nothing follows the last one"
         )
+
+
+@dataclass(frozen=True)
+class WordExam:
+    """A document of token ids, the word of each id, and the positions asked for with what is there."""
+
+    document: list[int]
+    words: dict[int, str]
+    places: dict[int, str]
+    answer_tokens: int
+
+    @classmethod
+    def write(
+        cls,
+        path: str | Path,
+        document_tokens: int,
+        answer_tokens: int,
+        pieces: Mapping[str, int],
+        max_edges: int | None = None,
+        seed: int = 0,
+    ) -> WordExam:
+        """Write a model with exactly `document_tokens` words into `path`; the document has each of them once.
+
+        pieces and max_edges choose what is asked, as in `notable_positions`.
+        Errors: those of the two writers, and RequestError for a document without room for an answer.
+        """
+        vocab_size = write_demo_model(path, document_tokens, answer_tokens, seed)
+        return cls(
+            document=make_document(vocab_size, document_tokens, seed),
+            words=dict(enumerate(make_words(document_tokens, seed), FIRST_WORD_ID)),
+            places=notable_positions(document_tokens, answer_tokens, pieces, max_edges),
+            answer_tokens=answer_tokens,
+        )
+
+    def question(self, position: int) -> str:
+        """The word that the answer starting at `position` follows."""
+        return self.words[self.document[position - 1]]
+
+    def expected(self, position: int) -> str:
+        """The only right answer at `position`, as text."""
+        return self._text(expected_answer(self.document, position, self.answer_tokens))
+
+    def prompts(self) -> list[str]:
+        """The document and a question word, for each place in order."""
+        return [self._text(make_prompt(self.document, position)) for position in self.places]
+
+    def _text(self, tokens: list[int]) -> str:
+        return " ".join(self.words[token] for token in tokens)
+
+
+def write_demo_model(path: str | Path, document_tokens: int, answer_tokens: int, seed: int = 0) -> int:
+    """Write a bfloat16 recall checkpoint and its word tokenizer; returns the vocabulary size.
+
+    The vocabulary has exactly `document_tokens` words, and the model positions for a document of them all, a
+    question word and `answer_tokens` of answer. Errors: those of the two writers.
+    """
+    vocab_size = FIRST_WORD_ID + document_tokens
+    write_recall_checkpoint(path, vocab_size, document_tokens + 1 + answer_tokens, seed)
+    write_word_tokenizer(path, vocab_size, seed)
+    return vocab_size

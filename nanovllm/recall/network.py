@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.recall.words import EOS_TOKEN_ID, FIRST_WORD_ID
+from nanovllm.recall.documents import EOS_TOKEN_ID, FIRST_WORD_ID
 
 NUM_LAYERS = 2
 NUM_KV_HEADS = 1
