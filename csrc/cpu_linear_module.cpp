@@ -1,6 +1,10 @@
 // Linear layers as Python calls them: addresses in, nothing kept. nanovllm/ops/cpu_linear.py checks shapes and dtypes
 // before it comes here.
 #include <pybind11/pybind11.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <stdexcept>
@@ -36,6 +40,18 @@ void run_linear(const std::string& isa, const std::string& dtype, uintptr_t x, i
     linear::run(problem, kernel, threads);
 }
 
+// Asks for huge pages behind memory that has not been touched yet: with small ones, every second row of weights costs a
+// walk through the page tables. Where the system has none, nothing changes.
+void use_huge_pages(uintptr_t address, int64_t bytes) {
+#if defined(__linux__)
+    const auto page = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = address / page * page, end = (address + uintptr_t(bytes) + page - 1) / page * page;
+    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)address, (void)bytes;
+#endif
+}
+
 }  // namespace
 
 namespace nanovllm {
@@ -44,6 +60,7 @@ void define_linear(py::module_& m) {
     m.def("linear", &run_linear, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("x"), py::arg("x_stride"),
           py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("y_stride"), py::arg("rows"),
           py::arg("in_features"), py::arg("out_features"), py::arg("threads"));
+    m.def("use_huge_pages", &use_huge_pages, py::arg("address"), py::arg("bytes"));
 }
 
 }  // namespace nanovllm

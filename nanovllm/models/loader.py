@@ -13,6 +13,7 @@ from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, so
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.models.tensor_shapes import EMBEDDING, LM_HEAD, tensor_shapes
+from nanovllm.ops.cpu_linear import use_huge_pages
 
 
 def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
@@ -63,6 +64,8 @@ def load_model(
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
         check_fits(f"model={str(model_dir)!r}: its weights take", weight_bytes(spec, dtype), free_bytes, where, remedy)
     decoder = Decoder(spec, dtype, device)
+    for _, slot in decoder.slots():
+        use_huge_pages(slot.view)
     if load_format == "dummy":
         fill_with_random_weights(decoder, seed)
         return decoder

@@ -26,6 +26,9 @@ def linear(
 ) -> None:
     """Addresses of x, weight, bias (0: none) and y. Raises ValueError for negative sizes."""
 
+def use_huge_pages(address: int, bytes: int) -> None:
+    """Ask for huge pages behind this memory, all pages that it touches; where there are none, nothing changes."""
+
 def rms_norm(
     *,
     dtype: str,

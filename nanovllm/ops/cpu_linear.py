@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.ops import _cpu_kernels, cpu_isa
 
 _DTYPES = cpu_isa.KERNEL_DTYPES
+_HUGE_PAGE = 2 << 20
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -53,6 +54,15 @@ def cpu_linear(
         threads=torch.get_num_threads() if num_threads is None else num_threads,
     )
     return y
+
+
+def use_huge_pages(weight: Tensor) -> None:
+    """Let a large dense tensor on the CPU that has not been written yet lie in huge pages, where the system has them.
+
+    A product reads a few bytes of each of many rows in turn: with small pages, finding them takes longer than reading.
+    """
+    if weight.is_cpu and weight.nbytes >= _HUGE_PAGE and weight.is_contiguous():
+        _cpu_kernels.use_huge_pages(weight.data_ptr(), weight.nbytes)
 
 
 def _misfit(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

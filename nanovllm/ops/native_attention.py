@@ -88,8 +88,7 @@ class PagedStep:
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [rows, kv_heads, head_dim], attend, and return the output [rows, heads, head_dim] in q's
-        memory.
+        """Write k and v [rows, kv_heads, head_dim] and attend: the output [rows, heads, head_dim], in the memory of q.
 
         All three are contiguous and of the pool's dtype.
         """
