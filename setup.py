@@ -1,7 +1,8 @@
-"""Builds the C++ extensions. Everything else about the package stands in pyproject.toml.
+"""Builds the C++ extensions. pyproject.toml has the package's metadata.
 
-NANOVLLM_CUDA=1 compiles the CUDA half (nvcc must be there and work), NANOVLLM_CUDA=0 leaves it out; unset, it is
-compiled where nvcc is found and works. The build says which, and so does `nanovllm.comm._sgdma.cuda_version`.
+NANOVLLM_CUDA=1 compiles the CUDA sources and fails without a working nvcc; NANOVLLM_CUDA=0 leaves them out. Without the
+variable they are compiled if a working nvcc is found. The build prints the choice; `nanovllm.comm._sgdma.cuda_version`
+tells it later.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel must run on other machines too
-# Products and sums stay apart, so that all instruction sets give the same bits; the rest lets loops become vectors.
+CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
+# Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CPU_KERNELS = ("cpu_kernels", "cpu_linear", "cpu_rows", "cpu_layer")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
@@ -34,7 +35,7 @@ def find_nvcc() -> Path | None:
 
 
 def cuda_wish() -> str:
-    """NANOVLLM_CUDA: "1", "0", or "" where the build may choose."""
+    """The value of NANOVLLM_CUDA: "1", "0", or "" if the build chooses."""
     wish = os.environ.get("NANOVLLM_CUDA", "")
     if wish not in ("", "0", "1"):
         raise SystemExit(f"NANOVLLM_CUDA must be 0 or 1, got {wish!r}.")
@@ -42,7 +43,7 @@ def cuda_wish() -> str:
 
 
 def cuda_library_dir(nvcc: Path) -> str:
-    """Where the toolkit of `nvcc` keeps libcudart_static.a."""
+    """The directory of libcudart_static.a in the toolkit of `nvcc`."""
     text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     tops = [line.split("TOP=", 1)[1].strip() for line in text.splitlines() if "TOP=" in line]
     homes = [Path(top) for top in tops] + [nvcc.resolve().parent.parent]
@@ -51,14 +52,14 @@ def cuda_library_dir(nvcc: Path) -> str:
     for directory in dirs:
         if (directory / "libcudart_static.a").exists():
             return str(directory)
-    raise FileNotFoundError(f"no libcudart_static.a beside {nvcc}")
+    raise FileNotFoundError(f"the toolkit of {nvcc} has no libcudart_static.a")
 
 
 class BuildExt(build_ext):
-    """build_ext that hands .cu sources to nvcc."""
+    """A build_ext that compiles .cu sources with nvcc."""
 
     def run(self) -> None:
-        # A changed NANOVLLM_CUDA leaves the time stamps as they are, so build_ext would see nothing to do.
+        # build_ext compares time stamps, which do not show that NANOVLLM_CUDA has changed.
         if "NANOVLLM_CUDA" in os.environ:
             self.force = True
         super().run()
@@ -72,7 +73,7 @@ class BuildExt(build_ext):
         super().build_extension(ext)
 
     def add_cuda_half(self, ext: Pybind11Extension, sources: list[str]) -> str:
-        """Compile the .cu sources into `ext` where that can be done; returns what became of it, in words."""
+        """Compile the .cu sources into `ext` if possible. Returns the outcome as a phrase for the build log."""
         wish, nvcc = cuda_wish(), find_nvcc()
         if wish == "0":
             return "without CUDA (NANOVLLM_CUDA=0)"
@@ -93,7 +94,7 @@ class BuildExt(build_ext):
         return f"with CUDA ({nvcc})"
 
     def compile_cuda(self, nvcc: Path, source: str) -> str:
-        """Compile one .cu file, which holds host code only; returns the path of the object file."""
+        """Compile one .cu file, which has host code only. Returns the path of the object file."""
         target = Path(self.build_temp) / f"{Path(source).stem}.cu.o"
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([nvcc, "-c", source, "-o", target, "-O3", "-std=c++17", "-Xcompiler=-fPIC"], check=True)
@@ -101,7 +102,7 @@ class BuildExt(build_ext):
 
 
 def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Extension]:
-    """The extension module of csrc/<stem>*.cpp and .cu, none if csrc/<stem>.cpp of the first one is missing."""
+    """The extension module of csrc/<stem>*.cpp and .cu; an empty list if the first stem has no .cpp file."""
     if not Path(f"csrc/{stems[0]}.cpp").exists():
         return []
     module = Pybind11Extension(
@@ -115,7 +116,7 @@ def extension(name: str, stems: Sequence[str], *flags: str) -> list[Pybind11Exte
     return [module]
 
 
-ParallelCompile(default=0).install()  # the files of one extension at the same time, on all cores
+ParallelCompile(default=0).install()  # compiles the files of one extension on all cores
 setup(
     ext_modules=[
         *extension("nanovllm.comm._sgdma", ["sgdma"]),

