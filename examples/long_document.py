@@ -3,7 +3,7 @@
     python examples/long_document.py [MODEL_DIR] [--document FILE] [--question TEXT]
 
 On a CPU the "device" is an arena of `num_gpu_blocks` blocks. The rest of the KV cache is in host memory and streams
-through the ring, as it does beside a GPU.
+through the ring, as it does with a GPU.
 """
 
 from __future__ import annotations
