@@ -11,7 +11,7 @@ from nanovllm.device import Device
 from nanovllm.forward_context import SequenceMetadata
 from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
 from nanovllm.ops.attention import METADATA_FIELDS, AttentionState, DeviceMetadata, RowAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import refill
 
 
