@@ -10,7 +10,6 @@ from attention_cases import BOUNDS, Case, Shape, same_bits, split
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
-from nanovllm.forward_context import SequenceMetadata
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.layers import sampler
@@ -18,7 +17,7 @@ from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows
-from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.triton_attention import TritonAttention
@@ -76,7 +75,7 @@ def with_alibi(case: Case, slopes: Tensor) -> tuple[Tensor, Tensor]:
     q = case.q[segment.query_start : segment.query_start + segment.query_len].cpu().double()
     group = case.shape.group
     scores = torch.einsum("thd,shd->hts", q, k.double().repeat_interleave(group, 1)) * case.shape.scale
-    positions = segment.query_position + torch.arange(segment.query_len)
+    positions = segment.context_len + torch.arange(segment.query_len)
     distance = positions.unsqueeze(1) - torch.arange(segment.kv_end)
     scores -= slopes.double()[:, None, None] * distance
     scores.masked_fill_(distance < 0, float("-inf"))
@@ -138,7 +137,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
     shape = Shape(32, 2, 2, 16, window, ((69, 1), (0, 1), (15, 1), (16, 1), (47, 1)))
     case = Case(shape, dtype, 2, DEVICE)
-    sequences = [SequenceMetadata(row, 1, s.query_position, s.blocks) for row, s in enumerate(case.segments)]
+    sequences = [SequenceMetadata.full(row, 1, s.context_len, s.block_table) for row, s in enumerate(case.segments)]
     new = torch.tensor([s.query_start for s in case.segments], device=DEVICE)
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
@@ -157,7 +156,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
         block, offset = seq.block_table[seq.context_len // 16], seq.context_len % 16
         expected[block, 0, :, offset], expected[block, 1, :, offset] = k[row], v[row]
         segment_keys = case.keys[row]
-        segment_keys[0][segment.query_position], segment_keys[1][segment.query_position] = k[row].cpu(), v[row].cpu()
+        segment_keys[0][segment.context_len], segment_keys[1][segment.context_len] = k[row].cpu(), v[row].cpu()
     assert torch.equal(pools[1].nan_to_num(7.0), expected.nan_to_num(7.0))
     case.pool = expected
     state = case.attend(TritonAttention())
@@ -185,7 +184,7 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
     """Exact, and the same bits one block at a time; blocks of whole tiles and others."""
     case = Case(Shape(32, 1, 1, block_size, window, ((70, 131), (0, 66))), NARROW, 1, DEVICE)
 
-    def attend(groups: list[list[KVMetadata]]) -> AttentionState:
+    def attend(groups: list[list[SequenceMetadata]]) -> AttentionState:
         state = AttentionState.empty(case.q)
         for group in groups:
             table = AttentionMetadata(group).on(case.q.device)
@@ -201,7 +200,7 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
 def test_decode_with_every_configuration(config: DecodeConfig) -> None:
     case = Case(Shape(32, 1, 2, 160, None, ((330, 2), (30, 1))), NARROW, 1, DEVICE)
 
-    def attend(groups: list[list[KVMetadata]]) -> AttentionState:
+    def attend(groups: list[list[SequenceMetadata]]) -> AttentionState:
         state = AttentionState.empty(case.q)
         for group in groups:
             table = AttentionMetadata(group).on(case.q.device)
@@ -218,7 +217,7 @@ def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
     case = Case(Shape(16, 1, 2, 16, None, ((40, 70),)), torch.float32, 1, DEVICE)
     state = case.attend(TritonAttention())
     (segment,) = case.segments
-    late = replace(segment, first_position=segment.query_position + 30, kv_end=segment.kv_end + 30)
+    late = replace(segment, first_position=segment.context_len + 30, kv_end=segment.kv_end + 30)
     before = AttentionState(state.out.clone(), state.lse.clone())
     case.pool = case.pool.nan_to_num(0.5)
     TritonAttention().attend(case.q, case.pool, AttentionMetadata([late]), state, case.shape.scale, None)

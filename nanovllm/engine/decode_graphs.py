@@ -15,14 +15,14 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, Graph
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
+from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.pieces import StepMemory, run_piece
 from nanovllm.ops import row_attention
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.upload import refill
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import ScheduledSequence
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import StepTraffic
 from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.prefill_plan import LayerwiseStep
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.upload import upload
 
 
@@ -78,7 +79,7 @@ class LayerwiseRunner:
 
     def _run_layer_chunk(self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor) -> None:
         where = part.layerwise.positions(layer_chunk)
-        chunk = SequenceMetadata(0, len(where), where.start, seq.block_table)
+        chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
         positions = torch.arange(where.start, where.stop, device=x.device)
         ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), self._kv_cache)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]

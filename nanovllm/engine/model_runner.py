@@ -21,7 +21,7 @@ from nanovllm.engine.layerwise_runner import LayerwiseRunner
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, score
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata, WatchedKVCache, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, can_attend_concurrently
@@ -39,7 +39,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.models.non_finite import explain_non_finite_logits
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.measure import Probe, measure_rates
@@ -190,7 +190,7 @@ def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceMetadata, .
     slices: list[SequenceMetadata] = []
     start = 0
     for seq in sequences:
-        slices.append(SequenceMetadata(start, len(seq.token_ids), seq.context_len, seq.block_table))
+        slices.append(SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table))
         start += len(seq.token_ids)
     return tuple(slices)
 
