@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import engine_config
+from nanovllm.engine import sides
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
@@ -26,8 +27,6 @@ from nanovllm.models.hf_config import (
     load_sampling_defaults,
 )
 from nanovllm.outputs import RequestOutput
-from nanovllm.planner.machine import Rates
-from nanovllm.planner.plan import Plan
 from nanovllm.progress_bar import ProgressBar
 from nanovllm.prompts import (
     ChatTemplate,
@@ -42,6 +41,10 @@ from nanovllm.prompts import (
 )
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, load_tokenizer
+
+if TYPE_CHECKING:  # for annotations only: the planner is a side
+    from nanovllm.planner.machine import Rates
+    from nanovllm.planner.plan import Plan
 
 CHAT_ARGUMENTS = (
     "messages",
@@ -228,7 +231,11 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """What this engine's memory holds, and what any prompt takes and moves; with `rates`, how long it lasts."""
-        return self._runner.plan_with_rates(rates or Rates())
+        planner, runner = sides.planner(), self._runner
+        if planner is None:
+            raise EngineError("plan() needs nanovllm.planner, which this installation does not have")
+        dtype = str(runner.dtype).removeprefix("torch.")
+        return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
         """Call `on_layer` in every step, layer by layer, with the share of the layers that are done; None: no more.
@@ -236,7 +243,7 @@ class LLM:
         It may ask for `metrics` and the like, and may not run anything. What it raises is logged, and it is not called
         again.
         """
-        self._runner.on_layer = on_layer
+        self._runner.watch_steps(on_layer)
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far."""

@@ -41,11 +41,11 @@ TORCH_FREE = (
     "nanovllm.planner.units",
 )
 TENSORS_BEGIN = {
-    "nanovllm.engine.decode_graphs",
+    "nanovllm.cuda_graphs.decode_graphs",
     "nanovllm.engine.model_runner",
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
-    "nanovllm.engine.layerwise_runner",
+    "nanovllm.layerwise_prefill.runner",
 }
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.

@@ -10,9 +10,9 @@ from attention_cases import BOUNDS, Case, Shape, same_bits, split
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
+from nanovllm.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.forward_context import SequenceMetadata
 from nanovllm.kvcache.base import AttentionGeometry
-from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.layers import sampler
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
