@@ -27,7 +27,7 @@ from benchmarks.report import machine_facts, print_row, write_json
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.merge import merge_states_, merge_states_torch_
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.triton_support import triton_runs
 
 

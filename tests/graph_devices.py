@@ -27,7 +27,7 @@ from nanovllm.ops import cpu_linear, cpu_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_layer import FewRowLayer
 from nanovllm.ops.native_attention import NativeAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
 MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")

@@ -50,7 +50,7 @@ from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.kvcache import decode_tables
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 # On CUDA these make the host wait for the device. (So does making a tensor there, which on the CPU cannot be told from

@@ -13,22 +13,16 @@ from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.layers import sampler
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.heads import place_heads
-from nanovllm.layers.norm import add_rms_norm_, rms_norm
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
-from nanovllm.ops import triton_decode
+from nanovllm.ops import triton_decode, triton_rows
 from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
-from nanovllm.ops.triton_gumbel import draw_triton
 from nanovllm.ops.triton_prefill import prefill_
-from nanovllm.ops.triton_rows import add_rms_norm_triton_, place_heads_triton, rms_norm_triton, silu_and_mul_triton
-from nanovllm.ops.triton_store import store_kv_triton
 
 pytestmark = [*TRITON_MARKS, pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,14 +55,14 @@ def test_store_kv_writes_the_slots_and_nothing_else(
             expected[slot // block_size, 1, :, slot % block_size] = v[token]
     plain = pool.cpu()
     store_kv(plain, k.cpu(), v.cpu(), slots.cpu())
-    store_kv_triton(pool, k, v, slots)
+    triton_rows.store_kv(pool, k, v, slots)
     assert torch.equal(pool, expected) and torch.equal(plain, expected.cpu())
 
 
 def test_store_kv_of_nothing() -> None:
     pool, nothing = random(1, 2, 1, 4, 16), random(0, 1, 16)
     before = pool.clone()
-    store_kv_triton(pool, nothing, nothing, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    triton_rows.store_kv(pool, nothing, nothing, torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert torch.equal(pool, before)
 
 
@@ -240,7 +234,7 @@ def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     x, weight = random(3, size + 8, dtype=dtype)[:, :size], random(size, dtype=dtype, seed=1)
     expected = rms_norm(x.cpu(), weight.cpu(), 1e-6)
-    torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+    torch.testing.assert_close(triton_rows.rms_norm(x, weight, 1e-6).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
 
 @EVERY_DTYPE
@@ -252,7 +246,7 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
     )
     plain_residual = residual.cpu().clone()
     expected = add_rms_norm_(plain_residual, x.cpu(), weight.cpu(), 1e-5)
-    out = add_rms_norm_triton_(residual, x, weight, 1e-5)
+    out = triton_rows.add_rms_norm_(residual, x, weight, 1e-5)
     assert torch.equal(residual.cpu(), plain_residual)
     torch.testing.assert_close(out.cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
@@ -270,7 +264,7 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: b
     expected = [torch.empty(shape, dtype=dtype) for shape in shapes]
     place_heads(heads.cpu(), None if weight is None else weight.cpu(), 1e-6, cos, sin, *expected)
     placed = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for shape in shapes]
-    place_heads_triton(heads, weight, 1e-6, cos.to(DEVICE), sin.to(DEVICE), *placed)
+    triton_rows.place_heads(heads, weight, 1e-6, cos.to(DEVICE), sin.to(DEVICE), *placed)
     assert torch.equal(placed[2].cpu(), expected[2])
     for ours, theirs in zip(placed, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=ONE_ULP[dtype], atol=2 * ONE_ULP[dtype])
@@ -281,7 +275,7 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: b
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
     expected = silu_and_mul(gate_up.cpu())
-    torch.testing.assert_close(silu_and_mul_triton(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+    torch.testing.assert_close(triton_rows.silu_and_mul(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
 
 # ---- drawing
@@ -309,5 +303,5 @@ def test_tokens_drawn(width: int, ordered: bool) -> None:
     if ordered:  # a row's own order, as after sorting
         tokens = torch.stack([torch.randperm(width, generator=torch.Generator().manual_seed(i)) for i in range(4)])
     expected = torch.argmax(scores.cpu() + gumbel_noise(rows, tokens), dim=-1)
-    drawn = draw_triton(scores, tokens.to(DEVICE), sampler._noise_starts(rows).to(DEVICE))
+    drawn = triton_rows.draw(scores, tokens.to(DEVICE), sampler.noise_starts(rows).to(DEVICE))
     assert torch.equal(drawn.cpu(), expected)

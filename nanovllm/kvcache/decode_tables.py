@@ -17,7 +17,7 @@ from nanovllm.ops.attention import (
     SequenceMetadata,
     first_visible_block,
 )
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import refill
 
 

@@ -18,7 +18,7 @@ from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.native_attention import NativeAttention, PagedStep
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import upload
 
 
