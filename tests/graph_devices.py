@@ -24,10 +24,10 @@ from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
 from nanovllm.ops import cpu_linear, cpu_rows
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_layer import FewRowLayer
 from nanovllm.ops.native_attention import NativeAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
 MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")
@@ -148,7 +148,7 @@ class RowsOnCpu(NativeAttention):
             if count:
                 assert query_start == rows_before == index
                 blocks = table.blocks[start : start + count].tolist()
-                segments.append(KVMetadata(query_start, query_len, position, first_position, kv_end, blocks))
+                segments.append(SequenceMetadata(query_start, query_len, position, first_position, kv_end, blocks))
         self.attend(q, pool, AttentionMetadata(segments), state, scale, window)
 
 

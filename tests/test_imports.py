@@ -53,11 +53,11 @@ ROWS: tuple[set[str], ...] = (
     {"errors"},
     {"memory_checks", "model_files", "template_worker"},
     {"template_process"},
-    {"config", "outputs", "forward_context", "tokenizer"},
+    {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
     {"ops", "comm"},
-    {"device", "layers"},
+    {"device", "layers", "forward_context"},
     {"kvcache", "models"},
     {"planner"},
     {"engine"},
@@ -162,7 +162,7 @@ def test_engine_and_sizes_import_without_torch() -> None:
 
 def test_everything_but_its_kernels_imports_without_triton() -> None:
     kernels = {name for name in MODULES if "import triton\n" in MODULES[name].read_text()}
-    assert len(kernels) >= 8 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
+    assert len(kernels) >= 4 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
     users = kernels | {name for name in MODULES if name == "nanovllm.ops.triton_attention"}
     import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 

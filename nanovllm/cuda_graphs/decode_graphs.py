@@ -20,11 +20,11 @@ from nanovllm.config import EngineConfig
 from nanovllm.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device import Device, Graph
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
+from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import row_attention
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.upload import refill
 
 logger = logging.getLogger(__name__)

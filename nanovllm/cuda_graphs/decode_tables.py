@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import SequenceMetadata
-from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
-from nanovllm.ops.attention import METADATA_FIELDS, AttentionState, DeviceMetadata, RowAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.kvcache.base import AttentionGeometry
+from nanovllm.ops.attention import (
+    METADATA_FIELDS,
+    AttentionState,
+    DeviceMetadata,
+    RowAttention,
+    SequenceMetadata,
+    first_visible_block,
+)
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import refill
 
 
@@ -63,7 +69,7 @@ class DecodeTables:
         table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[window])
         state = AttentionState.empty(q)
         self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
-        return state.output(q)
+        return state.write_output_(q)
 
     def _packed(self, sequences: Sequence[SequenceMetadata], rows: int, window: int | None) -> Tensor:
         rows_metadata, blocks, size = [0] * (rows * METADATA_FIELDS), list[int](), self._block_size

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata, WatchedKVCache, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.upload import upload
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def sequence_metadata(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceM
     metadata: list[SequenceMetadata] = []
     start = 0
     for seq in sequences:
-        metadata.append(SequenceMetadata(start, len(seq.token_ids), seq.context_len, seq.block_table))
+        metadata.append(SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table))
         start += len(seq.token_ids)
     return tuple(metadata)
 

@@ -19,13 +19,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
+from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 
 
 class ScratchKVCache:
@@ -39,13 +39,13 @@ class ScratchKVCache:
         shape = (1, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self._pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
         blocks = [0] * -(-tokens // block_size)
-        self._table = AttentionMetadata([KVMetadata(0, tokens, 0, 0, tokens, blocks)])
+        self._table = AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, blocks)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`; does not store k and v."""
         state = AttentionState.empty(q)
         self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
-        return state.output(q)
+        return state.write_output_(q)
 
 
 _META = torch.device("meta")
@@ -55,7 +55,7 @@ class _NoKVCache:
     """Allocates what attention allocates for each query row, and stores nothing."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        return AttentionState.empty(q).output(q)
+        return AttentionState.empty(q).write_output_(q)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -189,7 +189,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
-    sequence = SequenceMetadata(query_start=0, query_len=tokens, context_len=0, block_table=())
+    sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
     _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])

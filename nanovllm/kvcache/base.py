@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,3 @@ class KVCacheBase(ABC):
 
     @abstractmethod
     def stats(self) -> KVStats: ...
-
-
-def first_visible_block(context_len: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that any query from position `context_len` on can see."""
-    return 0 if window is None else max(0, context_len - window + 1) // block_size

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.execution_order import ComputedRows
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.prefill_plan import LayerwiseStep
 from nanovllm.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.upload import upload
 
 
@@ -86,7 +86,7 @@ class LayerwiseOrder:
 
     def _run_layer_chunk(self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor) -> None:
         where = part.layerwise.positions(layer_chunk)
-        chunk = SequenceMetadata(0, len(where), where.start, seq.block_table)
+        chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
         positions = torch.arange(where.start, where.stop, device=x.device)
         ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), self._kv_cache)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
