@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanovllm.config import engine_config
 from nanovllm.engine import sides
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.input_processor import ModelFacts
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -141,7 +143,7 @@ class LLM:
         self.config = config
         self.max_model_len = plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
-        self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls under way, by request
+        self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls in progress, by request_id
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -311,37 +313,14 @@ class LLM:
                 yield from outputs
 
     def _steps(self, calls: Sequence[_Call]) -> Generator[list[RequestOutput], None, None]:
-        """Add the calls' requests and run them to their end; what each step says of them. Closing it aborts them."""
-        inbox: list[RequestOutput] = []
-        pending: set[str] = set()
+        """Add the requests and run them to their end; yields the outputs of each step. Closing it aborts the rest."""
+        client = EngineClient(self.engine, self._inboxes)
         try:
             for call in calls:
-                pending.add(call.request_id)
-                self._inboxes[call.request_id] = inbox
-                self._add(call)
-            while pending:
-                if not inbox:
-                    self._step()
-                outputs = inbox.copy()
-                inbox.clear()
-                pending.difference_update(output.request_id for output in outputs if output.finished)
-                if pending and not outputs and not self.engine.has_unfinished_requests():
-                    raise EngineError(f"{len(pending)} requests of this call were ended by another")
-                yield outputs
+                text, token_ids, salt = call.prompt
+                arguments = {"prompt_token_ids": token_ids, "priority": call.priority, "cache_salt": salt}
+                client.add(call.request_id, text, call.params, **arguments)
+            while client.pending:
+                yield client.step()
         finally:
-            for call in calls:
-                self._inboxes.pop(call.request_id, None)
-            if pending:
-                self.engine.drop_requests(pending)
-
-    def _add(self, call: _Call) -> None:
-        text, token_ids, salt = call.prompt
-        self.engine.add_request(
-            call.request_id, text, call.params, prompt_token_ids=token_ids, priority=call.priority, cache_salt=salt
-        )
-
-    def _step(self) -> None:
-        """One step, whose outputs go to the calls that they belong to: one may run within another's loop."""
-        for output in self.engine.step():
-            if output.request_id in self._inboxes:
-                self._inboxes[output.request_id].append(output)
+            client.close()
