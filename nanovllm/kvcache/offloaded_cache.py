@@ -11,7 +11,6 @@ from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.host_block_attention import HostBlockAttention
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens
 from nanovllm.kvcache.step_plan import (
     BlockRead,
@@ -42,7 +41,6 @@ class OffloadedKVCache(KVCacheBase):
         self._geometry = geometry
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
-        self.layerwise = LayerwiseKVCache(engine, geometry, backend)
         self._plans: dict[int | None, LayerPlan] = {}  # of this step, by sliding window
 
     # ---- steps
