@@ -81,9 +81,9 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
-    runner = sys.modules.get("nanovllm.engine.model_runner")
+    runner = sys.modules.get("nanovllm.cpu_attention.host_blocks")
     if runner is not None:
-        from nanovllm.kvcache.decode_shares import Bandwidths
+        from nanovllm.cpu_attention.shares import Bandwidths
 
         def given(*_: object) -> Bandwidths:
             return Bandwidths(link=10e9, host=20e9, device=20e9)

@@ -29,9 +29,9 @@ from engines import greedy, logits_by_request, offloaded, random_prompt, token_i
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.cpu_attention.host_blocks import BalancedShare
 from nanovllm.device import PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.host_block_attention import BalancedShare
 from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 
 BLOCK, VOCAB = 16, 97
@@ -202,11 +202,11 @@ def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monke
             device_attend(*arguments)
 
         around_tasks(monkeypatch, on_host)
-        replace_attend(monkeypatch, kv_cache(llm), on_device)
+        replace_attend(monkeypatch, kv_cache(llm).attention, on_device)
         force_share(llm, 1.0)
         device_call.clear()
         assert token_ids(llm, prompt, greedy(4)) == expected
-    assert set(threads) == {"kv-arm"}
+    assert set(threads) == {"kv-cpu-attention"}
 
 
 def test_queries_and_partial_states_are_two_small_copies_a_layer(
@@ -315,7 +315,7 @@ def test_rates_are_corrected_from_what_link_and_arm_did(model_dir: Path) -> None
 
 
 def replace_attend(patch: pytest.MonkeyPatch, owner: Any, attend: Callable[..., None]) -> None:
-    """Another `attend` for the backend of a room or of an arm."""
+    """Replace the `attend` of the backend of chunked attention or of CPU attention."""
 
     class Replaced:
         name = "replaced"

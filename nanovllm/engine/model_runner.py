@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
+from nanovllm.cpu_attention.host_blocks import make_cpu_attention
 from nanovllm.device import Device, create_device
 from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
@@ -22,11 +23,8 @@ from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, score
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
-from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
-from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, can_attend_concurrently
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.host_block_attention import BalancedShare, HostBlockAttention, cpu_attention_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -233,23 +231,7 @@ def _make_kv_cache(
     engine = OffloadEngine(
         device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.layerwise_memory
     )
-    cpu_attention = (
-        _make_cpu_attention(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
-    )
+    cpu_attention = None
+    if config.cpu_attention and plan.num_cpu_blocks:
+        cpu_attention = make_cpu_attention(engine, geometry, backend, model.layer_weight_bytes)
     return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
-
-
-def _make_cpu_attention(
-    engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend
-) -> HostBlockAttention | None:
-    if not (engine.device.shares_host or can_attend_concurrently(model.spec.head_dim)):
-        logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", model.spec.head_dim)
-        return None
-    host_backend = cpu_attention_backend(engine.device, model.spec.head_dim)
-    rates = ONE_PROCESSOR
-    if not engine.device.shares_host:
-        with engine.device.compute():
-            rates = measure_bandwidths(engine, geometry, backend, host_backend)
-        gb_s = (rate / 1e9 for rate in (rates.link, rates.host, rates.device))
-        logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
-    return HostBlockAttention(engine, geometry, host_backend, BalancedShare(rates, model.layer_weight_bytes))

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nanovllm.config import DTYPES
+from nanovllm.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
-from nanovllm.kvcache.decode_shares import Bandwidths, best_share, layer_seconds
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
