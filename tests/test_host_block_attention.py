@@ -112,7 +112,7 @@ def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_bloc
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong, stale or half-copied row on either way, and an answer is wrong."""
@@ -134,7 +134,7 @@ def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monke
 # ---- many requests
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 def test_shared_blocks_preemption_and_aborts(
     model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,7 +275,7 @@ def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
 # ---- the share that rates make best
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 def test_without_a_forced_share_rates_decide(
     model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
