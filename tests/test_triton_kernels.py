@@ -10,8 +10,8 @@ from attention_cases import BOUNDS, Case, Shape, same_bits, split
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
+from nanovllm.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttentionGeometry
-from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.layers import sampler
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding

@@ -8,7 +8,7 @@ i % N, and its loads start as soon as group i - N has released them. Neighbourin
 copy.
 
 For layer-by-layer prefill the device also holds a *layer buffer*: one layer of the first blocks of one sequence. Its
-slots are numbered after the ring's and ordered in the same way; `layerwise_cache.py` fills and releases them.
+slots are numbered after the ring's and ordered in the same way; `nanovllm.layerwise_prefill` fills and releases them.
 """
 
 from __future__ import annotations

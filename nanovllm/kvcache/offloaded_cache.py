@@ -10,7 +10,6 @@ from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.chunked_attention import ChunkedAttention, CpuAttention
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import LayerPlan, group_block_reads, plan_block_reads
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
@@ -34,7 +33,6 @@ class OffloadedKVCache(KVCacheBase):
         self.engine = engine
         self.cpu_attention = cpu_attention
         self.attention = ChunkedAttention(engine, geometry, backend, cpu_attention)
-        self.layerwise = LayerwiseKVCache(engine, geometry, backend)
         self._windows = geometry.windows
         self._num_gpu_blocks = num_gpu_blocks
         self._plans: dict[int | None, LayerPlan] = {}  # of the current step, by sliding window

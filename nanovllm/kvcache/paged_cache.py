@@ -9,13 +9,11 @@ from torch import Tensor
 
 from nanovllm.device import Device
 from nanovllm.forward_context import ForwardContext, positions_of
-from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic
+from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
-from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.transfer_order import TransferOrder
-from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.native_attention import NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import store_kv
@@ -41,6 +39,7 @@ class PagedKVCache(KVCacheBase):
         self._backend = backend
         self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
         self._swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self.attended_pool = AttendedPool(self._pool, geometry, backend)
         self._order = TransferOrder(device, num_groups=0)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
@@ -73,11 +72,6 @@ class PagedKVCache(KVCacheBase):
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
         return state.write_output_(q)
-
-    def decode_tables(self, max_rows: int, max_len: int) -> DecodeTables | None:
-        """Tables for graphs of steps of up to max_rows rows; None if a graph cannot record attention."""
-        attention = row_attention(self._backend)
-        return None if attention is None else DecodeTables(self._pool, self._geometry, attention, max_rows, max_len)
 
     def _make_tables(self) -> Tensor:
         """The slots and tables of the step under way."""

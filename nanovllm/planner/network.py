@@ -16,7 +16,7 @@ from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionModel:
-    """`weight_bytes`: of a layer; `most_tokens`: see `decode_shares.cpu_attention_query_len`."""
+    """`weight_bytes`: of a layer; `most_tokens`: see `cpu_attention.shares.cpu_attention_query_len`."""
 
     rates: Bandwidths
     weight_bytes: int
