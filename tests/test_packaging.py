@@ -37,7 +37,12 @@ def sdist_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_an_sdist_has_all_that_a_build_and_the_tests_need(sdist_files: set[str]) -> None:
     wanted = [path for path in ROOT.glob("csrc/*") if path.suffix in (".cpp", ".cu", ".h")]
     wanted += [path for path in ROOT.glob("nanovllm/**/*") if path.suffix in (".py", ".pyi", ".txt", ".typed", ".json")]
-    wanted += [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/*.*"), *ROOT.glob("benchmarks/**/*.py")]
+    wanted += [
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("examples/*.*"),
+        *ROOT.glob("benchmarks/**/*.py"),
+        *ROOT.glob("tools/*.py"),
+    ]
     names = {str(path.relative_to(ROOT)) for path in wanted}
     assert len(names) > 200
     names |= {"setup.py", "pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"}
@@ -59,6 +64,16 @@ def test_links_lead_to_files(document: str) -> None:
     path = ROOT / document
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
         assert (path.parent / target).exists(), f"{document} refers to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_are_named_exist(document: str) -> None:
+    """A name in code quotes is relative to the tree, to the package or to one of the package's folders."""
+    names = re.findall(r"`([\w/]+\.(?:py|cpp|h|md))`", (ROOT / document).read_text())
+    package = ROOT / "nanovllm"
+    for name in names:
+        folders = (ROOT, package, ROOT / "docs", ROOT / "tests", *package.iterdir())
+        assert any((folder / name).is_file() for folder in folders), f"{document} names {name}"
 
 
 def test_the_guide_is_short() -> None:
