@@ -67,7 +67,7 @@ dist: venv
 	$(BIN)/python setup.py --quiet sdist
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/nanovllm-*.tar.gz
 	$(BIN)/python -m pip install --quiet --no-deps --target $(DIST_CHECK) dist/nanovllm-*.whl
-	cd $(DIST_CHECK) && PYTHONPATH=$(CURDIR)/$(DIST_CHECK) $(CURDIR)/$(BIN)/python -m nanovllm.demo --prompt-tokens 4096 \
+	cd $(DIST_CHECK) && PYTHONPATH=$(abspath $(DIST_CHECK)) $(abspath $(BIN))/python -m nanovllm.demo --prompt-tokens 4096 \
 		--block-size 128 --max-num-batched-tokens 1024
 
 lint: venv
