@@ -220,7 +220,7 @@ def test_memory_is_counted_and_a_peak_is_measured(device: CudaDevice) -> None:
     assert device.free_memory() <= free - kept.nbytes
     peak = device.peak_memory(lambda: torch.ones(64 << 20, dtype=torch.uint8, device="cuda") + 1)
     assert 128 << 20 <= peak <= 192 << 20
-    with pytest.raises(ConfigError, match=r"pool: .* GiB cannot be had, .* lower num_gpu_blocks"):
+    with pytest.raises(ConfigError, match=r"pool: .* GiB cannot be allocated, .* lower num_gpu_blocks"):
         device.empty("pool", (1 << 50,), torch.uint8)
 
 

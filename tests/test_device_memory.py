@@ -1,4 +1,4 @@
-"""What the machine and its container leave to this process, read from where Linux keeps it."""
+"""Memory limits of the machine, the container and the process, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.device import memory, memory_limits
+from nanovllm.device import memory
 
 # Bytes of page faults in the median of seven rounds of allocations, and what a large piece leaves resident.
 REUSE = """
@@ -75,7 +75,7 @@ def write_membership(root: Path, *lines: str) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory_limits, "SYSTEM_ROOT", tmp_path)
+    monkeypatch.setattr(memory, "SYSTEM_ROOT", tmp_path)
     return tmp_path
 
 
@@ -132,9 +132,9 @@ def test_a_container_above_its_limit_has_nothing_left(root: Path) -> None:
 
 LIMITED = """
 import resource
-from nanovllm.device import memory, memory_limits
+from nanovllm.device import memory
 resource.setrlimit(resource.{limit}, ({size}, {size}))
-print(memory.total_bytes(), memory.available_bytes(), memory_limits.mapped_bytes())
+print(memory.total_bytes(), memory.available_bytes(), memory.mapped_bytes())
 """
 
 
@@ -145,6 +145,6 @@ def test_resource_limits_count(limit: str) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     total, available, mapped = map(int, run.stdout.split())
     assert total == 6 * GIB
-    assert 6 * GIB - mapped - memory_limits.ADDRESS_SPACE_RESERVE <= available < 6 * GIB
+    assert 6 * GIB - mapped - memory.ADDRESS_SPACE_RESERVE <= available < 6 * GIB
     if limit == "RLIMIT_AS":
         assert available < 6 * GIB - mapped + (64 << 20)

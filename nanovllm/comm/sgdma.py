@@ -1,4 +1,4 @@
-"""Copies between tensors over the link or on the host: equally spaced rows in one call, or a batch of any pieces."""
+"""Copies between tensors over the link or on the host: equally spaced rows in one call, or a batch of pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDES = {"h2h": ("cpu", "cpu"), "h2d": ("cuda", "cpu"), "d2h": ("cpu", "cuda"),
 
 
 class CopyError(ValueError):
-    """A copy that is refused before a byte has moved."""
+    """A refused copy; no byte has moved."""
 
 
 def memcpy_2d_async(
@@ -38,12 +38,12 @@ def memcpy_2d_async(
     """Copy `height` rows of `width` bytes from `src` to `dst`.
 
     Row i is read at `src.data_ptr() + i * spitch` and written at `dst.data_ptr() + i * dpitch`. All sizes are
-    in bytes; shapes, strides and dtypes of the tensors play no part, only where their storages begin and end.
-    A width or height of 0 copies nothing. Rows of dst may lie between those of src if both pitches are the same.
+    in bytes; shapes, strides and dtypes of the tensors are ignored, but rows must stay within the storages.
+    A width or height of 0 copies nothing. Rows of dst may be between rows of src if both pitches are equal.
 
     kind: `"h2h"` copies on the calling thread and is done on return; it takes no stream. `"h2d"`, `"d2h"` and
     `"d2d"` are queued on `stream` (a `torch.cuda.Stream` or a raw handle, 0 for the default stream) through
-    cudaMemcpy2DAsync, and both tensors must live until that stream has passed the copy.
+    cudaMemcpy2DAsync, and both tensors must stay alive until the stream has run the copy.
 
     Raises CopyError when the arguments break a rule, RuntimeError when CUDA fails or this build has no CUDA.
     """
@@ -62,11 +62,10 @@ def copy_pitched(
     rows_above: int | None = MAX_PITCH,
     is_known: Callable[[Tensor], bool] | None = None,
 ) -> int:
-    """`memcpy_2d_async` for any pitch: with one above `rows_above` the rows go as a batch, instead of being refused.
+    """`memcpy_2d_async` for any pitch: rows with a pitch above `rows_above` are copied as a batch.
 
-    is_known: whether a tensor's memory is known to be what the copy needs, pinned or on its device, so that CUDA need
-    not be asked. Returns the number of copies that this took: 1, or what `memcpy_batch_async` returns; 0 when nothing
-    was copied.
+    is_known: whether a tensor's memory is already known to be pinned or on its device, which saves a query to CUDA.
+    Returns the number of copies: 1, the result of `memcpy_batch_async`, or 0 if nothing was copied.
     """
     _check_sizes(dpitch, spitch, width, height)
     _check_sides(dst, src, kind, "", set(), is_known)
@@ -74,7 +73,7 @@ def copy_pitched(
     by_rows = rows_above is not None and max(dpitch, spitch) > rows_above
     if not by_rows:
         _check_pitches(dpitch, spitch)
-    _check_spans(dst, src, dpitch, spitch, width, height)
+    _check_ranges(dst, src, dpitch, spitch, width, height)
     if not width or not height:
         return 0
     dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
@@ -89,14 +88,14 @@ def copy_pitched(
 def copy_on_host_async(
     dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int, stream: int | object
 ) -> None:
-    """An h2h copy of any pitch that is carried out when `stream`, one of CUDA's, gets to it.
+    """An h2h copy of any pitch in the order of `stream`, a CUDA stream.
 
-    C++ copies, on a thread of CUDA's that never waits for the GIL. Both tensors must live until then.
+    A thread of the CUDA driver copies and never waits for the GIL. Both tensors must stay alive until then.
     """
     _check_sizes(dpitch, spitch, width, height)
     _check_sides(dst, src, "h2h", "", set())
     handle = _stream_handle(stream, "h2d", dst, src)
-    _check_spans(dst, src, dpitch, spitch, width, height)
+    _check_ranges(dst, src, dpitch, spitch, width, height)
     if width and height:
         _sgdma.launch_host_copy(dst.data_ptr(), src.data_ptr(), dpitch, spitch, width, height, handle)
 
@@ -106,10 +105,10 @@ def memcpy_batch_async(
 ) -> int:
     """Copy the first `sizes[i]` bytes of `srcs[i]` to `dsts[i]`, for all i and in any order, in one call.
 
-    Neighbours in the lists that follow each other without a gap on both sides become one copy; returns how many are
-    left. kind, stream, lifetimes and errors are those of `memcpy_2d_async`. CUDA gets the whole batch at once
+    Consecutive entries that are adjacent in both memories become one copy; returns the number of remaining copies.
+    kind, stream, lifetimes and errors are those of `memcpy_2d_async`. CUDA gets the whole batch at once
     (cudaMemcpyBatchAsync) where toolkit and driver are 12.8 or newer and the stream is not the default one, else copy
-    by copy. Nothing that is written may overlap anything else of the batch.
+    by copy. Written memory must not overlap any other memory of the batch.
     """
     if not len(dsts) == len(srcs) == len(sizes):
         raise CopyError(f"dsts, srcs and sizes must be of one length, got {len(dsts)}, {len(srcs)} and {len(sizes)}.")
@@ -119,8 +118,8 @@ def memcpy_batch_async(
         if type(size) is not int or size < 0:
             raise CopyError(f"size{number} must be an int of at least 0, got {size!r}.")
         _check_sides(dst, src, kind, number, asked)
-        _checked_span("dst" + number, dst, size, size, 1)
-        _checked_span("src" + number, src, size, size, 1)
+        _checked_range("dst" + number, dst, size, size, 1)
+        _checked_range("src" + number, src, size, size, 1)
     if not sizes:
         return 0
     handle = _stream_handle(stream, kind, *dsts, *srcs)
@@ -141,11 +140,11 @@ def _check_pitches(dpitch: int, spitch: int) -> None:
             raise CopyError(f"The pitch of {name} must be at most {MAX_PITCH} bytes (2**31 - 1), got {pitch}.")
 
 
-def _check_spans(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
-    """Refuse rows that leave their storage, and rows of dst that lie on rows of src."""
+def _check_ranges(dst: Tensor, src: Tensor, dpitch: int, spitch: int, width: int, height: int) -> None:
+    """Refuse rows outside their storage, and rows of dst that overlap rows of src."""
     dst_ptr, src_ptr = dst.data_ptr(), src.data_ptr()
-    dst_end = dst_ptr + _checked_span("dst", dst, dpitch, width, height)
-    src_end = src_ptr + _checked_span("src", src, spitch, width, height)
+    dst_end = dst_ptr + _checked_range("dst", dst, dpitch, width, height)
+    src_end = src_ptr + _checked_range("src", src, spitch, width, height)
     if not width or not height:
         return
     interleaved = height > 1 and dpitch == spitch and width <= (dst_ptr - src_ptr) % dpitch <= dpitch - width
@@ -164,9 +163,9 @@ def _check_sides(
     asked: set[int],
     is_known: Callable[[Tensor], bool] | None = None,
 ) -> None:
-    """Refuse what is no plain tensor, an unknown kind, and memory that is not where the kind says.
+    """Refuse arguments that are not strided tensors, an unknown kind, and memory on the wrong side for the kind.
 
-    asked: addresses of storages that CUDA has been asked about for this call.
+    asked: addresses of storages for which this call has queried CUDA.
     """
     sides = _SIDES.get(kind) if isinstance(kind, str) else None
     if sides is None:
@@ -183,7 +182,7 @@ def _check_sides(
 
 
 def _check_memory(name: str, tensor: Tensor, kind: str, asked: set[int]) -> None:
-    """Ask CUDA where the two ends of the storage lie: pinned memory, or memory of the tensor's device."""
+    """Ask CUDA whether both ends of the storage are pinned memory, or memory of the tensor's device."""
     storage = tensor.untyped_storage()
     start, size = storage.data_ptr(), storage.nbytes()
     if not size or start in asked:
@@ -202,44 +201,44 @@ def _check_memory(name: str, tensor: Tensor, kind: str, asked: set[int]) -> None
 
 
 def _stream_handle(stream: object, kind: str, *tensors: Tensor) -> int:
-    """The raw handle of `stream`, which must be one of the device that the copy runs on."""
+    """The raw handle of `stream`, which must belong to the device of the copy."""
     handle = stream if type(stream) is int else getattr(stream, "cuda_stream", None)
     if type(handle) is not int or handle < 0 or (handle and kind == "h2h"):
         raise CopyError(_stream_rule(stream, kind))
     if kind != "h2h":
-        places = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-        places |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
-        if len(places) > 1:
-            found = " and ".join(sorted(str(place) for place in places))
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        devices |= {stream.device} if isinstance(stream, torch.cuda.Stream) else set()
+        if len(devices) > 1:
+            found = " and ".join(sorted(str(device) for device in devices))
             raise CopyError(f"A {kind} copy and its stream belong to one device, but these are on {found}.")
     return handle
 
 
-def _checked_span(name: str, tensor: Tensor, pitch: int, width: int, height: int) -> int:
-    """The bytes from the first to the last that the copy touches in `tensor`, known to lie in its storage."""
+def _checked_range(name: str, tensor: Tensor, pitch: int, width: int, height: int) -> int:
+    """The number of bytes from the first to the last byte of the copy in `tensor`. Raises if they leave its storage."""
     if height > 1 and pitch < width:
         raise CopyError(f"The pitch of {name} must be at least the width of {width} bytes, got {pitch}.")
     if not width or not height:
         return 0
-    span = (height - 1) * pitch + width
+    extent = (height - 1) * pitch + width
     storage, start = tensor.untyped_storage(), tensor.data_ptr()
     # An empty tensor has address 0 whatever its storage.
-    room = storage.data_ptr() + storage.nbytes() - start if start else 0
-    if span > room:
+    available = storage.data_ptr() + storage.nbytes() - start if start else 0
+    if extent > available:
         raise CopyError(
             f"The copy would run past the end of {name}: {height} rows of {width} bytes at pitch {pitch} "
-            f"span {span} bytes, but its storage has {room} bytes from there on."
+            f"span {extent} bytes, but its storage has {available} bytes from there on."
         )
-    return span
+    return extent
 
 
 def _check_disjoint(dst_ptrs: Sequence[int], src_ptrs: Sequence[int], sizes: Sequence[int]) -> None:
-    """Refuse a batch in which memory that is written is written or read by another of its copies."""
-    spans = [(start, size, True, f"dsts[{i}]") for i, (start, size) in enumerate(zip(dst_ptrs, sizes, strict=True))]
-    spans += [(start, size, False, f"srcs[{i}]") for i, (start, size) in enumerate(zip(src_ptrs, sizes, strict=True))]
+    """Refuse a batch in which a copy reads or writes memory that another of its copies writes."""
+    ranges = [(start, size, True, f"dsts[{i}]") for i, (start, size) in enumerate(zip(dst_ptrs, sizes, strict=True))]
+    ranges += [(start, size, False, f"srcs[{i}]") for i, (start, size) in enumerate(zip(src_ptrs, sizes, strict=True))]
     written_end, written_name = 0, ""
     read_end, read_name = 0, ""
-    for start, size, written, name in sorted(span for span in spans if span[1]):
+    for start, size, written, name in sorted(each for each in ranges if each[1]):
         if start < written_end or (written and start < read_end):
             other = written_name if start < written_end else read_name
             raise CopyError(f"The copies of a batch must not overlap, but {name} and {other} do, at {start:#x}.")

@@ -1,8 +1,8 @@
-"""What a device is to the rest of the engine: memory of two kinds, streams, events, and a strided copy.
+"""The interface of a device: memory of two kinds, streams, events and a strided copy.
 
-The semantics are CUDA's. Work on one stream runs in order; work on two streams is unordered unless an event orders it:
-`a.record(e); b.wait(e)` makes everything put on `b` afterwards run after everything put on `a` before. Waiting takes
-the event's latest record at the time of the call; an event that was never recorded does not hold anybody up.
+The semantics are those of CUDA. Work on one stream runs in order. Work on two streams is unordered unless an event
+orders it: `a.record(e); b.wait(e)` orders all later work on `b` after all earlier work on `a`. A wait refers to the
+latest record of the event at the time of the call; a wait for an event that was never recorded does nothing.
 """
 
 from __future__ import annotations
@@ -44,80 +44,80 @@ class Busy:
 
 
 class Event:
-    """A point in a stream's work; each device has its own kind."""
+    """A point in the work of a stream. Each device has its own subclass."""
 
 
 class Mark(ABC):
-    """A point in a stream's work that remembers when it was passed."""
+    """A point in the work of a stream, with the time at which the stream reached it."""
 
     @abstractmethod
     def seconds(self) -> float | None:
-        """When, on a clock that all streams of the device share; None as long as it is not passed."""
+        """The time on a clock that all streams of the device share; None before the stream reaches the mark."""
 
 
 class Stream(ABC):
-    """A queue of work that runs in order, alongside the host and other streams."""
+    """A queue of work that runs in order, concurrently with the host and other streams."""
 
     @abstractmethod
     def record(self, event: Event) -> None:
-        """`event` happens when the work put on this stream so far is done."""
+        """`event` happens when all work submitted to this stream so far is done."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Work put on this stream from now on starts after `event`'s latest record."""
+        """Work submitted from now on starts after the latest record of `event`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until all work put on this stream is done. Raises EngineError if a part of it failed."""
+        """Block the host until all work on this stream is done. Raises EngineError if any of it failed."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Mark the work put on this stream so far, to be asked later when it was done."""
+        """Return a mark that tells when the work submitted so far was done."""
 
 
 class HostTask(Protocol):
-    """Work on host memory that a stream carries out: a C function with its data.
+    """Work on host memory that a stream runs: a C function with its data.
 
-    It runs on whatever thread the stream has for it and uses neither Python nor the device: it could never get the GIL
-    while a thread that has it waits for the stream.
+    The task uses neither Python nor the device. A task that needed the GIL would deadlock with a thread that holds the
+    GIL and waits for the stream.
     """
 
     def take(self) -> tuple[int, int]:
-        """Addresses of a function `void f(void *)` and of its argument. Calling it once does the work, and lets go of
-        what the argument holds."""
+        """Addresses of a function `void f(void *)` and its argument. The call does the work and frees the argument."""
         ...
 
     def drop(self, data: int) -> None:
-        """Let go of an argument that was taken and will not be used."""
+        """Free an argument from `take` whose function will not be called."""
         ...
 
     def failure(self) -> str | None:
-        """What went wrong when it ran."""
+        """The error of the run, or None."""
         ...
 
 
 class CallStream(Stream):
-    """A stream whose work runs on cores of the host, alongside the thread that puts it there."""
+    """A stream whose work runs on host cores, concurrently with the submitting thread."""
 
     @abstractmethod
     def launch(self, task: HostTask) -> None:
-        """Put `task` on this stream. What goes wrong in it is a failure of the stream."""
+        """Submit `task`. An error of the task is a failure of the stream."""
 
 
 class Graph(ABC):
-    """Work on the compute stream that was recorded once and is put there again with one call."""
+    """Recorded work of the compute stream that one call submits again."""
 
     @abstractmethod
     def replay(self) -> None:
-        """Run the same kernels with the same arguments over what their memory holds now. Called within `compute`."""
+        """Run the recorded kernels on the current contents of their memory. Call it within `compute`."""
 
 
 class Device(ABC):
     """Memory, streams and copies of one device. `compute_stream` is where the model runs.
 
-    `shares_host`: the compute stream runs on the host's own cores, and its kernels reach host memory as they do device
-    memory. A call stream would then only take cores away from it. `captures`: whether it can record graphs.
-    `host_memory_may_grow`: whether `empty_host` may have more than `free_host_memory`, and finds out by taking it.
+    `shares_host`: the compute stream runs on the host's cores and its kernels read host memory like device memory, so
+    that a call stream would only compete for cores. `captures`: whether the device records graphs.
+    `host_memory_may_grow`: whether `empty_host` may succeed with more than `free_host_memory`, as on virtual machines
+    that grow.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Device(ABC):
     host_memory_may_grow: bool = False
 
     def compute(self) -> AbstractContextManager[None]:
-        """What torch is called for inside goes on the compute stream."""
+        """A context in which torch submits its work to the compute stream."""
         return nullcontext()
 
     @abstractmethod
@@ -142,52 +142,52 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised device memory. `name` says what it is for."""
+        """Uninitialised device memory. `name` describes its use in error messages."""
 
     @abstractmethod
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that copies to and from the device can reach directly (pinned, on CUDA)."""
+        """Uninitialised host memory that copies reach directly (pinned, on CUDA)."""
 
     @abstractmethod
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
-        """Put a copy on `stream`, which is not the compute stream. Returns how many copies that takes: 1, or one for
-        each row where a pitch is above what the device copies with."""
+        """Submit a copy to `stream`, which is not the compute stream. Returns the number of copies: 1, or one per row
+        if a pitch exceeds the limit of the device."""
 
     def rows_in_reach(self, host: Tensor) -> int:
-        """Of memory from `empty_host`: no copy may reach across a multiple of so many `host[i]`."""
+        """The number n of consecutive `host[i]` that one copy may cover; no copy may cross a multiple of n."""
         return len(host)
 
     @abstractmethod
     def link_busy(self) -> Busy:
-        """Bytes copied to the device so far, and the time in which such copies ran. Waits for nothing."""
+        """Bytes copied to the device so far, and the time during which such copies ran. Does not wait."""
 
     def declare_kernel(
         self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None
     ) -> None:
-        """Say what memory a kernel reads and writes that goes on `stream` now, None being the compute stream.
+        """Announce the memory that the next kernel on `stream` reads and writes; None means the compute stream.
 
-        Devices take no notice: the ordering check (`device/ordering.py`) and the trace (`device/trace.py`) do. A
-        generator costs nothing elsewhere.
+        Only the ordering check (`device/ordering.py`) and the trace (`device/trace.py`) use it. Pass generators: other
+        devices never evaluate them.
         """
         return
 
     def end_kernel(self) -> None:
-        """Say that the kernels declared so far have been put on the compute stream; what follows is other work."""
+        """Announce that the declared kernels have been submitted and that other work follows."""
         return
 
     def peak_memory(self, work: Callable[[], object]) -> int | None:
-        """Do `work` and say how many bytes of device memory it held at its peak, beyond what was held before.
+        """Run `work` and return its peak device memory in bytes, beyond what was allocated before.
 
-        None, without doing it, on a device that does not know.
+        A device that cannot measure returns None and does not run `work`.
         """
         return None
 
     def capture(self, works: Sequence[Callable[[], object]]) -> list[Graph]:
-        """Run each of `works`, then record it, on a device that `captures`; called within `compute`.
+        """Run each of `works`, then record it, on a device that `captures`; call it within `compute`.
 
-        A work touches memory that was there before and stays, and what it allocates itself, which the graphs have in
-        common: it leaves no result there. It neither waits nor copies between host and device. Raises what went
-        wrong; the device can be used as before then, and none of the graphs.
+        A work may use memory that exists before and after, and memory that it allocates itself. The graphs share the
+        latter, so that a work must leave no result in it. A work neither waits nor copies between host and device.
+        Raises the error of a failed work; the device stays usable, the graphs do not.
         """
         raise NotImplementedError(f"device {self.name} records no graphs")
 
@@ -205,4 +205,4 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the streams. Safe to call twice."""
+        """Stop the streams. Safe to call twice."""

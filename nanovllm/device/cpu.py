@@ -1,4 +1,4 @@
-"""The CPU as a device: streams are worker threads, and the copies on them really run alongside the computation."""
+"""The CPU as a device: streams are worker threads, whose copies run concurrently with the computation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOWER = "lower num_gpu_blocks, num_cpu_blocks or swap_space"
 
 
 class Flag:
-    """One record of an event: set once, together with the failure of the stream that set it, if it had one."""
+    """One record of an event: set once, with the failure of its stream, if any."""
 
     def __init__(self) -> None:
         self._happened = threading.Event()
@@ -37,26 +37,26 @@ class Flag:
     def is_set(self) -> bool:
         return self._happened.is_set()
 
-    def is_behind(self) -> bool:
-        """Set, and nothing failed: whoever waits for it may as well not."""
+    def succeeded(self) -> bool:
+        """Whether the flag is set without a failure, so that a wait can be skipped."""
         return self._happened.is_set() and self._failure is None
 
     def wait(self) -> None:
-        """Return once set. Raises if what should have happened before it failed."""
+        """Return once set. Raises the failure of the stream that set the flag."""
         self._happened.wait()
         if self._failure is not None:
             raise self._failure
 
 
 class CpuEvent(Event):
-    """Holds one flag per record, so that a later record does not undo an earlier wait."""
+    """Holds one flag per record, so that a later record does not affect an earlier wait."""
 
     def __init__(self) -> None:
         self.flag: Flag | None = None
 
 
 class CpuMark(Mark):
-    """The time at which a stream got to it."""
+    """The time at which a stream reached the mark."""
 
     def __init__(self) -> None:
         self._seconds: float | None = None
@@ -69,29 +69,29 @@ class CpuMark(Mark):
 
 
 class WorkerStream(CallStream):
-    """A thread that carries out what is put on its queue, in order.
+    """A thread that runs the work of its queue in order.
 
-    The thread starts with the first piece of work. Copies and waits are handed over with the record that follows them,
-    since waking a thread costs more than a small copy: a wait, its copy and the record are one item of the queue.
+    The thread starts with the first piece of work. A wait, its copy and the following record are one item of the queue,
+    because waking a thread costs more than a small copy.
 
-    After a failure the stream skips its work and passes the failure on through the flags it sets, so that nobody waits
-    for ever and nobody reads what was not copied; `synchronize` raises the failure once and clears it.
+    After a failure the stream skips its work and passes the failure on through the flags that it sets, so that no other
+    stream waits for ever or reads data that was not copied. `synchronize` raises the failure once and clears it.
     """
 
     def __init__(self, name: str, meter: BusyMeter | None = None) -> None:
         self._name = name
         self._meter = meter or BusyMeter()  # of copies to the device
         self._queue: queue.SimpleQueue[list[Callable[[], None]] | None] = queue.SimpleQueue()
-        self._held: list[Callable[[], None]] = []  # not handed over yet
+        self._held: list[Callable[[], None]] = []  # not submitted yet
         self._thread: threading.Thread | None = None
         self._failure: EngineError | None = None
         self._closed = False
 
     def put(self, work: Callable[[], None]) -> None:
-        """Hand `work` over, after what is held back."""
+        """Submit `work`, after the work that is held back."""
         self._hold(work)
         if self._thread is None:
-            # A daemon, because the interpreter waits for other threads before it runs exit handlers.
+            # A daemon: the interpreter joins other threads before it runs the exit handlers that would end them.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         works, self._held = self._held, []
@@ -107,7 +107,7 @@ class WorkerStream(CallStream):
         self.put(lambda: self._unless_failed(carry_out))
 
     def copy(self, copy: PitchedCopy) -> None:
-        """Put a copy between two spans of ordinary memory on the stream."""
+        """Queue a copy within ordinary memory."""
 
         def carry_out() -> None:
             sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
@@ -124,12 +124,12 @@ class WorkerStream(CallStream):
         assert isinstance(event, CpuEvent)
         flag = Flag()
         self.put(lambda: flag.set(self._failure))
-        event.flag = flag  # only now: a closed stream refuses, and nobody must wait for what will not happen
+        event.flag = flag  # only now: `put` raises on a closed stream, and the flag would never be set
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         flag = event.flag
-        if flag is not None and not flag.is_behind():
+        if flag is not None and not flag.succeeded():
             self._hold(flag.wait)
 
     def synchronize(self) -> None:
@@ -147,11 +147,11 @@ class WorkerStream(CallStream):
         return mark
 
     def close(self) -> None:
-        """End the thread; copies that have not begun are dropped."""
+        """End the thread; copies that have not started are dropped."""
         was_closed, self._closed = self._closed, True
         if self._thread is not None and not was_closed:
             self._queue.put(None)
-            if self._thread is not threading.current_thread():  # garbage collection may run in this very thread
+            if self._thread is not threading.current_thread():  # garbage collection may call this on the worker thread
                 self._thread.join()
 
     def _hold(self, work: Callable[[], None]) -> None:
@@ -171,22 +171,22 @@ class WorkerStream(CallStream):
     def _carry_out(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except EngineError as failure:  # of another stream, met while waiting for it
+        except EngineError as failure:  # of another stream, raised by a wait
             self._failure = self._failure or failure
         except Exception as failure:
             self._failure = self._failure or EngineError(f"work on stream {self._name} failed: {failure}")
 
 
 class HostStream(Stream):
-    """The thread that drives the engine, as a stream: torch's CPU kernels have run when the call returns."""
+    """The engine's thread as a stream: torch's CPU kernels are complete when the call returns."""
 
     def __init__(self) -> None:
-        self._behind = Flag()
-        self._behind.set()
+        self._done = Flag()
+        self._done.set()
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        event.flag = self._behind
+        event.flag = self._done
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
@@ -203,7 +203,7 @@ class HostStream(Stream):
 
 
 class CpuDevice(Device):
-    """Ordinary memory stands for device memory; the link between the two kinds is `memcpy`."""
+    """Device memory is ordinary memory, and copies use `memcpy`."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -214,8 +214,8 @@ class CpuDevice(Device):
         self.compute_stream = HostStream()
         self._link = BusyMeter()
         self._streams: list[WorkerStream] = []
-        # An engine that is dropped, or still open when the interpreter exits, must not leave a thread inside a copy:
-        # taking the GIL back during shutdown ends the process.
+        # A thread must not be inside a copy when the interpreter exits: taking the GIL back during shutdown ends the
+        # process. So streams are closed when the device is collected and at exit.
         self._close_streams = weakref.finalize(self, _close_all, self._streams)
 
     def new_stream(self, name: str) -> Stream:

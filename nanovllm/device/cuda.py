@@ -1,8 +1,8 @@
-"""A CUDA device: streams, events and memory are torch's, copies and pinned memory the extension's.
+"""A CUDA device: streams, events and device memory come from torch, copies and pinned memory from the extension.
 
-Nothing runs on the default stream, which would order itself against everything else: the model has a compute stream of
-its own, each user of transfers another. torch hands out 32 streams per priority in turns; the compute stream is of the
-high priority, so that no transfer stream is ever the same one.
+Nothing runs on the default stream, which synchronizes with all other streams. The model has a compute stream, and each
+user of transfers has its own. torch cycles through 32 streams per priority; the compute stream has high priority, so
+that it never coincides with a transfer stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, row
 from nanovllm.errors import ConfigError, EngineError
 
 _HIGH_PRIORITY = -1
-_ORIGIN_SECONDS = 4.0  # CUDA gives times between events as fp32 milliseconds: exact to half a microsecond up to here
+_ORIGIN_SECONDS = 4.0  # CUDA reports elapsed time as fp32 milliseconds, exact to half a microsecond up to here
 
 
 class CudaEvent(Event):
@@ -35,7 +35,7 @@ class CudaEvent(Event):
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """An event that later marks are timed from, and its own time."""
+    """A reference event for later marks, and its own time."""
 
     event: torch.cuda.Event
     before: Origin | None  # None for the first, which is second 0
@@ -50,7 +50,7 @@ class Origin:
 
 
 def seconds_between(origin: Origin, event: torch.cuda.Event) -> float | None:
-    """The time of `event` on the clock of `origin`; None as long as one of them has not happened."""
+    """The time of `event` on the clock of `origin`; None before both have happened."""
     if not (origin.event.query() and event.query()):
         return None
     start = origin.seconds()
@@ -67,7 +67,7 @@ class CudaMark(Mark):
 
 
 class CudaClock:
-    """Makes marks. Origins lie on a stream without other work, so that each happens before the marks that use it."""
+    """Makes marks. Origins are recorded on an unused stream, so that each precedes the marks that refer to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -113,11 +113,11 @@ class CudaStream(Stream):
 
 
 class CudaCallStream(CudaStream, CallStream):
-    """Host tasks run on a thread of CUDA's, in the order of the stream, so that events order them as they order copies.
+    """Runs host tasks on a thread of the CUDA driver, in stream order, so that events order them like copies.
 
-    Other streams do not learn of a failure: whoever relies on a result synchronizes before it is used, which raises it
-    once. No Python runs on that thread. CUDA holds locks while a task runs; a thread that has the GIL may wait for them
-    in any call of the driver, and would wait for ever if the task waited for the GIL.
+    Other streams do not see a failure: `synchronize` raises it once, and must be called before results are used. Tasks
+    run no Python. The driver holds locks during a task; a thread with the GIL may wait for these locks in any driver
+    call, and would deadlock with a task that waited for the GIL.
     """
 
     def __init__(self, name: str, inner: torch.cuda.Stream, clock: CudaClock) -> None:
@@ -141,7 +141,7 @@ class CudaCallStream(CudaStream, CallStream):
 
 
 class CudaDevice(Device):
-    """The CUDA device that is torch's current one when this is made."""
+    """The CUDA device that is torch's current device at construction."""
 
     name = "cuda"
     shares_host = False
@@ -149,17 +149,17 @@ class CudaDevice(Device):
     host_memory_may_grow = True
 
     def __init__(self) -> None:
-        """Raises ConfigError where there is no CUDA device, or the extension was built without CUDA."""
+        """Raises ConfigError without a CUDA device or without CUDA in the extension."""
         check_cuda()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        torch.empty(1, device=self.torch_device)  # makes the context that the extension uses as well
+        torch.empty(1, device=self.torch_device)  # creates the context that the extension shares
         self._clock = CudaClock(self.torch_device)
         self._compute = CudaStream("compute", torch.cuda.Stream(self.torch_device, _HIGH_PRIORITY), self._clock)
         self.compute_stream = self._compute
         self._streams: list[CudaStream] = []
         self._link = LinkMeter()
         self._page_lock = CudaPageLock()
-        self._known: set[tuple[int, int]] = set()  # storages that CUDA says are memory of this device
+        self._known: set[tuple[int, int]] = set()  # storages that CUDA confirmed to be memory of this device
         self._max_pitch = min(MAX_PITCH, _sgdma.max_pitch(self.torch_device.index))
         self._closed = False
 
@@ -184,8 +184,8 @@ class CudaDevice(Device):
             return torch.empty(shape, dtype=dtype, device=self.torch_device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
-                f"{name}: {_gib(_bytes_of(shape, dtype))} cannot be had, {_gib(self.free_memory())} of device memory "
-                "are free; lower num_gpu_blocks or gpu_memory_utilization"
+                f"{name}: {_gib(_bytes_of(shape, dtype))} cannot be allocated, {_gib(self.free_memory())} of device "
+                "memory are free; lower num_gpu_blocks or gpu_memory_utilization"
             ) from error
 
     def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -196,7 +196,7 @@ class CudaDevice(Device):
         if self._closed:
             raise EngineError(f"stream {stream.name} is closed: the engine it belongs to was shut down")
         sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
-        if copy.kind == "h2h":  # which CUDA would do at once, whatever the stream waits for
+        if copy.kind == "h2h":  # CUDA would run it at once and ignore the order of the stream
             copy_on_host_async(copy.dst, copy.src, *sizes, stream.inner)
             return 1
         begin = self._link.before(stream) if copy.kind == "h2d" else None
@@ -204,7 +204,7 @@ class CudaDevice(Device):
             copy.dst, copy.src, *sizes, copy.kind, stream.inner, rows_above=self._max_pitch, is_known=self._is_known
         )
         self._link.after(stream, begin, copy.width * copy.height)
-        # The copy was not refused, so CUDA has been asked about memory that was not known yet.
+        # The copy was accepted, so CUDA has confirmed its memory.
         self._known.update(map(_storage_of, (tensor for tensor in (copy.dst, copy.src) if tensor.is_cuda)))
         return count
 
@@ -212,16 +212,16 @@ class CudaDevice(Device):
         return rows_in_reach(host)
 
     def link_busy(self) -> Busy:
-        """Of the copies that are measured, which are a part of all."""
+        """Of a sample of the copies."""
         return self._link.read()
 
     def _is_known(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory never has to be asked about again: pools live as long as they are copied."""
+        """Whether the tensor's memory was confirmed before; pools outlive their copies."""
         storage = _storage_of(tensor)
         return storage in self._known if tensor.is_cuda else self._page_lock.covers(*storage)
 
     def peak_memory(self, work: Callable[[], object]) -> int:
-        """What the allocator took from the device for it, rounding and fragments included, and gave back."""
+        """See `Device.peak_memory`; counts the allocator's reservations, with rounding and fragmentation."""
         with self.compute():
             torch.cuda.synchronize(self.torch_device)
             torch.cuda.empty_cache()
@@ -238,7 +238,7 @@ class CudaDevice(Device):
             return record_graphs(works, self.torch_device.index)
 
     def free_memory(self) -> int:
-        torch.cuda.empty_cache()  # what torch keeps for later is free as well
+        torch.cuda.empty_cache()  # memory that torch caches is free as well
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def total_memory(self) -> int:
@@ -248,7 +248,7 @@ class CudaDevice(Device):
         return memory.available_bytes()
 
     def close(self) -> None:
-        """Wait for everything under way, so that its memory can be given back."""
+        """Wait for all work, so that its memory can be freed."""
         if not self._closed:
             self._closed = True
             for stream in [*self._streams, self._compute]:
@@ -268,7 +268,7 @@ def check_cuda() -> None:
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int]:
-    """Where the tensor's storage begins, and its bytes."""
+    """Address and bytes of the tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 

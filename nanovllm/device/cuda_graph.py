@@ -1,4 +1,4 @@
-"""Recording CUDA graphs through torch, one after the other, in one memory pool of their own."""
+"""Recording CUDA graphs through torch, one after the other, in one private memory pool."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class CudaGraph(Graph):
 def record_graphs(works: Sequence[Callable[[], object]], device_index: int) -> list[Graph]:
     """Record each work on the current stream, after running it there; see `Device.capture`.
 
-    The run before makes what must not be made while recording: compiled kernels, the workspaces of libraries. The
-    graphs may share one pool, since no work leaves anything in it, and they run one at a time.
+    The first run creates what a recording must not create: compiled kernels and workspaces of libraries. The graphs
+    share one pool, because no work leaves results in it and the graphs run one at a time.
     """
     for work in works:
         work()
     torch.cuda.current_stream().synchronize()
-    gc.collect()  # what is let go of while recording would be freed then, which CUDA does not allow
+    gc.collect()  # CUDA does not allow a collection to free memory during the recording
     pool = torch.cuda.graph_pool_handle()
     return [_record(work, pool, device_index) for work in works]
 
 
 def _record(work: Callable[[], object], pool: Any, device_index: int) -> Graph:
     graph = torch.cuda.CUDAGraph()
-    # Other threads may go on with copies: only what this one does belongs to the recording.
+    # Record the work of this thread only: other threads may continue to copy.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         work()
@@ -49,12 +49,12 @@ def _record(work: Callable[[], object], pool: Any, device_index: int) -> Graph:
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:
-    """End a recording. Raises if something in it was not allowed. torch's allocator, which would take it for under way
-    for ever and refuse to give memory back, is then told that it is over."""
+    """End a recording. Raises if it contained forbidden work, after telling torch's allocator that the recording is
+    over; otherwise the allocator would never free memory again."""
     try:
         graph.capture_end()
     except BaseException:
-        with suppress(Exception):  # the first fails where torch has done so by itself
+        with suppress(Exception):  # fails if torch has already done so
             torch._C._cuda_endAllocateToPool(device_index, pool)
             torch._C._cuda_releasePool(device_index, pool)
         raise

@@ -1,4 +1,4 @@
-"""How much memory this machine, this container and this process have, in bytes. Linux only."""
+"""Memory of this machine, this container and this process, in bytes. Linux only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SYSTEM_ROOT = Path("/")  # tests put files of their own in its place
-# Threads that start later take a stack each, and malloc maps 64 MiB for some of them.
+SYSTEM_ROOT = Path("/")  # tests replace it
+# Later threads need a stack each, and malloc maps 64 MiB for some of them.
 ADDRESS_SPACE_RESERVE = 512 << 20
-_V2_LIMITS, _V2_USAGE = ("memory.max", "memory.high"), "memory.current"  # above memory.high the process is throttled
+_V2_LIMITS, _V2_USAGE = ("memory.max", "memory.high"), "memory.current"  # the kernel throttles above memory.high
 _V1_LIMITS, _V1_USAGE = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A bound on bytes, and how many of them are taken. `name` says what sets it."""
+    """A limit in bytes, the bytes in use, and the name of what sets the limit."""
 
     name: str
     limit: int
@@ -31,17 +31,17 @@ class MemoryLimit:
 
 
 def memory_limits() -> list[MemoryLimit]:
-    """Every limit that holds for this process."""
+    """Every limit on this process."""
     return [*_cgroup_limits(SYSTEM_ROOT), *_resource_limits()]
 
 
 def mapped_bytes() -> int:
-    """Address space that this process has mapped, resident or not."""
+    """Mapped address space of this process, resident or not."""
     return _statm()[0]
 
 
 def address_space_left() -> int | None:
-    """Bytes that may still be mapped; None where `ulimit -v` sets no bound."""
+    """Bytes that may still be mapped; None without a limit of `ulimit -v`."""
     return min((limit.left for limit in _resource_limits() if limit.name == "ulimit -v"), default=None)
 
 
@@ -49,7 +49,7 @@ def address_space_left() -> int | None:
 
 
 def _resource_limits() -> Iterator[MemoryLimit]:
-    """`ulimit -v` and `ulimit -d`, less what threads will map."""
+    """`ulimit -v` and `ulimit -d`; the reserve for later threads counts as used."""
     mapped, data = _statm()
     for name, number, used in (("ulimit -v", resource.RLIMIT_AS, mapped), ("ulimit -d", resource.RLIMIT_DATA, data)):
         limit, _ = resource.getrlimit(number)
@@ -58,7 +58,7 @@ def _resource_limits() -> Iterator[MemoryLimit]:
 
 
 def _statm() -> tuple[int, int]:
-    """Bytes of address space that are mapped, and those of them that are data or stack."""
+    """Mapped bytes of address space, and the bytes of data and stack among them."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[0]) * resource.getpagesize(), int(fields[5]) * resource.getpagesize()
 
@@ -67,12 +67,12 @@ def _statm() -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
-    """The limits of this process's memory cgroups and of all that they lie in, of which each holds."""
+    """The limits of this process's memory cgroups and of all their ancestors, each of which applies."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    for line in [*lines, "0::/", "0:memory:/"]:  # a container may see its own cgroup as the root, whatever its path
+    for line in [*lines, "0::/", "0:memory:/"]:  # a container may see its cgroup as the root
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
             yield from _up_to(root / "sys/fs/cgroup", path, _V2_LIMITS, _V2_USAGE)
@@ -87,7 +87,7 @@ def _up_to(mount: Path, path: str, limit_files: tuple[str, ...], usage_file: str
 
 
 def _limits_of(directory: Path, limit_files: tuple[str, ...], usage_file: str) -> Iterator[MemoryLimit]:
-    """The limits that are set here. File pages that would be dropped when needed are not counted as used."""
+    """The limits of one cgroup. File pages that the kernel can drop do not count as used."""
     for name in limit_files:
         limit, used = _number(directory / name), _number(directory / usage_file)
         if limit is not None and used is not None:
@@ -102,7 +102,7 @@ def _number(path: Path) -> int | None:
 
 
 def _droppable(stat_file: Path) -> int:
-    """Version 1 says `total_` of a cgroup and all within it."""
+    """Inactive file pages. Version 1 has a `total_` field for a cgroup with its descendants."""
     try:
         text = stat_file.read_text()
     except OSError:
@@ -113,20 +113,20 @@ def _droppable(stat_file: Path) -> int:
     return 0
 
 
-# glibc's mallopt: parameters of <malloc.h>, and what `keep_freed_memory` sets them to.
+# Parameters of glibc's mallopt (<malloc.h>) and the values that `keep_freed_memory` sets.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-MAPPED_BYTES = 256 << 20  # the attention state of 16K tokens with 32 heads of 128 has as many
+MAPPED_BYTES = 256 << 20  # the attention state of 16K tokens with 32 heads of 128
 KEPT_BYTES = 512 << 20
 _MALLOC_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc keep up to KEPT_BYTES that were freed, for the whole process, and say whether it does.
+    """Make malloc keep up to KEPT_BYTES of freed memory in this process; return whether it does.
 
-    Each layer of a step allocates what the one before has freed. By default malloc hands buffers of that size back to
-    the system each time, and page faults then cost 3 to 6% of a prefill of 1,024 tokens or more. Memory in one piece of
-    MAPPED_BYTES or more, as KV pools are, still goes back when it is freed. Settings of malloc in the environment have
-    precedence, and where malloc is not glibc's nothing is changed.
+    Each layer of a step allocates buffers of the size that the previous layer freed. By default malloc returns them to
+    the system each time, and page faults cost 3 to 6% of a prefill of 1,024 tokens or more. Allocations of MAPPED_BYTES
+    or more, such as KV pools, still return to the system. Settings of malloc in the environment take precedence; other
+    allocators than glibc's are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _MALLOC_SETTINGS):
@@ -135,28 +135,28 @@ def keep_freed_memory() -> bool:
 
 
 def total_bytes() -> int:
-    """Memory of the machine, or what cgroups and resource limits let this process have if that is less."""
+    """Memory of the machine, or the smallest limit of cgroups and resource limits if that is less."""
     return min([_meminfo("MemTotal"), *(limit.limit for limit in memory_limits())])
 
 
 def available_bytes() -> int:
-    """Memory that could be allocated now without swapping, within the limits of this process."""
+    """Memory that can be allocated now without swapping, within the limits of this process."""
     return min([_meminfo("MemAvailable"), *(limit.left for limit in memory_limits())])
 
 
 def container_free_bytes() -> int | None:
-    """Memory that cgroups and resource limits leave, beyond which the kernel kills; None without a limit."""
+    """Memory that cgroups and resource limits leave; the kernel kills processes beyond it. None without a limit."""
     return min((limit.left for limit in memory_limits()), default=None)
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process now."""
+    """Current resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory that this process ever had."""
+    """Peak resident memory of this process."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match.group(1)) * 1024 if match else rss_bytes()
 

@@ -1,11 +1,12 @@
-"""Proof of ordering: a device that finds every pair of conflicting accesses with no order between them.
+"""The ordering check: a device that finds every pair of conflicting accesses that are not ordered.
 
-It wraps any device and follows what is put on its streams, in the order in which the host puts it there. Each stream,
-and the host, has a vector clock; recording an event keeps the stream's clock, waiting for it joins that clock in (Fidge
-and Mattern, 1988). Every copy, and every kernel that is declared, says which bytes it reads and writes. Two accesses to
-the same bytes, one of them a write, must be ordered by the clocks; whether they happened to collide plays no part.
+It wraps any device and follows the work of its streams in the order of submission. Each stream and the host has a
+vector clock. Recording an event stores the clock of the stream; waiting for the event joins the stored clock into that
+of the waiting stream (Fidge and Mattern, 1988). Every copy and every declared kernel states the bytes that it reads and
+writes. Of two accesses to the same bytes, one of them a write, the clocks must order one before the other, whether or
+not they collided in this execution.
 
-The compute stream counts as asynchronous, as it is on CUDA, also on devices where it is not.
+The compute stream counts as asynchronous on every device, as on CUDA.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch import Tensor
 from nanovllm.device.base import CallStream, Device, Event, HostTask, PitchedCopy, Stream
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
-GRANULE = 16  # bytes that are tracked as one: every row of a KV block is a multiple of it
+GRANULE = 16  # bytes tracked together; the size of every KV row is a multiple
 
 Clock = dict[str, int]
 
 
 class OrderingError(AssertionError):
-    """Two accesses that nothing orders, or a wait for an event that was never recorded."""
+    """Two unordered accesses, or a wait for an event that was never recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One copy's or kernel's use of memory: `time` is its own stream's clock when it was put there."""
+    """A copy or kernel that uses memory; `time` is the clock of its stream at submission."""
 
     what: str
     stream: str
@@ -51,11 +52,11 @@ class Rows:
 
 
 class Memory:
-    """The shadow of one allocation: for each granule, who wrote it last and who has read it since, by stream."""
+    """The shadow of one allocation: for each granule its last writer, and its last reader in each stream."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
-        self._tensor = tensor  # kept, so that nobody else is given its addresses
+        self._tensor = tensor  # keeps the addresses from being reused
         self.start = tensor.data_ptr()
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
         self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // GRANULE
@@ -63,7 +64,7 @@ class Memory:
         self.readers: dict[str, np.ndarray] = {}
 
     def piece(self, granule: int) -> str:
-        """Which piece of the pool a granule belongs to, such as "host blocks[3, 0]" (block, layer)."""
+        """The piece of the pool that holds a granule, such as "host blocks[3, 0]" (block, layer)."""
         index = np.unravel_index(granule // self._piece_granules, self._pool_shape)
         return f"{self.name}{[int(i) for i in index]}"
 
@@ -75,7 +76,7 @@ class CheckedEvent(Event):
 
 
 class CheckedStream(StreamWrapper):
-    """Follows the clock of one stream."""
+    """A stream with its vector clock."""
 
     def __init__(self, inner: Stream, name: str, host_clock: Clock) -> None:
         super().__init__(inner)
@@ -84,7 +85,7 @@ class CheckedStream(StreamWrapper):
         self._host_clock = host_clock
 
     def advance(self) -> int:
-        """Something is put on the stream: it comes after what the host has waited for. Returns the stream's time."""
+        """Submit work, ordered after all that the host has waited for. Returns the time of the stream."""
         join(self.clock, self._host_clock)
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
         return self.clock[self.name]
@@ -108,7 +109,7 @@ class CheckedStream(StreamWrapper):
 
 
 class CheckedCallStream(CheckedStream, CallStream):
-    """A stream of host tasks. What they touch is declared when they are launched."""
+    """A stream of host tasks, whose accesses are declared at launch."""
 
     def launch(self, task: HostTask) -> None:
         assert isinstance(self.inner, CallStream)
@@ -116,7 +117,7 @@ class CheckedCallStream(CheckedStream, CallStream):
 
 
 class OrderingCheck(DeviceWrapper):
-    """A device that raises OrderingError when something unordered is put on its streams."""
+    """A device that raises OrderingError when a submitted access is not ordered after a conflicting one."""
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
@@ -182,7 +183,7 @@ class OrderingCheck(DeviceWrapper):
                 memory.writer[part] = number
 
     def _granules(self, rows: Rows) -> list[tuple[Memory, slice]]:
-        """The shadow of each row. Memory that was not allocated here is nobody's business."""
+        """The shadow of each row. Memory that this device did not allocate is not checked."""
         index = bisect.bisect_right(self._memories, rows.start, key=lambda memory: memory.start) - 1
         if index < 0:
             return []
@@ -207,15 +208,15 @@ class OrderingCheck(DeviceWrapper):
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """clock becomes the latest of both, stream by stream."""
+    """Set `clock` to the later of both times for each stream."""
     for stream, time in other.items():
         clock[stream] = max(clock.get(stream, 0), time)
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block, of which each head is contiguous.
+    """The rows of a part `[2, kv_heads, tokens, head_dim]` of a KV block with contiguous heads.
 
-    Anything of one dimension is contiguous and one row.
+    A tensor of one dimension is contiguous and one row.
     """
     if tensor.dim() == 1:
         return Rows(tensor.data_ptr(), tensor.nbytes, tensor.nbytes, 1)

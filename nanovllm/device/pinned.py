@@ -1,8 +1,8 @@
-"""Page-locked host memory of exactly the size asked for, which the device's copy engines reach directly.
+"""Page-locked host memory of exact size, which the copy engines of the device reach directly.
 
-torch's pinned allocator rounds up to a power of two and locks in one piece; at hundreds of GiB the first doubles the
-memory and the second fails. Here the memory is one anonymous mapping, on huge pages where the kernel has them, near the
-device, touched by several threads and locked piece by piece.
+torch's pinned allocator rounds up to a power of two, which may double hundreds of GiB, and locks the memory with one
+call, which fails at that size. Here the memory is one anonymous mapping, with huge pages where the kernel has them and
+on the NUMA node of the device. Several threads touch it, and it is locked in pieces.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from nanovllm.comm import _sgdma
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError
 
-MAX_PIECE = 64 << 30  # bytes locked by one call: a single one over 512 GiB fails
+MAX_PIECE = 64 << 30  # bytes locked by one call; one call for more than 512 GiB fails
 MAX_TOUCHING_THREADS = 16
 PAGE = mmap.PAGESIZE
-TOUCHED_STEP = 64 << 20  # bytes taken at a time of memory that is not known to be there
-GROWTH_SECONDS = 1.0  # in which a machine grows that can
+TOUCHED_STEP = 64 << 20  # bytes touched at a time when more memory is needed than the system reports as free
+GROWTH_SECONDS = 1.0  # time limit for a virtual machine to grow
 
 
 class PageLock(Protocol):
-    """Locks and unlocks ranges of pages. Raises RuntimeError when it cannot."""
+    """Locks and unlocks ranges of pages. Raises RuntimeError on failure."""
 
     def lock(self, start: int, size: int) -> None: ...
     def unlock(self, start: int) -> None: ...
 
 
 class CudaPageLock:
-    """cudaHostRegister and cudaHostUnregister, and what is locked through it."""
+    """cudaHostRegister and cudaHostUnregister, with a record of the locked pieces."""
 
     def __init__(self) -> None:
-        self._locked: dict[int, int] = {}  # bytes from each start
+        self._locked: dict[int, int] = {}  # start -> bytes
 
     def lock(self, start: int, size: int) -> None:
         _sgdma.lock_pages(start, size)
@@ -52,7 +52,7 @@ class CudaPageLock:
         _sgdma.unlock_pages(start)
 
     def covers(self, start: int, size: int) -> bool:
-        """Whether all of the memory from `start`, where a locked piece begins, is locked."""
+        """Whether `size` bytes from `start`, the start of a locked piece, are all locked."""
         while size > 0:
             piece = self._locked.get(start)
             if piece is None:
@@ -62,10 +62,10 @@ class CudaPageLock:
 
 
 class LockedMapping(mmap.mmap):
-    """An anonymous mapping that unlocks and unmaps itself when nothing refers to it any more."""
+    """An anonymous mapping that unlocks and unmaps itself when the last reference goes."""
 
     _lock: PageLock
-    _locked: list[int]  # where the locked pieces begin
+    _locked: list[int]  # starts of the locked pieces
 
     def __new__(cls, size: int, lock: PageLock) -> LockedMapping:
         mapping = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -77,13 +77,13 @@ class LockedMapping(mmap.mmap):
         self._locked.append(start)
 
     def release(self) -> None:
-        """Unlock everything. Nothing may use the memory any more."""
+        """Unlock all pieces. The memory must not be in use."""
         while self._locked:
-            with suppress(RuntimeError):  # of a context that a kernel has broken: the pages go with the process
+            with suppress(RuntimeError):  # a failed kernel broke the CUDA context: the process end unlocks the pages
                 self._lock.unlock(self._locked.pop())
 
     def __del__(self) -> None:
-        if hasattr(self, "_locked"):  # it was mapped
+        if hasattr(self, "_locked"):  # the mapping succeeded
             self.release()
 
 
@@ -96,10 +96,10 @@ def empty_pinned(
     node: int | None = None,
     max_piece: int = MAX_PIECE,
 ) -> Tensor:
-    """A page-locked tensor, zero at first; unlocked and given back with its last view.
+    """A page-locked tensor of zeros, unlocked and freed with its last view.
 
-    node: the NUMA node to take pages from if it has any left. No `tensor[i]` lies across two pieces, since CUDA refuses
-    a copy that does. Raises ConfigError, with nothing left locked or mapped, when the memory cannot be had.
+    node: the preferred NUMA node. No `tensor[i]` crosses the border of two pieces, since CUDA refuses such copies.
+    Raises ConfigError, with nothing left locked or mapped, if the memory cannot be allocated.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:
@@ -109,7 +109,7 @@ def empty_pinned(
         mapping = LockedMapping(size, lock)
     except (OSError, OverflowError) as error:
         raise ConfigError(_refusal(name, size, f"it cannot be mapped ({error})")) from error
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # the kernel has no huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     start = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     if node is not None:
@@ -124,13 +124,13 @@ def empty_pinned(
 
 
 def rows_in_reach(tensor: Tensor, max_piece: int = MAX_PIECE) -> int:
-    """Of a tensor from `empty_pinned`: how many `tensor[i]` a piece holds. No copy may reach from one into the next."""
-    unit = tensor[:1].nbytes
-    return _piece_size(unit, max_piece) // unit if unit else 1
+    """The number of `tensor[i]` per locked piece of a tensor from `empty_pinned`. No copy may cross two pieces."""
+    row = tensor[:1].nbytes
+    return _piece_size(row, max_piece) // row if row else 1
 
 
 def nearest_node(device_index: int) -> int | None:
-    """The NUMA node that a CUDA device hangs on; None where there is one node only, or nobody knows."""
+    """The NUMA node of a CUDA device; None on machines with one node or if it is unknown."""
     try:
         address = _sgdma.pci_bus_id(device_index).lower()
         node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
@@ -140,7 +140,7 @@ def nearest_node(device_index: int) -> int | None:
 
 
 def _lock_all(mapping: LockedMapping, start: int, size: int, piece: int) -> str | None:
-    """Lock the mapping piece by piece. Returns None, or what went wrong, with nothing locked any more."""
+    """Lock the mapping piece by piece. Returns None, or the error after unlocking everything."""
     try:
         for offset, length in _pieces(size, piece):
             mapping.lock_piece(start + offset, length)
@@ -156,9 +156,9 @@ def _pieces(size: int, piece: int) -> Iterator[tuple[int, int]]:
         yield offset, min(piece, size - offset)
 
 
-def _piece_size(unit: int, max_piece: int) -> int:
-    """The largest multiple of whole units and whole pages up to `max_piece`, at least one of them."""
-    step = math.lcm(unit, mmap.PAGESIZE)
+def _piece_size(row_bytes: int, max_piece: int) -> int:
+    """The largest common multiple of rows and pages up to `max_piece`, or the least common multiple if it is larger."""
+    step = math.lcm(row_bytes, mmap.PAGESIZE)
     return max(max_piece // step, 1) * step
 
 
@@ -169,10 +169,10 @@ def _check_container(name: str, size: int) -> None:
 
 
 def _touch_all(start: int, size: int) -> str | None:
-    """Make the pages exist. Returns None, or why not all of them can.
+    """Make the system allocate the pages. Returns None, or the reason why it cannot allocate all.
 
-    A virtual machine may grow as its memory is used, and say so only then. So memory that is free by its own account is
-    touched at once, and beyond that a small step at a time, until a step neither fits nor makes the machine grow.
+    A virtual machine may grow only when its memory is used. So the memory that it reports as free is touched at once,
+    and the rest in small steps, until a step neither fits nor makes the machine grow.
     """
     threads, done = min(MAX_TOUCHING_THREADS, os.cpu_count() or 1), 0
     while done < size:
@@ -187,7 +187,7 @@ def _touch_all(start: int, size: int) -> str | None:
 
 
 def _has_grown(total: int) -> bool:
-    """Whether the machine has more memory than `total`, or is free of want, now or in a moment."""
+    """Whether the machine gets more memory than `total`, or has enough free memory, within GROWTH_SECONDS."""
     until = time.monotonic() + GROWTH_SECONDS
     while memory.total_bytes() <= total and memory.available_bytes() < TOUCHED_STEP:
         if time.monotonic() > until:

@@ -1,8 +1,8 @@
-"""A timeline of what a device did: copies and kernels, a row for each stream, as a Chrome trace.
+"""A timeline of copies and kernels as a Chrome trace, with one row per stream.
 
-The file opens in https://ui.perfetto.dev and chrome://tracing. Copies, and waits of the compute stream, are timed by
-marks on their stream before and after them; a kernel lasts from its declaration to `end_kernel`, or to the next thing
-that the device hears of on the compute stream. Marks are read once they are passed, so nothing waits for them.
+The file opens in https://ui.perfetto.dev and chrome://tracing. Marks on the stream time copies, host tasks and waits of
+the compute stream. A kernel lasts from its declaration to `end_kernel` or the next event on the compute stream. Marks
+are read after the stream has passed them, so tracing never waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPUTE = "compute"
 
 @dataclass(slots=True)
 class Slice:
-    """Something that a stream did between two marks."""
+    """Work of a stream between two marks."""
 
     name: str
     stream: str
@@ -34,14 +34,14 @@ class Slice:
     facts: dict[str, int]
 
     def times(self) -> tuple[float, float] | None:
-        """Seconds at which it began and ended; None as long as it has not ended."""
+        """Begin and end in seconds; None before the end."""
         begin, end = self.begin.seconds(), self.end.seconds()
         return None if begin is None or end is None else (begin, end)
 
 
 @dataclass(slots=True)
 class OpenKernel:
-    """Kernels of one name, declared one after the other, that have not been ended yet."""
+    """Consecutive kernels of one name that have not ended yet."""
 
     name: str
     begin: Mark
@@ -51,13 +51,13 @@ class OpenKernel:
 
 @dataclass(slots=True)
 class Timeline:
-    """Slices, and those of them that are over as events of the trace format, times in seconds."""
+    """Slices under way, and finished slices as events of the trace format, times in seconds."""
 
     slices: list[Slice] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Read the times of what is over, and let go of its marks."""
+        """Turn finished slices into events and drop their marks."""
         under_way = []
         for piece in self.slices:
             times = piece.times()
@@ -68,7 +68,7 @@ class Timeline:
         self.slices = under_way
 
     def chrome(self, process: str, streams: Sequence[str]) -> dict[str, Any]:
-        """The trace as JSON wants it: complete events in microseconds from the first, a thread for each stream."""
+        """The trace as JSON data: complete events in microseconds from the first event, one thread per stream."""
         start = min((event["times"][0] for event in self.events), default=0.0)
         rows = {name: row for row, name in enumerate(streams)}
         named: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": process}}]
@@ -97,7 +97,7 @@ class TracedStream(StreamWrapper):
 
 
 class TracedCallStream(TracedStream, CallStream):
-    """A task is a slice, named after the kernel that was declared for it."""
+    """A host task is a slice with the name of the kernel declared for it."""
 
     def __init__(self, inner: CallStream, name: str, device: TracedDevice) -> None:
         super().__init__(inner, name)
@@ -113,7 +113,7 @@ class TracedCallStream(TracedStream, CallStream):
 
 
 class TracedCompute(StreamWrapper):
-    """The compute stream: its waits are slices, and no part of the kernel before."""
+    """The compute stream. A wait ends the current kernel and is a slice of its own."""
 
     def __init__(self, device: TracedDevice) -> None:
         super().__init__(device.inner.compute_stream)
@@ -127,7 +127,7 @@ class TracedCompute(StreamWrapper):
 
 
 class TracedDevice(DeviceWrapper):
-    """A device that writes down what it does, and writes it to `path` when it is closed."""
+    """A device that records its work and writes the trace to `path` when it closes."""
 
     def __init__(self, inner: Device, path: str | Path) -> None:
         super().__init__(inner)
@@ -192,12 +192,12 @@ class TracedDevice(DeviceWrapper):
         self.inner.end_kernel()
 
     def close(self) -> None:
-        """Wait for what is under way, close the device and write the file. Raises EngineError if it cannot be."""
+        """Wait for all work, close the device and write the file. Raises EngineError if the file cannot be written."""
         if self._closed:
             return
         self._closed = True
         for stream in [*self._streams, self.compute_stream]:
-            with suppress(EngineError):  # told to whoever waited for it
+            with suppress(EngineError):  # already raised to the caller that waited
                 stream.synchronize()
         self.timeline.settle()
         self.inner.close()
@@ -208,5 +208,5 @@ class TracedDevice(DeviceWrapper):
             raise EngineError(f"trace={str(self._path)!r}: the file cannot be written: {error}") from error
 
     def add(self, name: str, stream: str, begin: Mark, end: Mark, **facts: int) -> None:
-        """Something that a stream does between two marks."""
+        """Record the work of a stream between two marks."""
         self.timeline.slices.append(Slice(name, stream, begin, end, facts))

@@ -1,4 +1,4 @@
-"""A device around another one, which does everything that the outer one does not do otherwise."""
+"""A device that forwards to another device; subclasses override parts of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, Mark, P
 
 
 class StreamWrapper(Stream):
-    """Passes everything on to `inner`."""
+    """Forwards everything to `inner`."""
 
     def __init__(self, inner: Stream) -> None:
         self.inner = inner
@@ -31,7 +31,7 @@ class StreamWrapper(Stream):
 
 
 class DeviceWrapper(Device):
-    """Passes everything on to `inner`. Whoever gives out streams or events of its own passes on what is in them."""
+    """Forwards everything to `inner`. A subclass with streams or events of its own passes their inner ones on."""
 
     def __init__(self, inner: Device) -> None:
         self.inner = inner

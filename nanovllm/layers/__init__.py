@@ -1,1 +1,1 @@
-"""Pieces of a network: weights and arithmetic, no knowledge of any model family."""
+"""Layers of a network: weights and arithmetic, independent of model families."""

@@ -1,4 +1,4 @@
-"""What requests change in their logits before a token is drawn: bans, biases, penalties."""
+"""Changes of logits before a token is drawn: bans, biases and penalties of each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.ops.upload import upload
 
 
 class LogitAdjustments(Protocol):
-    """What is read of a row; see `engine.batch.LogitAdjustments`."""
+    """The adjustments of one row; see `engine.batch.LogitAdjustments`."""
 
     @property
     def banned(self) -> array[int]: ...
@@ -34,7 +34,7 @@ class LogitAdjustments(Protocol):
 
 
 def adjust_(logits: Tensor, adjustments: Sequence[LogitAdjustments | None]) -> Tensor:
-    """Change contiguous fp32 logits [rows, vocab] in place, all rows in one pass, and return them.
+    """Adjust contiguous fp32 logits [rows, vocab] in place, all rows in one pass, and return them.
 
     Banned tokens become -inf and biases are added. Then the repetition penalty divides positive and multiplies negative
     logits of tokens in the prompt or the output; frequency and presence penalty are subtracted from those of tokens in
@@ -58,7 +58,7 @@ def _penalize_repetition_(logits: Tensor, rows: Sequence[tuple[int, LogitAdjustm
     indices = _flat_indices(logits, [(index, row.prompt_tokens + row.output_tokens) for index, row in rows])
     penalties = _by_row(logits, [(index, row.repetition_penalty) for index, row in rows], indices)
     seen = logits.view(-1)[indices]
-    # A token that occurs twice is written twice, with the same value.
+    # A repeated token is written repeatedly with the same value.
     logits.view(-1)[indices] = torch.where(seen > 0, seen / penalties, seen * penalties)
 
 
@@ -73,7 +73,7 @@ def _penalize_output_(logits: Tensor, rows: Sequence[tuple[int, LogitAdjustments
 
 
 def _flat_indices(logits: Tensor, tokens: Sequence[tuple[int, array[int]]]) -> Tensor:
-    """Where the tokens of the given rows lie in the flat logits: int64 [tokens]."""
+    """Indices of the tokens of the given rows into the flat logits: int64 [tokens]."""
     joined = bytearray(b"".join(part for _, part in tokens))
     token_ids = torch.frombuffer(joined, dtype=torch.int64) if joined else torch.empty(0, dtype=torch.int64)
     lengths = torch.tensor([len(part) for _, part in tokens])
@@ -82,7 +82,7 @@ def _flat_indices(logits: Tensor, tokens: Sequence[tuple[int, array[int]]]) -> T
 
 
 def _by_row(logits: Tensor, values: Sequence[tuple[int, float]], indices: Tensor) -> Tensor:
-    """The value of the row in which each place lies."""
+    """For each flat index, the value of its row."""
     column = torch.zeros(logits.shape[0], dtype=logits.dtype)
     column[[index for index, _ in values]] = torch.tensor([value for _, value in values], dtype=logits.dtype)
     return upload(column, logits.device)[indices // logits.shape[1]]

@@ -1,4 +1,4 @@
-"""How likely tokens are under raw logits: log-probabilities, ranks, and the most likely tokens."""
+"""Log-probabilities and ranks of tokens under raw logits, and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.ops.row_kernels import softmax
 from nanovllm.ops.upload import upload
 
-MAX_ROWS = 256  # at a time, beside their logits
+MAX_ROWS = 256  # rows at a time, which bounds the memory
 
 
 class RowLogprobs(NamedTuple):
@@ -26,9 +26,9 @@ class RowLogprobs(NamedTuple):
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[RowLogprobs | None]:
     """Each row's natural-log probability of its token, the token's rank, and the `count` most likely tokens.
 
-    logits: floating [rows, vocab], left as they are; the softmax is taken in fp32. Nothing is computed of a row whose
-    count is None. The rank is 1 + the number of tokens with a larger log-probability. A row depends on its own logits,
-    token and count alone.
+    logits: floating [rows, vocab], not modified; the softmax is fp32. A row with count None is skipped. The rank is
+    1 + the number of tokens with a larger log-probability. A result depends on the logits, token and count of its row
+    alone.
     """
     found: list[RowLogprobs | None] = [None] * len(counts)
     asked = [row for row, count in enumerate(counts) if count is not None]
@@ -44,8 +44,8 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
 def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
     logprobs, chosen, ranks = chosen_logprobs(logits, upload(torch.tensor(token_ids), logits.device))
     top: list[tuple[list[int], list[float]]] = [([], [])] * len(counts)
-    # One call for each count: were the largest taken for all, other rows would decide which of equally likely tokens
-    # are named.
+    # One call per count: with the largest count for all rows, the order of equally likely tokens would depend on other
+    # rows.
     for count in set(counts) - {0}:
         rows = [row for row, asked in enumerate(counts) if asked == count]
         values, tokens = (logprobs if len(rows) == len(counts) else logprobs[rows]).topk(count, dim=-1)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its rotary embedding, as plain data."""
+"""The rotary embedding of a checkpoint as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Parameters of one RoPE kind, named as in Transformers; what a kind does not read keeps its default."""
+    """Parameters of one RoPE kind, named as in Transformers; fields that a kind does not use keep their default."""
 
     kind: RopeKind = "default"
     theta: float = 10_000.0

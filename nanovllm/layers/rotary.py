@@ -1,7 +1,7 @@
-"""Rotary position embedding: angles for the positions of one batch, never a table over all positions.
+"""Rotary position embedding: angles for the positions of one batch, without a table over all positions.
 
-Frequencies are those of Transformers' rope kinds, computed with the same fp32 operations in the same order:
-at position 100,000 one rounding of a frequency turns an angle by 0.01 rad, so an equal formula is not enough.
+The frequencies of all RoPE kinds use the same fp32 operations in the same order as Transformers: at position 100,000
+one rounding of a frequency changes an angle by 0.01 rad, so an equivalent formula is not enough.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from nanovllm.ops.row_kernels import cos_sin, powers
 
 
 class RotaryEmbedding:
-    """cos and sin for the tokens of a batch, from their positions alone (and, for dynamic, their lengths)."""
+    """cos and sin for the tokens of a batch, from their positions alone (and sequence lengths for dynamic RoPE)."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.rope = rope
         self.head_dim = head_dim
-        # Made on the CPU whatever the device is: pow rounds differently elsewhere.
+        # Computed on the CPU for every device: pow rounds differently elsewhere.
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
         self._exponents = _exponents(head_dim).double().to(device)
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32.
 
-        positions, lengths: int64 [tokens]; a token's length is the sequence length dynamic RoPE scales by.
+        positions, lengths: int64 [tokens]; the length of a token is the sequence length for dynamic RoPE.
         """
         angles = positions.float()[:, None] * self._frequencies(lengths)
         cos, sin = cos_sin(angles, self.rope.attention_factor)
         return cos[:, None, :], sin[:, None, :]
 
     def _frequencies(self, lengths: Tensor) -> Tensor:
-        """[head_dim / 2], or [tokens, head_dim / 2] where each token has its own."""
+        """[head_dim / 2], or [tokens, head_dim / 2] for dynamic RoPE."""
         if self.rope.kind != "dynamic":
             return self.inv_freq
         grown = dynamic_frequencies(self.rope, self._exponents, lengths)
@@ -43,7 +43,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of each pair, fp32 [head_dim / 2]; for dynamic, those up to the trained length."""
+    """Radians per position of each pair, fp32 [head_dim / 2]; for dynamic RoPE those up to the trained length."""
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, head_dim)
     inv_freq = 1.0 / (rope.theta ** _exponents(head_dim))
@@ -58,9 +58,9 @@ def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> T
     """Dynamic NTK frequencies at sequence lengths int64 [tokens]: fp32 [tokens, head_dim / 2].
 
     exponents: fp64 [head_dim / 2], those of `inverse_frequencies`, where the lengths are.
-    theta' = theta * (factor * length / trained - (factor - 1)) ^ (head_dim / (head_dim - 2)). In fp64: the
-    fp32 pow gives one token alone other bits than the same token in a batch; rounded from fp64 they agree. On the CPU
-    they agree by design, since `cpu_rows.powers` takes each power alone.
+    theta' = theta * (factor * length / trained - (factor - 1)) ^ (head_dim / (head_dim - 2)). In fp64,
+    because the bits of an fp32 pow depend on the batch; rounded from fp64 they agree. On the CPU `cpu_rows.powers`
+    computes each power alone.
     """
     growth = rope.factor * lengths.double() / rope.original_max_position - (rope.factor - 1)
     head_dim = 2 * len(exponents)
@@ -73,7 +73,7 @@ def _exponents(head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(rope: RopeSpec, inv_freq: Tensor) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Stretch long wavelengths by `factor`, keep short ones and blend between them (Llama 3.1)."""
     low, high, trained = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position
     wavelength = 2 * math.pi / inv_freq
     stretched = torch.where(wavelength > trained / low, inv_freq / rope.factor, inv_freq)
@@ -84,7 +84,7 @@ def _llama3_frequencies(rope: RopeSpec, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Blend of stretched and kept frequencies, by how often each pair turns over the trained length.
+    """Blend stretched and kept frequencies by the number of rotations of each pair over the trained length.
 
     Source: Peng et al., "YaRN" (2023), section 3.2.
     """
@@ -101,6 +101,6 @@ def _yarn_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _dim_turning(turns: float, rope: RopeSpec, head_dim: int) -> float:
-    """The (fractional) dimension that turns `turns` times over the trained length."""
+    """The (fractional) dimension that rotates `turns` times over the trained length."""
     ratio = math.log(rope.original_max_position / (turns * 2 * math.pi))
     return head_dim * ratio / (2 * math.log(rope.theta))

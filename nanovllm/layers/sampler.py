@@ -1,4 +1,4 @@
-"""Choosing the next token of each row. A row's draw depends on its logits, its seed and its index, and nothing else."""
+"""Sampling the next token of each row. A draw depends on the logits, seed and index of its row alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nanovllm.ops.row_kernels import draw, softmax
 from nanovllm.ops.torch_rows import GOLDEN_GAMMA, as_int64, splitmix64
 from nanovllm.ops.upload import upload
 
-# Logits at a time: drawing takes about twelve times their memory. On the CPU that should stay in the cache.
+# Logits per draw, which takes about twelve times their memory; on the CPU that should fit the cache.
 CPU_PIECE = 2**18
 DEVICE_PIECE = 2**23
-WINDOW = 1024  # logits of a row that are sorted first
-# In place of a token: the row's logits hold NaN or infinity; all tokens of the row are banned.
+WINDOW = 1024  # number of largest logits of a row that are sorted first
+# Returned instead of a token: the logits of the row hold NaN or infinity; all tokens of the row are banned.
 NOT_FINITE, ALL_BANNED = -1, -2
 
 
 class SamplingRow(Protocol):
-    """What the sampler reads of a row; see `engine.batch.SamplingRow`."""
+    """The parameters of one row; see `engine.batch.SamplingRow`."""
 
     @property
     def temperature(self) -> float: ...
@@ -42,19 +42,20 @@ class SamplingRow(Protocol):
     def adjustments(self) -> LogitAdjustments | None: ...
 
 
-# Takes logits that it may change, fp32 [rows, vocab], and gives int64 [rows].
+# Takes fp32 logits [rows, vocab], which it may change, and returns int64 [rows].
 _Choice = Callable[[Tensor, Sequence[SamplingRow]], Tensor]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """The next token of each row, or NOT_FINITE or ALL_BANNED. logits: floating [rows, vocab], left as they are.
+    """The next token of each row, or NOT_FINITE or ALL_BANNED. logits: floating [rows, vocab], not modified.
 
-    vLLM's order: bans, biases and penalties (`adjust_`), temperature, min_p, top_k, and top_p of what these leave. The
-    draw is the largest of log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i). Greedy rows without
-    adjustments are neither copied nor sorted, and only the likeliest logits of rows with top_k or top_p are sorted.
+    The order is vLLM's: bans, biases and penalties (`adjust_`), temperature, min_p, top_k, then top_p of the remaining
+    tokens. The drawn token has the largest log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i).
+    Greedy rows without adjustments are neither copied nor sorted; rows with top_k or top_p sort their largest logits
+    only.
     """
     choices = [_choice(row) for row in rows]
-    # NaN where any logit is. On the CPU, the two together take a fifth of aminmax's time.
+    # NaN if any logit is NaN. On the CPU, the two calls take a fifth of the time of aminmax.
     is_finite = logits.amin(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()
     tokens = torch.argmax(logits, dim=-1) if None in choices else logits.new_zeros(len(rows), dtype=torch.int64)
     for choose in {choice for choice in choices if choice is not None}:
@@ -66,17 +67,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             scores = adjust_(logits[index].float(), [rows[i].adjustments for i in part])
             is_banned = scores.amax(dim=-1) == float("-inf")
             tokens[index] = choose(scores, [rows[i] for i in part]).masked_fill(is_banned, ALL_BANNED)
-    # The host learns of it with the tokens, which it waits for anyway.
+    # Sent with the tokens, for which the host waits anyway.
     return [int(token) for token in tokens.masked_fill(~is_finite, NOT_FINITE).tolist()]
 
 
 def rows_at_once(vocab_size: int, device: torch.device) -> int:
-    """How many rows are drawn in one piece."""
+    """The number of rows per draw."""
     return max(1, (CPU_PIECE if device.type == "cpu" else DEVICE_PIECE) // vocab_size)
 
 
 def _choice(row: SamplingRow) -> _Choice | None:
-    """How the row's token is chosen; None takes the largest logit as it is."""
+    """How to choose the token of the row; None for the argmax of the original logits."""
     if row.temperature > 0:
         return draw_from_likeliest if row.top_k > 0 or row.top_p < 1.0 else draw_from_all
     return _take_largest if row.adjustments is not None else None
@@ -96,7 +97,7 @@ def draw_from_all(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def draw_from_likeliest(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw rows with top_k or top_p: int64 [rows]. Changes logits fp32 [rows, vocab].
 
-    The WINDOW largest logits are nearly always more than what is kept; only rows where they are not are sorted whole.
+    The WINDOW largest logits nearly always include all kept ones; only rows where they do not are sorted completely.
     """
     scores = scale_(logits, rows)
     width = min(WINDOW, scores.shape[1])
@@ -111,8 +112,8 @@ def draw_from_likeliest(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _draw_in_order(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    if scores.device.type == "cpu":  # elsewhere to ask for the number costs more than noise for all
-        width = max(1, int((scores > float("-inf")).sum(dim=-1).max()))  # what is cut off lies behind what is kept
+    if scores.device.type == "cpu":  # elsewhere reading the number costs more than noise for all
+        width = max(1, int((scores > float("-inf")).sum(dim=-1).max()))  # kept scores come first
         scores, tokens = scores[:, :width], tokens[:, :width]
     return tokens.gather(1, _draw(scores, tokens, rows).unsqueeze(1)).squeeze(1)
 
@@ -124,23 +125,24 @@ def _draw(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor
 def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `width` largest scores, largest first, -inf where top_k or top_p cuts off, and their tokens: [rows, width].
 
-    Of equal scores the lower token stands first. Third, bool [rows]: whether everything that is kept is among them.
+    Of equal scores the lower token comes first. The third result, bool [rows], says whether all kept scores are
+    included.
     """
     ordered, tokens = _largest_in_order(scores, width)
     vocab_size = scores.shape[1]
     top_k = upload(torch.tensor([row.top_k or vocab_size for row in rows]), scores.device).unsqueeze(1)
     top_p = _column(scores, [row.top_p for row in rows])
-    certain = ordered > ordered[:, -1:]  # which of several scores like the last one are here is anyone's guess
+    certain = ordered > ordered[:, -1:]  # scores equal to the last one may also be outside the window
     ordered.masked_fill_(torch.arange(width, device=scores.device) >= top_k, float("-inf"))
     probs = softmax(ordered)
     if width < vocab_size:
         probs = torch.where(top_k > width, softmax(scores).gather(1, tokens), probs)
-    # A token is kept while the ones before it have not reached top_p: the most likely one always is.
+    # A token is kept if the tokens before it have not reached top_p; the most likely token is always kept.
     beyond_p = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
-    beyond_p[:, 0] = False  # also when a tiny top_p is 0 in fp32
+    beyond_p[:, 0] = False  # even if a tiny top_p rounds to 0 in fp32
     ordered.masked_fill_(beyond_p, float("-inf"))
     complete = (ordered > float("-inf")).sum(dim=-1) <= certain.sum(dim=-1)
-    complete &= ((top_k <= width) | (top_k >= vocab_size)).squeeze(1)  # else top_p's share is of what top_k leaves
+    complete &= ((top_k <= width) | (top_k >= vocab_size)).squeeze(1)  # else top_p would apply to other tokens
     return ordered, tokens, complete | (width == vocab_size)
 
 
@@ -153,7 +155,7 @@ def _largest_in_order(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def scale_(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Divide by the temperatures, and cut off what min_p does, in place."""
+    """Divide by the temperatures and apply min_p, in place."""
     scores = logits.div_(_column(logits, [row.temperature for row in rows]))
     if any(row.min_p > 0.0 for row in rows):
         log_min_p = _column(scores, [math.log(row.min_p) if row.min_p > 0.0 else -math.inf for row in rows])

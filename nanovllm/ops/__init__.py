@@ -1,4 +1,4 @@
-"""Attention kernels, and the choice between them."""
+"""Kernels, and the choice of the attention backend."""
 
 from __future__ import annotations
 

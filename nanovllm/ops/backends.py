@@ -1,4 +1,4 @@
-"""The choice of an attention backend: by device and head size, and on a GPU only after it has given right answers."""
+"""The choice of the attention backend by device and head size; on a GPU only after a check against fp64."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from nanovllm.ops.triton_support import triton_runs
 
 logger = logging.getLogger(__name__)
 
-CHECK_BOUND = 2e-2  # of outputs and LSE against fp64, for bf16 inputs of size 1
+CHECK_BOUND = 2e-2  # largest error of output and LSE against fp64, for bf16 inputs of size 1
 
 
 def select_backend(torch_device: torch.device, head_dim: int) -> AttentionBackend:
-    """The backend for a device. Raises ConfigError where none computes the right thing."""
+    """The backend for a device. Raises ConfigError if none computes correct results."""
     if torch_device.type == "cpu":
         return select_cpu_backend(head_dim)
     return first_right(cuda_backends(torch_device, head_dim), torch_device, head_dim)
 
 
 def select_cpu_backend(head_dim: int, num_threads: int | None = None) -> AttentionBackend:
-    """The C++ kernel where it can be used, torch's operator for the head sizes that it does not take.
+    """The C++ kernel, or torch's operator for head sizes that the kernel does not support.
 
-    `num_threads` is the kernel's number of threads; without it, and for the operator, it is torch's.
+    num_threads: threads of the kernel, by default torch's number. The operator always uses torch's number.
     """
     return NativeAttention(num_threads) if supports_head_dim(head_dim) else TorchAttention()
 
 
 def is_chunk_invariant(backend: AttentionBackend) -> bool:
-    """Whether a row's bits stay the same however a prompt is cut into chunks. torch's operator sums by their shape."""
+    """Whether the bits of a row do not depend on the chunking of a prompt. torch's operator sums by the chunk shape."""
     return not isinstance(backend, TorchAttention)
 
 
 def row_attention(backend: AttentionBackend) -> RowAttention | None:
-    """What attends to single query rows for `backend`, if a graph can record it."""
+    """The part of `backend` that attends single query rows, if a graph can record it."""
     if isinstance(backend, FlashAttention | CudnnAttention):
         return None if backend.other is None else row_attention(backend.other)
     return backend if isinstance(backend, RowAttention) else None
 
 
 def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]:
-    """What is there on a CUDA device, the preferred one first."""
+    """The available backends on a CUDA device, the preferred one first."""
     own: AttentionBackend | None = None
     if triton_runs():
         from nanovllm.ops.triton_attention import TritonAttention
@@ -67,13 +67,13 @@ def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]
     flash: list[AttentionBackend] = [
         FlashAttention(name, kernel, own) for name, kernel in flash_kernels(device, head_dim).items()
     ]
-    # flash-attn 3 is the fastest on its device. The others have to merge block by block, the own kernel has not.
+    # flash-attn 3 is the fastest on its device. The other libraries merge block by block, the Triton kernel does not.
     faster = [backend for backend in flash if backend.name.startswith("flash-attn 3")]
     rest = [backend for backend in flash if backend not in faster]
     preferred = [*faster, *([own] if own is not None else [])]
     if own is None or not cudnn_takes(device, head_dim):
         return [*preferred, *rest]
-    # Only where a sweep on this device found it faster, and from the block size on from which it was.
+    # Preferred only if a sweep on this device found it faster, from the measured block size on.
     entry = tuned_entry(device, head_dim, torch.bfloat16)
     if entry is not None and entry.cudnn_from_block is not None:
         return [CudnnAttention(cudnn_attention, own, entry.cudnn_from_block), *preferred, *rest]
@@ -81,17 +81,17 @@ def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]
 
 
 def first_right(backends: Iterable[AttentionBackend], device: torch.device, head_dim: int) -> AttentionBackend:
-    """The first backend that agrees with the reference; those before it are passed over with a warning."""
+    """The first backend that agrees with the reference; a warning names each rejected backend."""
     tried = []
     for backend in backends:
         try:
             difference = difference_from_reference(backend, device, head_dim)
         except Exception as error:  # a library built for another torch or GPU may fail in any way
-            logger.warning("attention backend %s is not used, it fails: %s", backend.name, error)
+            logger.warning("attention backend %s is not used because it fails: %s", backend.name, error)
         else:
             if difference <= CHECK_BOUND:
                 return backend
-            logger.warning("attention backend %s is not used, it is wrong by %g", backend.name, difference)
+            logger.warning("attention backend %s is not used because its error is %g", backend.name, difference)
         tried.append(backend.name)
     raise ConfigError(
         f"device={str(device)!r}: no attention backend works for heads of {head_dim}"
@@ -100,8 +100,7 @@ def first_right(backends: Iterable[AttentionBackend], device: torch.device, head
 
 
 def difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
-    """Largest error of output or LSE over a few rows of prefill, of whole blocks and not, and of decode; NaN counts as
-    infinite."""
+    """Largest error of output or LSE in prefill, of complete and partial blocks, and decode; NaN counts as infinite."""
     if isinstance(backend, CudnnAttention):
         backend = backend.for_every_block()
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5

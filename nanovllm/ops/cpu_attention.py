@@ -1,9 +1,8 @@
-"""Attention on the CPU over KV blocks that may lie anywhere in memory: exact, resumable, and the same to the bit.
+"""Attention on the CPU over KV blocks at arbitrary addresses: exact, resumable and bit-reproducible.
 
-One KV block is one contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, and is given by
-its address. Calls that carry on from each other's (out, LSE) give the same bits as one call over all blocks;
-neither the place of the blocks, the chunking of the query rows, the number of threads nor the rest of the batch
-changes any. Another instruction set or block size does, within rounding.
+A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address.
+Calls that continue from each other's (out, LSE) give the same bits as one call over all blocks. The bits depend on the
+instruction set and the block size, but not on block addresses, chunking, the number of threads or the batch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def attend_batch(
     q: [tokens, heads, head_dim] bf16, fp16 or fp32, the dtype of the blocks; head_dim a multiple of 16.
     blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive.
     rows: int64 [sequences, 7], as `AttentionMetadata.rows`.
-    out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no sequence are left alone;
+    out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no sequence are not written;
     no two sequences share a row.
     window: keys in (p - window, p] are visible to position p; 0 means all up to p. The mask is causal.
     carry: (out, lse) hold the state over earlier blocks of the same rows and are updated in place; otherwise they are

@@ -1,4 +1,4 @@
-"""The instruction sets that the CPU kernels are written for, and which of them this machine runs."""
+"""The instruction sets of the CPU kernels that this machine supports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.flo
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Those of "avx512bf16", "avx512", "avx2" and "portable" that this machine runs, best first.
+    """The subset of "avx512bf16", "avx512", "avx2" and "portable" that this machine supports, best first.
 
-    The environment variable NANOVLLM_CPU_ISA names the best one to use; ConfigError if the machine does not run it.
+    The environment variable NANOVLLM_CPU_ISA sets the best one to use; ConfigError if the machine does not support it.
     """
     try:
         return tuple(_cpu_kernels.instruction_sets())
@@ -25,7 +25,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def choose(isa: str | None = None) -> str:
-    """`isa` if this machine runs it, else ValueError; the best one for None."""
+    """`isa`, or the best one for None. Raises ValueError if this machine does not support `isa`."""
     available = instruction_sets()
     if isa is not None and isa not in available:
         raise ValueError(f"Instruction set {isa!r} does not run on this machine; choose one of {', '.join(available)}.")

@@ -1,7 +1,7 @@
-"""Linear layers on the CPU, in C++: a row's bits depend on the row, the weights and the instruction set alone.
+"""Linear layers on the CPU, in C++. The bits of a row depend only on the row, the weights and the instruction set.
 
-csrc/cpu_linear.h says in which order a sum is taken. Few rows cost the time that it takes to read the weights, many
-rows run at the rate of the processor's multipliers.
+csrc/cpu_linear.h documents the order of a sum. With few rows reading the weights determines the time, with many rows
+the multiplication rate of the processor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `cpu_linear` computes this product: on the CPU, in one of the dtypes of the kernels."""
+    """Whether `cpu_linear` supports this product: both on the CPU, of one dtype that the kernels support."""
     return x.is_cpu and weight.is_cpu and x.dtype == weight.dtype and x.dtype in _DTYPES
 
 
@@ -28,9 +28,9 @@ def cpu_linear(
     isa: str | None = None,
     num_threads: int | None = None,
 ) -> Tensor:
-    """x W^T + b: [rows, in] -> [rows, out], bfloat16, float16 or float32. Knows no gradient; the GIL is released.
+    """x W^T + b: [rows, in] -> [rows, out], bfloat16, float16 or float32, without gradients. The GIL is released.
 
-    x: rows may lie apart, but the elements of one must not; weight: [out, in] and bias: [out] or None, contiguous.
+    x: rows may be strided, the elements of a row are contiguous; weight: [out, in] and bias: [out] or None, contiguous.
     Sums are fp32 and rounded once. `isa` is one of `cpu_isa.instruction_sets()`, by default the best. Raises ValueError
     for other arguments.
     """
@@ -57,16 +57,17 @@ def cpu_linear(
 
 
 def use_huge_pages(weight: Tensor) -> None:
-    """Let a large dense tensor on the CPU that has not been written yet lie in huge pages, where the system has them.
+    """Request huge pages for a large dense CPU tensor that has not been written yet.
 
-    A product reads a few bytes of each of many rows in turn: with small pages, finding them takes longer than reading.
+    A product reads a few bytes of each of many rows in turn; with small pages, address translation takes longer than
+    reading.
     """
     if weight.is_cpu and weight.nbytes >= _HUGE_PAGE and weight.is_contiguous():
         _cpu_kernels.use_huge_pages(weight.data_ptr(), weight.nbytes)
 
 
 def _misfit(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """What is wrong with the arguments of `cpu_linear`, in a sentence, or None."""
+    """The error message for wrong arguments of `cpu_linear`, or None."""
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if not tensor.is_cpu or tensor.dtype not in _DTYPES or tensor.dtype != x.dtype:
             return (

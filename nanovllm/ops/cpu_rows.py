@@ -1,9 +1,9 @@
-"""Row-wise work between the products of a network on the CPU, in one call each: norms, heads, gates, angles, writing
-K/V, softmax, draws.
+"""The operations of `row_kernels` in C++, one call each.
 
-In torch each is a chain of small operators. With few rows they cost far more than the arithmetic: a step streams all
-weights through the caches, and every operator finds its code gone. And a row's bits depend on that row alone, while
-torch's functions of whole vectors take another way where a row, or a thread's share, does not fill a vector.
+In torch each operation is a chain of small operators, which with few rows take far longer than the arithmetic: a step
+streams all weights through the caches and evicts the operators' code. Here the bits of a row depend on that row alone,
+while torch's vectorised functions compute the remainder of a row, or of a thread's share, in another way.
+All functions raise ValueError for tensors that they do not support or that do not fit each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DTYPES = cpu_isa.KERNEL_DTYPES
 
 
 def takes(x: Tensor, dims: int) -> bool:
-    """Whether the functions take this tensor: bf16, fp16 or fp32 on the CPU, of 2 or 3 dimensions, each row dense."""
+    """Whether the kernels support x: bf16, fp16 or fp32 on the CPU, of `dims` (2 or 3) dimensions, with dense rows."""
     if not x.is_cpu or x.dtype not in _DTYPES or x.dim() != dims:
         return False
     shape, strides = x.shape, x.stride()
@@ -26,14 +26,12 @@ def takes(x: Tensor, dims: int) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`layers.norm.rms_norm` of x [rows, size]. Raises ValueError for tensors that are not taken or do not fit."""
     if not (takes(x, 2) and _is_vector(weight, x)):
         raise _misfit("rms_norm takes x [rows, size] and weight [size] of one dtype", x=x, weight=weight)
     return _norm(x, (0, 0), weight, eps)
 
 
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`layers.norm.add_rms_norm_`. Raises ValueError for tensors that are not taken or do not fit."""
     fits = takes(residual, 2) and takes(x, 2) and x.shape == residual.shape and x.dtype == residual.dtype
     if not (fits and _is_vector(weight, x)):
         rule = "add_rms_norm_ takes residual and x [rows, size] and weight [size] of one dtype"
@@ -55,7 +53,6 @@ def _norm(x: Tensor, addend: tuple[int, int], weight: Tensor, eps: float) -> Ten
 def place_heads(
     heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """`layers.heads.place_heads`. Raises ValueError for tensors that are not taken or do not fit."""
     if not _heads_fit(heads, weight, cos, sin, q, k, v):
         rule = (
             "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of"
@@ -74,20 +71,19 @@ def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q
     if not all(takes(x, 3) and x.dtype == heads.dtype for x in (heads, q, k, v)):
         return False
     tokens, total, head_dim = heads.shape
-    turned = q.shape[1] + k.shape[1]
+    rotated = q.shape[1] + k.shape[1]
     if weight is not None and (
-        weight.dtype != heads.dtype or weight.shape != (turned, head_dim) or not weight.is_contiguous()
+        weight.dtype != heads.dtype or weight.shape != (rotated, head_dim) or not weight.is_contiguous()
     ):
         return False
     for angles, width in ((cos, head_dim), (sin, head_dim // 2)):
         if angles.dtype != torch.float32 or angles.shape != (tokens, 1, width) or angles.stride()[2] != 1:
             return False
-    rest = (tokens, total - turned, head_dim)
+    rest = (tokens, total - rotated, head_dim)
     return head_dim % 2 == 0 and v.shape == k.shape == rest and q.shape == (tokens, q.shape[1], head_dim)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`layers.activation.silu_and_mul`. Raises ValueError for a tensor that is not taken."""
     if not takes(gate_up, 2) or gate_up.shape[1] % 2:
         raise _misfit("silu_and_mul takes gate_up [rows, 2 * size]", gate_up=gate_up)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -100,7 +96,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos [tokens, 2 * pairs], each twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], times `factor`."""
     _check_rows("cos_sin takes angles [tokens, pairs]", angles)
     tokens, pairs = angles.shape
     cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
@@ -112,7 +107,6 @@ def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
 
 
 def powers(bases: Tensor, exponents: Tensor) -> Tensor:
-    """base^exponent in fp64: [bases], [exponents] -> [bases, exponents]."""
     for x in (bases, exponents):
         if not (x.is_cpu and x.dtype == torch.float64 and x.dim() == 1):
             raise _misfit("powers takes fp64 vectors on the CPU", x=x)
@@ -125,7 +119,6 @@ def powers(bases: Tensor, exponents: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
-    """The softmax, or its natural logarithm, of each row of fp32 x [rows, size]."""
     _check_rows("softmax takes x [rows, size]", x)
     y = x.new_empty(x.shape)
     if x.shape[1]:
@@ -136,10 +129,6 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
 
 
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-    """Where the largest of score plus noise stands in each row: int64 [rows]. See `layers.sampler.gumbel_noise`.
-
-    scores: fp32 [rows, width]; tokens: int64 [width] or [rows, width]; starts: int64 [rows].
-    """
     _check_rows("draw takes scores [rows, width]", scores)
     tokens = tokens.expand(scores.shape)
     if tokens.dtype != torch.int64 or starts.dtype != torch.int64 or starts.shape != scores.shape[:1]:
@@ -160,7 +149,6 @@ def _check_rows(rule: str, x: Tensor) -> None:
 
 
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """`ops.store_kv.store_kv`, in any dtype. Raises ValueError for tensors or slots that do not fit."""
     if not _kv_fits(pool, k, v, slots):
         rule = (
             "store_kv takes a pool [blocks, 2, kv_heads, block_size, head_dim] of dense blocks, k and v"
@@ -200,7 +188,7 @@ def _is_vector(weight: Tensor, x: Tensor) -> bool:
 
 
 def address(x: Tensor) -> tuple[int, int]:
-    """Where the rows begin, and the elements from one to the next."""
+    """The address of the first row, and the stride between rows in elements."""
     return x.data_ptr(), x.stride()[0]
 
 

@@ -1,8 +1,8 @@
-"""cuDNN's attention behind the seam, for prefill over whole blocks; everything else goes to another backend.
+"""cuDNN's attention as a backend for prefill of complete blocks; another backend attends everything else.
 
-cuDNN builds an execution plan for every new shape, which takes far longer than the attention itself. So it gets only
-rows that begin and end with a block: then all calls are whole blocks of rows over one block of keys. Its causal mask is
-aligned top-left, so that a call is square causal or without a mask. Every call's result is merged into the state.
+cuDNN builds an execution plan for every new shape, which takes far longer than the attention itself. So it only gets
+rows that begin and end at block boundaries: every call covers complete blocks of rows and one block of keys. Its causal
+mask is aligned top-left, so a call is either square and causal or has no mask. Each result is merged into the state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class CudnnKernel(Protocol):
-    """Attention over contiguous keys: all of them, or, with as many queries as keys, up to each query's own."""
+    """Attention over contiguous keys, without a mask or causal with as many queries as keys."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         """q: [queries, heads, head_dim], strided; k, v: [kv_heads, keys, head_dim]. Returns the output like q, and the
@@ -28,23 +28,18 @@ class CudnnKernel(Protocol):
 
 
 class CudnnAttention:
-    """Prefill through cuDNN where rows and blocks fit it; few rows, windows, fp32 and the rest through `other`."""
+    """Prefill through cuDNN for suitable rows and blocks; `other` attends few rows, windows, fp32 and the rest."""
 
     def __init__(self, kernel: CudnnKernel, other: AttentionBackend, from_block: int = 1) -> None:
-        """from_block: tokens; with smaller blocks the merges after every call cost too much."""
+        """from_block: the smallest block size in tokens; smaller blocks need too many merges."""
         self.name = f"cuDNN attention on whole blocks, else {other.name}"
         self._kernel = kernel
-        self._other = other
+        self.other = other
         self._from_block = from_block
 
-    @property
-    def other(self) -> AttentionBackend:
-        """What attends to everything else, few query rows among it."""
-        return self._other
-
     def for_every_block(self) -> CudnnAttention:
-        """The same without a smallest block, to be checked on a small problem."""
-        return CudnnAttention(self._kernel, self._other)
+        """This backend without a smallest block size, for a check on a small problem."""
+        return CudnnAttention(self._kernel, self.other)
 
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
@@ -52,13 +47,13 @@ class CudnnAttention:
         taken = [window is None and self._takes(q, pool, segment) for segment in table.sequences]
         if not all(taken):
             rest = [segment for segment, take in zip(table.sequences, taken, strict=True) if not take]
-            self._other.attend(q, pool, AttentionMetadata(rest) if any(taken) else table, state, scale, window)
+            self.other.attend(q, pool, AttentionMetadata(rest) if any(taken) else table, state, scale, window)
         for segment, take in zip(table.sequences, taken, strict=True):
             if take:
                 self._attend_segment(q, pool, segment, state, scale)
 
     def _takes(self, q: Tensor, pool: Tensor, segment: SequenceMetadata) -> bool:
-        """Depends on the rows alone, so that the grouping of blocks into calls changes nothing."""
+        """Whether cuDNN attends the rows; independent of the blocks, so that their grouping changes nothing."""
         block_size = pool.shape[3]
         whole = segment.context_len % block_size == 0 and segment.query_len % block_size == 0
         return whole and segment.query_len > FEW_ROWS and block_size >= self._from_block and q.dtype in DTYPES
@@ -85,7 +80,7 @@ class CudnnAttention:
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """See `CudnnKernel`. torch's operator, with the LSE that its public function does not return."""
+    """A `CudnnKernel`: torch's internal operator, since its public function does not return the LSE."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, True, 0.0, causal, False, scale=scale
     )
@@ -93,7 +88,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 
 
 def cudnn_takes(device: torch.device, head_dim: int) -> bool:
-    """Whether torch offers the operator on this CUDA device for heads of this size."""
+    """Whether torch provides the operator for this CUDA device and head size."""
     if not torch.backends.cudnn.is_available() or not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 128

@@ -1,8 +1,8 @@
-"""Flash attention of others (flash-attn 3 and 2, torch's own) behind the seam: a call per block and kind of mask.
+"""Flash attention libraries (flash-attn 3 and 2, torch's own) as a backend: one call per block and kind of mask.
 
-These kernels know no (output, LSE) to start from, so every call's result is merged into the state. Blocks are given to
-them as strided views, which spares gathering and their demand for pages of 256 tokens. Calls go block by block and
-never split the keys, so that a row's bits do not depend on how blocks are grouped.
+These kernels cannot continue from an (output, LSE), so the result of every call is merged into the state. Blocks are
+passed as strided views, which avoids gathering and the libraries' page size of 256 tokens. Calls go block by block and
+never split the keys, so that the bits of a row do not depend on the grouping of blocks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nanovllm.ops.merge import merge_states_
 
 
 class FlashKernel(Protocol):
-    """Flash attention as all of these libraries mean it. With sq queries, sk keys and masks aligned bottom-right, query
-    i sees the keys from i + sk - sq - left to i + sk - sq + right; -1 stands for no bound.
+    """The common interface of these libraries. With sq queries, sk keys and masks aligned bottom-right, query
+    i sees the keys from i + sk - sq - left to i + sk - sq + right; -1 means no bound.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ class FlashKernel(Protocol):
 
 
 class FlashAttention:
-    """Prefill through a flash kernel; few query rows and fp32 go to another backend where there is one."""
+    """Prefill through a flash kernel; `other`, if any, attends few query rows and fp32."""
 
     def __init__(
         self,
@@ -43,30 +43,25 @@ class FlashAttention:
     ) -> None:
         self.name = name if other is None else f"{name}, decode through {other.name}"
         self._kernel = kernel
-        self._other = other
+        self.other = other
         self._dtypes = dtypes
-
-    @property
-    def other(self) -> AttentionBackend | None:
-        """What attends to few query rows."""
-        return self._other
 
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        if self._other is None and q.dtype not in self._dtypes:
+        if self.other is None and q.dtype not in self._dtypes:
             known = " and ".join(str(dtype)[6:] for dtype in self._dtypes)
             raise ConfigError(f"dtype={str(q.dtype)[6:]!r}: {self.name} computes in {known} only")
         others = [s for s in table.sequences if self._leaves(q, s)]
-        if self._other is not None and others:
+        if self.other is not None and others:
             rest = table if len(others) == len(table.sequences) else AttentionMetadata(others)
-            self._other.attend(q, pool, rest, state, scale, window)
+            self.other.attend(q, pool, rest, state, scale, window)
         for segment in table.sequences:
             if not self._leaves(q, segment):
                 self._attend_segment(q, pool, segment, state, scale, window)
 
     def _leaves(self, q: Tensor, segment: SequenceMetadata) -> bool:
-        return self._other is not None and (segment.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
+        return self.other is not None and (segment.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
 
     def _attend_segment(
         self,
@@ -84,21 +79,21 @@ class FlashAttention:
             for rows, keys, left, right in calls(segment, first, last, window):
                 k, v = pool[block, :, :, :keys].transpose(1, 2)
                 out, lse = self._kernel(q[rows], k, v, scale, left, right)
-                lse = lse.masked_fill(lse == math.inf, -math.inf)  # flash-attn 2's mark of a row without keys
+                lse = lse.masked_fill(lse == math.inf, -math.inf)  # flash-attn 2 marks a row without keys by +inf
                 merge_states_(state.out[rows], state.lse[:, rows], out, lse)
 
 
 def calls(segment: SequenceMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
     """Calls (rows of the batch, number of keys, left, right) for the keys at positions [first, last) of one block.
 
-    Without a window the rows that stand in the block get a causal call whose last row is level with its last key, and
-    the rows after it one without a mask, since kernels take a mask off the diagonal at another, slower pace.
+    Without a window, the rows at positions in the block get a causal call whose last row is at the last key, and the
+    later rows get a call without a mask: kernels are slower with an offset causal mask.
     """
     begin = max(segment.context_len, first)
     end = segment.context_len + segment.query_len
     offset = segment.query_start - segment.context_len
     if window is not None:
-        end = min(end, last - 1 + window)  # rows after this see none of the block any more
+        end = min(end, last - 1 + window)  # later rows see no key of the block
     if begin >= end or first >= last:
         return []
     if window is not None:
@@ -118,7 +113,7 @@ def calls(segment: SequenceMetadata, first: int, last: int, window: int | None) 
 
 
 def torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """What torch's varlen_attn calls as well, which before 2.12 takes no grouped heads."""
+    """The operator below torch's varlen_attn, which supports no grouped heads before 2.12."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, None, q.shape[0], k.shape[0], 0.0,
         (left, right) == (-1, 0), False, scale=scale, window_size_left=left, window_size_right=right,
@@ -127,7 +122,7 @@ def torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right:
 
 
 def flash_attn_2(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """The package flash-attn; the third result, made only under dropout, is the matrix of weights."""
+    """The package flash-attn; the third result is the weights, computed only with dropout."""
     from flash_attn import flash_attn_func
 
     out, lse, _ = flash_attn_func(
@@ -138,7 +133,7 @@ def flash_attn_2(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right
 
 
 def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """flash-attn's Hopper kernels; early releases return the LSE without being asked, later ones when asked."""
+    """flash-attn's Hopper kernels; early releases always return the LSE, later ones on request."""
     from flash_attn_interface import flash_attn_func
 
     asked = {"return_attn_probs": True} if "return_attn_probs" in inspect.signature(flash_attn_func).parameters else {}
@@ -150,7 +145,7 @@ def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right
 
 
 def flash_kernels(device: torch.device, head_dim: int) -> dict[str, FlashKernel]:
-    """The flash kernels that are installed and take heads of this size on this CUDA device, by name, fastest first."""
+    """The installed flash kernels that support this head size on this CUDA device, by name, fastest first."""
     if head_dim % 8 or head_dim > 256:
         return {}
     kernels: dict[str, FlashKernel] = {"torch's flash attention": torch_flash}

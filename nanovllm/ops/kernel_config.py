@@ -1,6 +1,6 @@
-"""Tiles and pipelines of the Triton attention kernels: the defaults, and what a sweep tries beside them.
+"""Tiles and pipelines of the Triton attention kernels: the defaults, the tuned tables and the variants of a sweep.
 
-They decide the order of sums, and so the last bits. Nothing here may depend on the batch or on where KV lies.
+They determine the order of sums and so the last bits. They must not depend on the batch or on KV addresses.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ TABLES = Path(__file__).with_name("tuned")
 
 @dataclass(frozen=True, slots=True)
 class TunedEntry:
-    """What was fastest for heads of one size in one dtype."""
+    """The fastest configuration for one head size and dtype."""
 
     head_dim: int
-    dtype: str  # as torch calls it, without "torch."
+    dtype: str  # torch's name without "torch."
     prefill: PrefillConfig
     decode: DecodeConfig
-    cudnn_from_block: int | None = None  # smallest block size from which on cuDNN's attention was faster in prefill
+    cudnn_from_block: int | None = None  # smallest block size with faster cuDNN prefill
 
 
 def table_path(device_name: str, directory: Path = TABLES) -> Path:
-    """Where the table of a device lies, whether it is there or not."""
+    """The path of a device's table, which need not exist."""
     return directory / f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
 
 
 def read_table(path: Path) -> tuple[TunedEntry, ...]:
-    """The entries of a table, none where there is no such file. Raises ConfigError for one that cannot be used."""
+    """The entries of a table; none if the file does not exist. Raises ConfigError for an invalid table."""
     if not path.is_file():
         return ()
     try:
@@ -50,7 +50,7 @@ def read_table(path: Path) -> tuple[TunedEntry, ...]:
 
 
 def tuned_entry(device: torch.device, head_dim: int, dtype: torch.dtype) -> TunedEntry | None:
-    """What the table of this device says, None where there is no table or no such entry."""
+    """The entry of this device's table, or None."""
     if device.type != "cuda":
         return None
     entries = read_table(table_path(torch.cuda.get_device_name(device)))
@@ -60,7 +60,7 @@ def tuned_entry(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tune
 
 @cache
 def prefill_config_on(device: torch.device, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """The tuned configuration, else the default. Looked up once in a process, so that bits do not change within one."""
+    """The tuned configuration, else the default. Looked up once per process, so that bits do not change within it."""
     entry = tuned_entry(device, head_dim, dtype)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return prefill_config(head_dim, dtype, capability) if entry is None else entry.prefill
@@ -68,7 +68,7 @@ def prefill_config_on(device: torch.device, head_dim: int, dtype: torch.dtype) -
 
 @cache
 def decode_config_on(device: torch.device, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """As `prefill_config_on`."""
+    """See `prefill_config_on`."""
     entry = tuned_entry(device, head_dim, dtype)
     return decode_config(head_dim, dtype) if entry is None else entry.decode
 
@@ -82,8 +82,8 @@ def _entry(fields: Mapping[str, Any]) -> TunedEntry:
 class PrefillConfig:
     """One launch of the prefill kernel."""
 
-    rows: int  # of queries, and
-    keys: int  # in a tile
+    rows: int  # query rows of a tile
+    keys: int  # of a tile
     warps: int
     stages: int  # of the pipeline of loads
     branch: bool = False  # normalise the accumulator in a branch, not by a factor (see `triton_prefill`)
@@ -93,17 +93,17 @@ class PrefillConfig:
 class DecodeConfig:
     """One launch of the decode kernel and of its reduction."""
 
-    keys: int  # in a tile
+    keys: int  # of a tile
     warps: int
     stages: int
     reduce_warps: int
-    reduce_stages: int  # at most: the partitions of large blocks leave room for fewer
+    reduce_stages: int  # upper bound: large blocks need shared memory for their partitions
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillConfig:
-    """Tiles that fit the device's shared memory and registers; none was chosen by timing yet."""
+    """Tiles that fit the device's shared memory and registers; not tuned by timing."""
     wide = head_dim > 128
-    if dtype == torch.float32:  # here for exactness: it spills registers, and is slow
+    if dtype == torch.float32:  # for exactness only: spills registers and is slow
         return PrefillConfig(16, 16, 8, 1) if wide else PrefillConfig(32, 32, 4 if head_dim <= 64 else 8, 1)
     if capability[0] in (9, 10):  # 227 KiB of shared memory; most others have 99
         return PrefillConfig(128, 32, 8, 2) if wide else PrefillConfig(128, 64, 8, 3)
@@ -111,14 +111,14 @@ def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """What fits every device; not chosen by timing yet."""
-    if _row_bytes(head_dim, dtype) > 256:  # more leave less shared memory to the pipeline
+    """A configuration that fits every device; not tuned by timing."""
+    if _row_bytes(head_dim, dtype) > 256:  # larger rows leave less shared memory for the pipeline
         return DecodeConfig(32, 8, 2, 4, 4)
     return DecodeConfig(64, 4, 3, 4, 4)
 
 
 def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> list[PrefillConfig]:
-    """What a sweep tries, the default first. All fit the device, with next to no spilled registers (see the tests)."""
+    """The configurations of a sweep, the default first. All fit the device with almost no spilled registers."""
     default = prefill_config(head_dim, dtype, capability)
     if dtype == torch.float32:
         return [default]
@@ -134,7 +134,7 @@ def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, i
 
 
 def decode_variants(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
-    """What a sweep tries, the default first: other tiles of the first kernel, then other pipelines of the reduction."""
+    """The configurations of a sweep, the default first: tiles of the first kernel, then pipelines of the reduction."""
     default = decode_config(head_dim, dtype)
     if _row_bytes(head_dim, dtype) > 256:
         return [default, *(replace(default, reduce_stages=stages) for stages in (1, 2))]

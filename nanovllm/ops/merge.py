@@ -13,7 +13,7 @@ def merge_states_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 
     out: fp32 [tokens, heads, head_dim], lse: fp32 [heads, tokens]; other_out may have any floating dtype.
     With m = max of the two LSEs: out = sum(exp(lse_i - m) * out_i) / sum(exp(lse_i - m)), lse = m + log(sum).
-    A side with LSE -inf has seen no keys and weighs nothing; with both sides empty the result is empty (0, -inf).
+    A side with LSE -inf has seen no keys and has weight 0; with both sides empty the result is empty (0, -inf).
     A side with LSE +inf outweighs any finite one.
     """
     merge_parts_(out, lse, other_out.unsqueeze(0), other_lse.unsqueeze(0))

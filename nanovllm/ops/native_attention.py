@@ -1,4 +1,4 @@
-"""The CPU backend in C++: attention straight from the KV pools, bit-identical however blocks and rows are grouped."""
+"""The CPU backend in C++: attention directly on the KV pools, bit-identical for any grouping of blocks and rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from nanovllm.ops import _cpu_attention, cpu_attention, cpu_isa
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 
-MAX_STEP_ROWS = 24  # with more, attention takes far longer than the way to it
+MAX_STEP_ROWS = 24  # with more rows the overhead of Python is negligible
 
 
 class NativeAttention:
-    """Adapts `cpu_attention` to the seam: block indices become addresses."""
+    """Adapts `cpu_attention` to `AttentionBackend`: block ids become addresses."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads
@@ -38,10 +38,10 @@ class NativeAttention:
     def paged_step(
         self, pool: Tensor, slots: Tensor, table: AttentionMetadata, heads: int, scale: float, window: int | None
     ) -> PagedStep | None:
-        """What attends in each layer of a step of so few rows that the way there counts; None if there are more.
+        """Attention of each layer of a step in one call per layer; None for more than MAX_STEP_ROWS rows.
 
-        pool: [layers, blocks, 2, kv_heads, block_size, head_dim], each block contiguous; slots: int64 [rows], where the
-        new K/V go, none of them -1; heads: of the queries.
+        pool: [layers, blocks, 2, kv_heads, block_size, head_dim], each block contiguous; slots: int64 [rows], the
+        slot mapping of the new K/V without -1; heads: query heads.
         """
         if len(slots) > MAX_STEP_ROWS:
             return None
@@ -49,7 +49,7 @@ class NativeAttention:
 
 
 class PagedStep:
-    """Attention of a few rows in any layer: one call where store, state, attention and output take six."""
+    """Attention of a few rows in any layer: one call instead of six for store, state, attention and output."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class PagedStep:
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [rows, kv_heads, head_dim] and attend: the output [rows, heads, head_dim], in the memory of q.
+        """Store k and v [rows, kv_heads, head_dim], attend, and write the output into q [rows, heads, head_dim].
 
-        All three are contiguous and of the pool's dtype.
+        All three must be contiguous and of the pool's dtype.
         """
         if (q.shape, k.shape, v.shape) != (self._shapes[0], self._shapes[1], self._shapes[1]) or not (
             q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == self._pool.dtype

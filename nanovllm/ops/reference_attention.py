@@ -1,4 +1,4 @@
-"""Attention as its definition says, in fp64, for tests. Quadratic in memory; never used to serve."""
+"""Attention by its definition in fp64, for checks and tests. Needs quadratic memory."""
 
 from __future__ import annotations
 

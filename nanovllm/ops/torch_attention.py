@@ -8,14 +8,14 @@ from torch import Tensor
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.merge import merge_states_
 
-_MASK_ELEMENTS = 1 << 21  # bound on the elements of an explicit mask: rows are cut to stay below it
+_MASK_ELEMENTS = 1 << 21  # limit on the elements of an explicit mask; rows are split to stay below it
 
 
 class TorchAttention:
-    """The backend that needs nothing but torch.
+    """The backend in plain torch.
 
-    torch's operator aligns causal masks top-left, gives LSE 0 for a row without keys and dies on empty inputs, so every
-    call is cut such that its mask is all-visible, square causal or explicit, with a key for every row.
+    torch's operator aligns causal masks top-left, gives LSE 0 for a row without keys and crashes on empty inputs. So
+    every call has no mask, a square causal mask or an explicit mask, and at least one key per row.
     """
 
     name = "torch CPU flash attention"
@@ -41,12 +41,12 @@ def _attend_block(
     scale: float,
     window: int | None,
 ) -> None:
-    """Attend over one block `[2, kv_heads, keys, head_dim]` whose first key stands at position `first`."""
+    """Attend over one block `[2, kv_heads, keys, head_dim]` whose first key is at position `first`."""
     keys = block.shape[2]
     begin, end = segment.context_len, segment.context_len + segment.query_len
-    begin = max(begin, first)  # rows before the block see none of it
+    begin = max(begin, first)  # earlier rows see no key of the block
     if window is not None:
-        end = min(end, first + keys - 1 + window)  # rows after this see none of it any more
+        end = min(end, first + keys - 1 + window)  # later rows see no key of the block
     if begin >= end:
         return
 
@@ -60,9 +60,9 @@ def _attend_block(
             b = min(a + step, end)
             _merge_masked(q, block, rows(a, b), a, first, state, scale, window)
         return
-    diagonal_end = min(end, first + keys - 1)  # rows from here on see the whole block
+    diagonal_end = min(end, first + keys - 1)  # rows from here on see all keys of the block
     if begin < diagonal_end:
-        seen = begin - first  # keys that every diagonal row sees, and on which none of them stands
+        seen = begin - first  # keys before all diagonal rows
         if seen:
             _merge_partial(q, block[:, :, :seen], rows(begin, diagonal_end), False, state, scale)
         square = block[:, :, seen : seen + diagonal_end - begin]
@@ -93,7 +93,7 @@ def _merge_partial(q: Tensor, block: Tensor, rows: slice, causal: bool, state: A
 def _merge_masked(
     q: Tensor, block: Tensor, rows: slice, position: int, first: int, state: AttentionState, scale: float, window: int
 ) -> None:
-    """Rows at `position`, +1, ... of which each sees a part of the block, given by an explicit mask."""
+    """Attend rows at `position`, +1, ... that each see a part of the block, with an explicit mask."""
     count, keys = rows.stop - rows.start, block.shape[2]
     distance = torch.arange(position, position + count).unsqueeze(1) - torch.arange(first, first + keys)
     visible = (distance >= 0) & (distance < window)

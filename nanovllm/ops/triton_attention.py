@@ -1,4 +1,4 @@
-"""The project's own attention kernels behind the seam: any head size, fp32 as well, on any GPU that Triton drives."""
+"""The Triton attention kernels as a backend: any head size, fp16, bf16 and fp32, on any GPU that Triton supports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanovllm.ops.triton_prefill import prefill_
 
 
 class TritonAttention:
-    """Few query rows by partitions of the context, many by row tiles; launches do not grow with the batch."""
+    """Attends few query rows by partitions of the context, many by row tiles; launches do not grow with the batch."""
 
     name = "Triton paged attention"
 

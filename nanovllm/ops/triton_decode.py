@@ -1,8 +1,8 @@
-"""Attention of few query rows over KV blocks, in Triton: by partitions of the context, which a second kernel reduces.
+"""Attention of few query rows over KV blocks in Triton: by partitions of the context, which a second kernel reduces.
 
-A partition never crosses a block, and its size depends on the block size alone. The partitions of one block are reduced
-together, the blocks one after the other into the running state. So a row's bits depend neither on the batch nor on how
-blocks are grouped into calls.
+A partition never crosses a block, and its size depends on the block size alone. The partitions of a block are reduced
+together, and the blocks one after the other into the running state. So the bits of a row depend neither on the batch
+nor on the grouping of blocks into calls.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from nanovllm.ops.attention import AttentionState, DeviceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, decode_config_on, padded
 from nanovllm.ops.triton_merge import merge_rows
 
-PARTITION = 512  # keys; twice as often as needed where a block would have more than MAX_PARTS partitions
+PARTITION = 512  # keys; doubled until a block has at most MAX_PARTS partitions
 MAX_PARTS = 64  # partitions of one block
-MAX_PROGRAMS = 8192  # of one launch: more than a GPU runs at once; each takes several partitions where there are more
+MAX_PROGRAMS = 8192  # of one launch, more than a GPU runs at once; with more partitions each program takes several
 MAX_WORKSPACE = 256 << 20  # bytes of partition results at a time
-REDUCE_BUFFER = 64 << 10  # bytes of shared memory for the blocks whose partitions are on their way
+REDUCE_BUFFER = 64 << 10  # bytes of shared memory for prefetched partitions
 ROWS_PER_PROGRAM = 16  # query rows of one KV head: the smallest tile of the matrix units
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-# Counts that change from step to step: specialised on, a new length would compile anew in the middle of a request.
+# Not specialised: counts that change from step to step would compile the kernel again in the middle of a request.
 @triton.jit(
     do_not_specialize=["first_part", "parts_here", "workers", "total_rows"],
     do_not_specialize_on_alignment=["rows_ptr", "blocks_ptr", "slopes_ptr", "top_ptr", "total_ptr"],

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be used here. Triton is optional: without it the plain torch versions run."""
+"""Whether Triton kernels can be used. Triton is optional: without it the torch versions run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether work on this tensor goes to a Triton kernel."""
+    """Whether a Triton kernel computes on this tensor."""
     return tensor.is_cuda and triton_runs()
 
 
 @cache
 def triton_runs() -> bool:
-    """Whether Triton is installed and a kernel compiles and runs on the CUDA device that is there; tried once."""
+    """Whether Triton is installed and a kernel compiles and runs on the CUDA device; tested once."""
     if find_spec("triton") is None or not torch.cuda.is_available():
         return False
     try:
@@ -28,7 +28,7 @@ def triton_runs() -> bool:
         out, lse = torch.zeros(1, 1, 16, device="cuda"), torch.zeros(1, 1, device="cuda")
         merge_parts_triton(out, lse, out, lse, out.unsqueeze(0) + 1, lse.unsqueeze(0))
         works = bool((out == 0.5).all())
-    except Exception as error:  # a missing compiler or driver shows up as any of a dozen types
-        logger.warning("Triton does not run here, so plain torch kernels do its work: %s", error)
+    except Exception as error:  # a missing compiler or driver raises any of a dozen types
+        logger.warning("Triton does not run here, so torch kernels replace its kernels: %s", error)
         return False
     return works
