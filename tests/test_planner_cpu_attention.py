@@ -1,4 +1,4 @@
-"""The CPU arm in the plan: its share, its time, what it spares the link, and what is said of it."""
+"""CPU attention in the plan: its share, its time, the transfers that it saves, and how it is reported."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_engine_leaves_to_the_arm_what_the_plan_says(model_dir: Path, chunk:
 
 
 def test_a_decode_step_shares_its_reading_out(spec: DecoderSpec) -> None:
-    """98 tokens on the host, 6 whole blocks and 2 tokens: at twice the link's rate the arm takes two thirds."""
+    """98 tokens on the host, 6 full blocks and 2 tokens: at twice the link's rate the CPU takes two thirds."""
     model = step_model(spec, CPU_ATTENTION_RATES)
     network, token = model.network, model.network.layout(BLOCK).token_bytes
     moved = model.transfers(2 * BLOCK + 98, 1)

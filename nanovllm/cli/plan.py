@@ -195,7 +195,9 @@ def _this_memory(network: Network, config: EngineConfig, device: Device) -> Memo
     with device.compute():
         model = Decoder(spec, dtype, device.torch_device)
         fill_with_random_weights(model, seed=0)
-    return measure_memory(device, model, backend, config, to_load=network.weight_bytes - model.weight_bytes)
+    return measure_memory(
+        device, model, backend, config, to_load=network.weight_bytes - Network(spec, network.dtype).weight_bytes
+    )
 
 
 # ---- rates

@@ -7,14 +7,14 @@ from types import MappingProxyType
 
 from nanovllm.model_files import FLAG, NULL, OBJECT, TEXT, Field, list_of, number, whole
 
-MAX_LAYERS = 1024  # above any network; each takes memory before its weights do
-MAX_HEAD_DIM = 1 << 16  # RoPE has a frequency for each pair
+MAX_LAYERS = 1024  # more than any network has; a layer takes memory even without weights
+MAX_HEAD_DIM = 1 << 16  # RoPE allocates a frequency per pair
 _LAYERS = list_of(TEXT, MAX_LAYERS)
 _THETA = number(1, 1e15, above=True)
 _POSITIVE = number(1e-6, 1e6) | NULL  # powers and logarithms of these, and of theta, are finite
 _TOKEN_IDS = whole(0) | list_of(whole(0), 1024) | NULL
 
-# What makes the network, and goes to Transformers' config class for the family's defaults.
+# Fields of the network, which Transformers' config class reads.
 NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
         "vocab_size": whole(1),
@@ -31,7 +31,7 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "attention_bias": FLAG,
         "mlp_bias": FLAG,
         "use_sliding_window": FLAG,
-        "sliding_window": whole(0) | NULL,  # 0 may stand where no layer has a window
+        "sliding_window": whole(0) | NULL,  # 0 is allowed if no layer has a window
         "max_window_layers": whole(0),
         "layer_types": _LAYERS | NULL,
         "dtype": TEXT | NULL,
@@ -40,7 +40,7 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
     }
 )
 
-# What says which family it is, and RoPE, in both of the ways in which configs have it.
+# The family, and RoPE in both of the forms that configs use.
 OTHER_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
         "architectures": list_of(TEXT, 16) | NULL,

@@ -1,4 +1,4 @@
-"""A plan for people, for programs and for the log."""
+"""A plan as a table, as JSON and as lines for the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanovllm.planner.plan import Plan, RequestPlan
 from nanovllm.planner.predict import Prediction
 from nanovllm.planner.units import show_bytes, show_rate, show_seconds
 
-RATE_OPTIONS = {  # what gives a rate for a machine that is not at hand
+RATE_OPTIONS = {  # of the command line, for a machine that is not available
     "compute": "--compute",
     "attention": "--compute",
     "weight_bandwidth": "--device-bandwidth",
@@ -30,7 +30,7 @@ RATE_UNITS = {
 
 
 def engine_arguments(plan: Plan) -> dict[str, Any]:
-    """What `LLM` takes to be as planned, sizes from memory in numbers."""
+    """Arguments for `LLM` that reproduce the plan, with sizes from memory as numbers."""
     config = plan.sizing.config
     arguments = {
         "dtype": plan.network.dtype,
@@ -45,11 +45,11 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
     return arguments
 
 
-# ---- for programs
+# ---- JSON
 
 
 def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
-    """Everything in bytes, tokens, seconds and rates per second; null for what is not known or does not fit."""
+    """In bytes, tokens, seconds and rates per second; null for what is unknown or does not fit."""
     spec, memory, kv = plan.network.spec, plan.sizing.memory, plan.kv
     fits = plan.fits(prompt_len)
     return {
@@ -112,7 +112,7 @@ def _phase_json(phase: Prediction, tokens: int) -> dict[str, Any]:
     }
 
 
-# ---- for people
+# ---- text
 
 
 def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
@@ -162,7 +162,7 @@ def _row(label: str, value: str, note: str = "") -> str:
 def _memory(plan: Plan) -> list[str]:
     memory, kv, layout = plan.sizing.memory, plan.kv, plan.sizing.layout
     rows = [
-        _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free beside the weights"),
+        _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free besides the weights"),
         _row("weights", show_bytes(plan.network.weight_bytes)),
     ]
     if memory.activation_peak:
@@ -193,7 +193,8 @@ def _rates(plan: Plan) -> list[str]:
     else:
         note = f"back {show_rate(link.d2h, 'B/s')}; {link.overlap:.0%} of the shorter hides behind the longer"
         rows.append(_row("link", show_rate(link.h2d, "B/s"), note))
-    fixed = {"step": plan.rates.step_seconds, "layer": plan.rates.layer_seconds, "visit": plan.rates.block_read_seconds}
+    rates = plan.rates
+    fixed = {"step": rates.step_seconds, "layer": rates.layer_seconds, "block read": rates.block_read_seconds}
     each = ", ".join(f"{show_seconds(seconds)} a {name}" for name, seconds in fixed.items())
     return [*rows, _row("fixed costs", "", each if any(fixed.values()) else "not given: speeds are upper bounds")]
 
@@ -226,7 +227,7 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
 
 
 def _moves(phase: str, moved: TransferCount, steps: int) -> list[str]:
-    """What one of `steps` steps moves, on average."""
+    """Transfers of one of `steps` steps, on average."""
     ways = (("in", moved.h2d_bytes, moved.h2d_copies), ("out", moved.d2h_bytes, moved.d2h_copies))
     return [
         _row(f"{phase} moves {way}", show_bytes(size / steps), f"{copies / steps:,.0f} copies")
@@ -240,7 +241,7 @@ def _cpu_attention(request: RequestPlan) -> str:
     label = "the CPU attends to"
     if request.cpu_attention_bytes is None:
         return _row(label, "not given", f"({_options(request.no_cpu_attention)}): what follows is without the CPU")
-    return _row(label, show_bytes(request.cpu_attention_bytes), "of these for a decoded token, where they lie")
+    return _row(label, show_bytes(request.cpu_attention_bytes), "of these for a decoded token, in host memory")
 
 
 def _limit(phase: Prediction) -> str:
