@@ -12,12 +12,12 @@ from typing import Any, Literal, NoReturn, get_args
 
 from nanovllm.errors import ConfigError, quoted, unknown_name_message
 
-# Beyond any machine, and small enough for all arithmetic on them and for tensors that hold them.
+# More than any machine has, and small enough for integer tensors.
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
 MOST_GIB = 2**30
 
 MIN_BLOCK_SIZE = 16
-MIN_GPU_BLOCKS = 4  # always enough for a ring that can load, attend and store at once
+MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
 OFFLOAD_BLOCK_SIZE = 4096  # large copies run at the link's peak
 RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for one attention call per block
 
@@ -30,23 +30,27 @@ PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything `LLM(model, **engine_args)` takes.
+    """The arguments of `LLM(model, **engine_args)`.
 
-    Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
-    whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
-    `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `cpu_attention` lets the CPU attend to host blocks where they are in decode steps, while others are copied to the
-    device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
-    `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
-    for a timeline of all copies and kernels, written when the engine is closed.
-    `long_prefill_token_threshold` is the most tokens of one prompt in a step; 0 does not cap it. `preemption_mode` None
-    swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
-    with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
-    of what is left of host memory, and never more than the whole cache holds.
-    `trust_remote_code` can only be False: nothing that a model directory holds is ever run.
-    `batch_invariant` None computes a request's logits such that they do not depend on its batch, wherever there are
-    kernels for that; True refuses to start where there are none, False takes faster ones where there are some.
-    `enforce_eager` launches decode steps kernel by kernel where they would be replayed as CUDA graphs.
+    KV memory is counted in blocks of `kvcache_block_size` tokens over all layers.
+
+    num_gpu_blocks: the KV memory of the device, ring slots and resident blocks together. On the CPU, the device is a
+        bounded arena. -1 sizes it from memory.
+    num_cpu_blocks: the host pool, used with `enable_cpu_offload`. -1 sizes it from memory.
+    kvcache_block_size: None means 4096 with offload and 256 without it.
+    cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
+        device. Only used with offload.
+    max_logprobs: the most logprobs and prompt_logprobs that a request may ask for; -1 for no limit.
+    long_prefill_token_threshold: the most tokens of one prompt in a step; 0 for no limit.
+    preemption_mode: "swap" or "recompute" for all requests. None swaps requests with several sequences and recomputes
+        the others.
+    swap_space: GiB of host memory for swapped blocks. None takes up to 4 (vLLM's default), at most half of the host
+        memory that is left, and never more than the KV cache holds.
+    batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
+        start without such kernels, and False takes faster kernels if there are any.
+    enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
+    trace: file for a timeline of all copies and kernels, written when the engine is closed.
+    trust_remote_code: only False is allowed. Code in a model directory is never run.
     """
 
     model: str
@@ -137,7 +141,7 @@ class EngineConfig:
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
             _require_int("kvcache_block_size", self.kvcache_block_size, MIN_BLOCK_SIZE)
-        # Under offload the ring may do with less, which depends on the model: see `kvcache.sizing`.
+        # With offload, a smaller ring may be enough, depending on the model: see `kvcache.sizing`.
         fewest = 1 if self.enable_cpu_offload is True else MIN_GPU_BLOCKS
         for name, minimum in (("num_gpu_blocks", fewest), ("num_cpu_blocks", 0)):
             value = getattr(self, name)
