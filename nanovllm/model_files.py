@@ -64,7 +64,7 @@ class Field:
         return Field(f"{self.rule} or {other.rule}", lambda value: self.holds(value) or other.holds(value))
 
 
-def whole(low: int, high: int = MAX_SIZE) -> Field:
+def integer(low: int, high: int = MAX_SIZE) -> Field:
     """A whole number in [low, high]."""
     return Field(
         f"a whole number from {low} to {high}",

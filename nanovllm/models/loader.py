@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.config import LOAD_FORMATS
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
@@ -32,7 +33,6 @@ def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
         slot.write(values.uniform_(centre - 0.1, centre + 0.1, generator=generator))
 
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 READABLE = ("F64", "F32", "F16", "BF16")
 # Buffers that Transformers saved until 4.3x. They are computed from the config instead.
 BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from nanovllm.layers.rope_spec import RopeSpec
 
-DTYPE_NAMES = ("float32", "float16", "bfloat16")
+ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
+DTYPE_NAMES = tuple(ITEMSIZES)
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a checkpoint
 
 NamedShapes = Iterator[tuple[str, tuple[int, ...]]]

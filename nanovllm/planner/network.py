@@ -11,7 +11,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.kvcache.decode_shares import Bandwidths, best_share, layer_seconds
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,6 @@ class CpuAttentionModel:
         best = best_share(host, resident, self.weight_bytes, self.rates) * host / one.block_bytes
         blocks = min((0, min(num_blocks, math.floor(best)), min(num_blocks, math.ceil(best))), key=seconds)
         return CpuAttentionUse(blocks / num_blocks, self.most_tokens)
-
-
-ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)

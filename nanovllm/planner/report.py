@@ -10,22 +10,14 @@ from nanovllm.planner.plan import Plan, RequestPlan
 from nanovllm.planner.predict import Prediction
 from nanovllm.planner.units import show_bytes, show_rate, show_seconds
 
-RATE_OPTIONS = {  # of the command line, for a machine that is not available
-    "compute": "--compute",
-    "attention": "--compute",
-    "weight_bandwidth": "--device-bandwidth",
-    "head_bandwidth": "--device-bandwidth",
-    "device_bandwidth": "--device-bandwidth",
-    "host_bandwidth": "--host-bandwidth",
-    "link": "--link",
-}
-RATE_UNITS = {
-    "compute": "FLOPS",
-    "attention": "FLOPS",
-    "weight_bandwidth": "B/s",
-    "head_bandwidth": "B/s",
-    "device_bandwidth": "B/s",
-    "host_bandwidth": "B/s",
+RATES = {  # option of the command line, and unit
+    "compute": ("--compute", "FLOPS"),
+    "attention": ("--compute", "FLOPS"),
+    "weight_bandwidth": ("--device-bandwidth", "B/s"),
+    "head_bandwidth": ("--device-bandwidth", "B/s"),
+    "device_bandwidth": ("--device-bandwidth", "B/s"),
+    "host_bandwidth": ("--host-bandwidth", "B/s"),
+    "link": ("--link", "B/s"),
 }
 
 
@@ -182,14 +174,16 @@ def _memory(plan: Plan) -> list[str]:
 
 def _rates(plan: Plan) -> list[str]:
     rows = []
-    for name, unit in RATE_UNITS.items():
+    for name, (option, unit) in RATES.items():
+        if name == "link":
+            continue
         rate = getattr(plan.rates, name)
         shown = "not given" if rate is None else show_rate(rate, unit)
         needed = rate is None and (name != "host_bandwidth" or plan.cpu_attention)
-        rows.append(_row(name.replace("_", " "), shown, f"({RATE_OPTIONS[name]})" if needed else ""))
+        rows.append(_row(name.replace("_", " "), shown, f"({option})" if needed else ""))
     link = plan.rates.link
     if link is None:
-        rows.append(_row("link", "not given", f"({RATE_OPTIONS['link']})" if plan.kv.num_cpu_blocks else ""))
+        rows.append(_row("link", "not given", "(--link)" if plan.kv.num_cpu_blocks else ""))
     else:
         note = f"back {show_rate(link.d2h, 'B/s')}; {link.overlap:.0%} of the shorter hides behind the longer"
         rows.append(_row("link", show_rate(link.h2d, "B/s"), note))
@@ -212,17 +206,15 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
     ]
     if request.layer_by_layer:
         rows.append(_row("goes layer by layer", f"{request.layer_by_layer:,}", "tokens of the prompt"))
-    prefill, decode = request.prefill, request.decode
-    if prefill.seconds is not None:
-        rate = f"{request.prompt_len / prefill.seconds:,.1f} tok/s"
-        rows.append(_row("prefill", show_seconds(prefill.seconds), f"{rate}; {_limit(prefill)}"))
-    else:
-        rows.append(_row("prefill", "not known", _missing(prefill)))
-    if decode.seconds is not None:
-        note = f"{show_seconds(decode.seconds)} a token; {_limit(decode)}"
-        rows.append(_row("decode", f"{1 / decode.seconds:,.1f} tok/s", note))
-    else:
-        rows.append(_row("decode", "not known", _missing(decode)))
+    for name, phase in (("prefill", request.prefill), ("decode", request.decode)):
+        if phase.seconds is None:
+            rows.append(_row(name, "not known", f"not given: {_options(phase.missing)}"))
+        elif name == "prefill":
+            rate = f"{request.prompt_len / phase.seconds:,.1f} tok/s"
+            rows.append(_row(name, show_seconds(phase.seconds), f"{rate}; {_limit(phase)}"))
+        else:
+            note = f"{show_seconds(phase.seconds)} a token; {_limit(phase)}"
+            rows.append(_row(name, f"{1 / phase.seconds:,.1f} tok/s", note))
     return rows
 
 
@@ -250,9 +242,5 @@ def _limit(phase: Prediction) -> str:
     return f"limit: {phase.limit} ({parts})"
 
 
-def _missing(phase: Prediction) -> str:
-    return f"not given: {_options(phase.missing)}"
-
-
 def _options(rates: tuple[str, ...]) -> str:
-    return ", ".join(dict.fromkeys(RATE_OPTIONS[name] for name in rates))
+    return ", ".join(dict.fromkeys(RATES[name][0] for name in rates))
