@@ -1,4 +1,4 @@
-"""The errors that a user of the engine can meet. Each message says what was wrong, the value, and what to do."""
+"""The engine's exceptions. Each message says what was wrong, the value, and what to do."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RequestError(ValueError):
 
 
 class ModelError(ValueError):
-    """A checkpoint that is missing, damaged or of an architecture that is not supported."""
+    """A checkpoint that is missing, damaged, or of an unsupported architecture."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on with what it was asked: it is closed, or a step failed.
+    """The engine is closed or in use, or a step failed.
 
-    `outputs`: the requests that a failed step has ended (`RequestOutput`), with what they had generated.
+    outputs: the final `RequestOutput`s of the requests that a failed step ended.
     """
 
     def __init__(self, message: str, outputs: Sequence[object] = ()) -> None:
@@ -35,14 +35,14 @@ class EngineError(RuntimeError):
 
 
 def unknown_name_message(what: str, name: str, known: list[str]) -> str:
-    """One sentence for a name that does not exist, with the nearest one that does."""
+    """The message for an unknown name, with the most similar valid name."""
     near = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
     return f"unknown {what} {quoted(name)}: {hint}"
 
 
 class _ShortRepr(reprlib.Repr):
-    """Looks at the first few items of a container only, and at no more than the size of a huge number."""
+    """Formats only the first few items of a container, and only the size of a huge number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,37 +50,39 @@ class _ShortRepr(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = self.maxarray = 10
 
     def repr_int(self, value: int, level: int) -> str:
-        if value.bit_length() > 512:  # Python refuses to write numbers of more than 4,300 digits
+        if value.bit_length() > 512:  # Python refuses to format numbers of more than 4,300 digits
             return f"<a whole number of about {value.bit_length() * 3 // 10:,} digits>"
         return super().repr_int(value, level)
 
 
 def quoted(value: object) -> str:
-    """`repr` of whatever a user gave, at most MOST_QUOTED characters long. It takes no time that grows with the value
-    and raises nothing."""
+    """`repr` of any value, at most MOST_QUOTED characters long.
+
+    Never raises, and the time it takes does not grow with the value.
+    """
     try:
         text = _ShortRepr().repr(value)
-    except Exception:  # of an object's own methods
+    except Exception:  # from the object's own __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 3]}..."
 
 
 def told(error: BaseException) -> str:
-    """The error of another library, in one line of at most MOST_TOLD characters and its type."""
+    """The message of another library's error, in one line of at most MOST_TOLD characters, and its type."""
     try:
         text = " ".join(str(error)[: 4 * MOST_TOLD].split())
-    except Exception:  # of the error's own methods
+    except Exception:  # from the error's own __str__
         text = ""
-    text = text.encode("utf-8", "backslashreplace").decode()  # it may quote what is no text
+    text = text.encode("utf-8", "backslashreplace").decode()  # it may quote invalid text
     text = text if len(text) <= MOST_TOLD else f"{text[: MOST_TOLD - 3]}..."
     return f"{text} ({type(error).__name__})" if text else type(error).__name__
 
 
 @contextmanager
 def as_request_error(sentence: str) -> Iterator[None]:
-    """Whatever is raised inside is the error of one request: a RequestError, `sentence` and what was raised.
+    """Context that turns any Exception into a RequestError: `sentence`, then the original message.
 
-    The engine's own errors pass as they are, and what is no Exception: Ctrl-C and the like.
+    The engine's own exceptions and KeyboardInterrupt pass through unchanged.
     """
     try:
         yield

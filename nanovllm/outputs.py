@@ -1,4 +1,4 @@
-"""What a request gives back: tokens, text, why it ended, and what it cost."""
+"""The outputs of requests: tokens, text, finish reasons and metrics."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from enum import Enum
 
 
 class RequestOutputKind(Enum):
-    """What the outputs of `LLMEngine.step` hold: everything so far, what is new, or nothing before the end.
+    """What each output holds: everything so far, only what is new, or nothing before the request has finished.
 
-    With DELTA, text, token_ids, logprobs and prompt_logprobs hold what no earlier output of the request had, and
-    sequences without news are left out; what it costs does not grow with what has been generated.
+    With DELTA, text, token_ids, logprobs and prompt_logprobs hold only what no earlier output of the request had, and
+    sequences without changes are left out. The cost of an output does not grow with the length of the sequence.
     """
 
     CUMULATIVE = 0
@@ -21,10 +21,10 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token at one position: natural log of its probability under the raw logits, and its rank from 1.
+    """The log-probability (natural log, of the raw logits) of one token at one position, and its rank from 1.
 
-    Equally likely tokens share a rank. decoded_token: its text by itself; None where the tokenizer does not know it or
-    there is none.
+    Equally likely tokens share a rank. decoded_token: the text of this token alone; None without a tokenizer, or if the
+    tokenizer does not know the token.
     """
 
     logprob: float
@@ -34,12 +34,12 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on the `time.monotonic` clock; counts in tokens; bytes of KV cache moved over the link.
+    """Times in seconds on the `time.monotonic` clock, counts in tokens, and KV bytes copied between the tiers.
 
-    `prefill_tokens` counts computed prompt tokens, recomputed ones after a preemption included; `cached_tokens` were
-    found in the prefix cache when the request first ran. `decode_tokens` leaves out each sequence's first token.
-    `preemptions` were `swaps` or recomputed. A block that several sequences share is loaded once a step and counted for
-    the first of them.
+    prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
+    prefix cache when the request first ran. decode_tokens: generated tokens without the first of each sequence.
+    preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
+    counts for the first of them.
     """
 
     arrival_time: float
@@ -66,7 +66,7 @@ class RequestMetrics:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per generated token after the first, or None while there is none."""
+        """Seconds per generated token after the first; None if there is none."""
         decode_time = _between(self.first_token_time, self.finished_time)
         if decode_time is None or self.decode_tokens == 0:
             return None
@@ -81,9 +81,9 @@ def _between(start: float | None, end: float | None) -> float | None:
 class CompletionOutput:
     """One generated sequence.
 
-    logprobs: for each token the most likely ones and the chosen one, by token id. finish_reason: "stop", "length",
-    "abort", "error" (see `RequestOutput.error`), None while it runs. stop_reason: the stop string, or the id from
-    stop_token_ids, that ended it; None for the model's own end token.
+    logprobs: for each position, the most likely tokens and the sampled one, by token id. finish_reason: "stop",
+    "length", "abort", "error" (see `RequestOutput.error`), or None while the sequence runs. stop_reason: the stop
+    string or the id from stop_token_ids that ended the sequence; None for the model's own end token.
     """
 
     index: int
@@ -97,11 +97,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state after a step, and its result once `finished`.
+    """The state of a request after a step, and its result once `finished`.
 
-    `error`: one sentence that says what went wrong, where a sequence has ended with finish_reason "error".
+    error: what went wrong, if a sequence ended with finish_reason "error".
 
-    Lists and metrics are the engine's own, since copies of a long prompt are dear: read them, do not change them.
+    Lists and metrics belong to the engine, which does not copy long prompts: do not change them.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""What a person sees while prompts run: how many are done, how fast, and how far long prefills are."""
+"""Progress displays: the progress bar of `LLM.generate`, and what the command line's displays share with it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,40 @@ from nanovllm.engine.metrics import Progress
 from nanovllm.outputs import RequestOutput
 
 REDRAW = 0.1  # seconds
-LONG_PROMPT = 2048  # tokens: shorter prefills come and go too fast to be read
+LONG_PROMPT = 2048  # tokens; the prefill of shorter prompts is too fast to display
+
+
+class TokenRates:
+    """Input and output tokens per second since it was created. `num_input`, `num_output`: of finished requests."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self.num_input = self.num_output = 0
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def with_running(self, running: Progress) -> tuple[float, float]:
+        """The rates, including the tokens of running requests."""
+        seconds = self.seconds
+        return (self.num_input + running.computed_tokens) / seconds, (self.num_output + running.output_tokens) / seconds
+
+
+def prefill_share(running: Progress) -> str | None:
+    """Such as `prefill 45% of 32,768 tokens`; None while only short prompts are computed."""
+    if running.prompt_tokens < LONG_PROMPT:
+        return None
+    return f"prefill {running.prompt_tokens_done / running.prompt_tokens:.0%} of {running.prompt_tokens:,} tokens"
 
 
 class ProgressBar:
-    """A tqdm bar over prompts with input and output tokens per second; use it as a context."""
+    """A tqdm bar over prompts with input and output tokens per second, as a context manager."""
 
     def __init__(self, num_prompts: int, shown: bool) -> None:
         self._bar = tqdm(total=num_prompts, desc="Processed prompts", disable=not shown)
-        self._start = time.monotonic()
-        self._last = 0.0
-        self._read = self._written = 0
+        self._rates = TokenRates()
+        self._last_drawn = 0.0
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -30,24 +53,20 @@ class ProgressBar:
         self._bar.close()
 
     def update(self, finished: Iterable[RequestOutput], progress: Callable[[], Progress]) -> None:
-        """A step is over and has finished these; `progress` is asked only when the bar is drawn."""
+        """Count the requests that a step has finished. `progress` is called only if the bar is redrawn."""
         if self._bar.disable:
             return
-        ended = list(finished)
-        self._read += sum(len(output.prompt_token_ids) for output in ended)
-        self._written += sum(len(completion.token_ids) for output in ended for completion in output.outputs)
-        self._bar.update(len(ended))
+        outputs = list(finished)
+        self._rates.num_input += sum(len(output.prompt_token_ids) for output in outputs)
+        self._rates.num_output += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        self._bar.update(len(outputs))
         now = time.monotonic()
-        if ended or now - self._last >= REDRAW:
-            self._last = now
-            self._bar.set_postfix_str(self._line(progress(), now - self._start))
+        if outputs or now - self._last_drawn >= REDRAW:
+            self._last_drawn = now
+            self._bar.set_postfix_str(self._line(progress()))
 
-    def _line(self, running: Progress, seconds: float) -> str:
+    def _line(self, running: Progress) -> str:
         """Such as `input 980.1 tok/s, output 31.0 tok/s, prefill 45% of 32,768 tokens`."""
-        read, written = self._read + running.computed_tokens, self._written + running.output_tokens
-        seconds = max(seconds, 1e-9)
-        line = f"input {read / seconds:.1f} tok/s, output {written / seconds:.1f} tok/s"
-        if running.prompt_tokens >= LONG_PROMPT:
-            share = running.prompt_tokens_done / running.prompt_tokens
-            line += f", prefill {share:.0%} of {running.prompt_tokens:,} tokens"
-        return line
+        read, written = self._rates.with_running(running)
+        prefill = prefill_share(running)
+        return f"input {read:.1f} tok/s, output {written:.1f} tok/s" + (f", {prefill}" if prefill else "")

@@ -1,4 +1,4 @@
-"""What callers give as prompts, in its many forms: text, token ids, conversations; with parameters for each."""
+"""The input of `LLM.generate` and `LLM.chat`: prompts in all their forms, conversations, and parameters for each."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
-# vLLM's arguments for what is not here; None asks for nothing.
-NOT_HERE = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
-
+# Arguments of vLLM for features that this engine does not have; they are accepted as None.
+VLLM_ONLY = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands at the end of a message that is to go on
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to continue
 
 
 class PromptParts(NamedTuple):
-    """A prompt as the engine takes it: text, or token ids, or both where the ids are known to be the text's."""
+    """A prompt as the engine takes it: text, token ids, or both if the ids are those of the text."""
 
     text: str | None
     token_ids: Sequence[int] | None
@@ -69,7 +68,7 @@ def priority_for_each(priority: Sequence[int] | None, num_prompts: int) -> list[
 
 
 def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """The same parameters for who looks at nothing before the end."""
+    """Copies of the parameters with output_kind FINAL_ONLY."""
     changed = {id(param): replace(param, output_kind=RequestOutputKind.FINAL_ONLY) for param in params}
     return [changed[id(param)] for param in params]
 
@@ -77,15 +76,15 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise RequestError for keyword arguments that `method` does not have."""
     for name, value in arguments.items():
-        if name not in NOT_HERE or value is not None:
+        if name not in VLLM_ONLY or value is not None:
             raise RequestError(unknown_name_message(f"argument of {method}", name, list(known)))
 
 
 class ChatTemplate:
-    """The tokenizer's chat template, or `template` in its place: conversations to prompts.
+    """Turns conversations into prompts with the tokenizer's chat template, or with `template` instead.
 
-    Raises RequestError where there is none, for template arguments that are not the template's, and for conversations
-    that it cannot or will not take.
+    Raises RequestError if there is no template, for template arguments that it does not have, and for conversations
+    that it rejects.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class ChatTemplate:
             )
         if add_generation_prompt and continue_final_message:
             raise RequestError(
-                "continue_final_message=True: needs add_generation_prompt=False, as an answer that goes on has begun"
+                "continue_final_message=True: needs add_generation_prompt=False, because the last message is continued"
             )
         for tool in tools or ():
             if not isinstance(tool, Mapping):
@@ -136,6 +135,11 @@ class ChatTemplate:
         """The prompt of one conversation, or of each of several."""
         return [self._render(conversation) for conversation in _conversations(messages)]
 
+    def token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of one conversation as token ids."""
+        (prompt,) = self.prompts(list(messages))
+        return list(prompt.token_ids or ())
+
     def _render(self, conversation: list[dict[str, Any]]) -> PromptParts:
         text = self._open_text(conversation) if self._continues else self._text(conversation)
         check_characters("the prompt that the chat template makes", text)
@@ -146,7 +150,7 @@ class ChatTemplate:
         return self._tokenizer.templates.render(self._template, {**self._variables, "messages": messages})
 
     def _open_text(self, conversation: list[dict[str, Any]]) -> str:
-        """The text up to the end of the last message's content, which a mark finds, as in Transformers."""
+        """The prompt up to the end of the last message's content, which a marker locates, as in Transformers."""
         messages, last = copy.deepcopy(conversation), conversation[-1].get("content")
         if last is None:
             raise RequestError("continue_final_message=True: the last message has no content that could go on")
@@ -156,18 +160,18 @@ class ChatTemplate:
         if end < 0 or last.strip() not in text:
             raise RequestError("continue_final_message=True: the chat template does not show the last message as it is")
         kept = text[:end]
-        return kept if text[end:].startswith(MARK) else kept.rstrip()  # the template cuts spaces off
+        return kept if text[end:].startswith(MARK) else kept.rstrip()  # the template strips spaces
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As Transformers hands messages over: without what is None, and with reasoning under all names that it has had."""
+    """The message as Transformers passes it: without None values, and with its reasoning under every known name."""
     kept = {name: value for name, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:
-    """The text of the template to use: a tokenizer may have several, by name."""
+    """The text of the template to use; a tokenizer may have several named ones."""
     own = tokenizer.tokenizer.chat_template
     named = own if isinstance(own, Mapping) else {"default": own}
     if template is not None:
@@ -183,7 +187,7 @@ def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of integers is one prompt."""
+    """A list of prompts, from one or many; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -203,7 +207,7 @@ def _parts(prompt: Prompt) -> PromptParts:
         if keys == {"prompt_token_ids"}:
             return PromptParts(None, prompt["prompt_token_ids"], salt)
         raise RequestError(
-            "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), beside 'cache_salt', "
+            "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), besides 'cache_salt', "
             f"got {quoted(prompt)}"
         )
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
@@ -212,7 +216,7 @@ def _parts(prompt: Prompt) -> PromptParts:
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
-    """One conversation or many: a list that begins with a message is one."""
+    """A list of conversations, from one or many; a list that begins with a message is one conversation."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestError(f"messages must be a list of messages or a list of such lists, got {quoted(messages)}")
     several = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -226,7 +230,7 @@ def _conversation(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """The message with its content as one text, which is what templates of text models expect."""
+    """The message with its content joined to one text, as templates of text models expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be a dict with a role and a content, got {quoted(message)}")
     content = message.get("content")

@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen and when it ends."""
+"""Sampling parameters: how the tokens of a request are chosen, and when its sequences end."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from nanovllm.sampling_rules import GREEDY_EPS, check
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Sampling of one request, under vLLM's names and rules; refused at once when invalid, also when one is changed.
+    """Sampling parameters of one request, with vLLM's names and rules.
 
-    A request keeps the parameters that it was added with.
+    Invalid values raise RequestError, at construction and at assignment. Changes do not affect requests already added.
 
-    n: sequences to return. best_of: sequences to generate, of which the n with the highest cumulative logprob are
-    returned; None means n. With use_beam_search it is the beam width.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once and for each occurrence.
-    repetition_penalty: divides positive logits and multiplies negative ones of tokens in the prompt or the output.
-    temperature: 0 is greedy. top_k: 0 and -1 both mean off. top_p in (0, 1]. min_p in [0, 1], relative to the most
-    likely token. seed: the same seed gives the same tokens, whatever else is in the batch; -1 means None.
-    stop: strings that end the text; it is cut before them unless include_stop_str_in_output. stop_token_ids end the
-    request with finish_reason "stop"; ignore_eos goes on past the model's own end tokens, not past stop_token_ids.
-    min_tokens: no end token (with ignore_eos neither) and no stop string before that many. max_tokens: None generates
-    up to max_model_len.
-    logprobs: the k most likely tokens at each output position, and the chosen one; -1 is the whole vocabulary.
-    prompt_logprobs: the same for the prompt. Both are of the raw logits, before penalties and temperature.
-    logit_bias: token id to a number added to its logit; -inf bans it. bad_words: strings whose last token is never
-    sampled when the tokens before it end the output.
-    length_penalty, early_stopping: beam search only; a finished beam scores cumulative logprob / length ** penalty, and
-    early_stopping True ends the search with as many finished beams as wanted, False when no better one is likely, and
-    "never" when no better one is possible.
+    n: number of sequences to return.
+    best_of: number of sequences to generate, of which the n with the highest cumulative log-probability are returned;
+        None means n. With use_beam_search, the beam width.
+    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or per occurrence.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+    temperature: 0 is greedy.
+    top_k: 0 and -1 mean off. top_p: in (0, 1]. min_p: in [0, 1], relative to the most likely token.
+    seed: the same seed gives the same tokens, whatever else is in the batch; -1 means None.
+    stop: strings that end the text, which is cut before them unless include_stop_str_in_output is set.
+    stop_token_ids: end the sequence with finish_reason "stop".
+    ignore_eos: continue after the model's own end tokens, but not after stop_token_ids.
+    min_tokens: no end token (even with ignore_eos) and no stop string before this many tokens.
+    max_tokens: None generates up to max_model_len.
+    logprobs: how many of the most likely tokens to report for each output position, besides the sampled one; -1 means
+        the entire vocabulary. prompt_logprobs: the same for the prompt. Log-probabilities are of the raw logits.
+    logit_bias: numbers added to the logits, by token id; -inf bans a token.
+    bad_words: strings whose last token is never sampled when the output ends with the tokens before it.
+    length_penalty: beam search scores finished beams by cumulative log-probability / length ** length_penalty.
+    early_stopping: beam search ends with True as soon as enough beams are finished, with False when a better one is
+        unlikely, with "never" when a better one is impossible.
     """
 
     n: int = 1
@@ -70,7 +73,7 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if len(vars(self)) == len(fields(self)):  # complete, and so no longer being made
+        if len(vars(self)) == len(fields(self)):  # after construction
             vars(self).update(vars(replace(self, **{name: value})))
         else:
             vars(self)[name] = value
@@ -78,7 +81,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         with as_request_error("the sampling parameters cannot be read"):
             check(self)
-            # Callers of vLLM pass None for "none of them", and keep using the lists that they passed.
+            # As in vLLM, None stands for an empty list. Lists are copied, as callers may reuse theirs.
             vars(self).update(
                 seed=None if self.seed == -1 else self.seed,
                 stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -93,5 +96,5 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated: best_of, or n."""
+        """Number of sequences to generate: best_of, or n."""
         return self.best_of if self.best_of is not None else self.n

@@ -1,4 +1,4 @@
-"""What every sampling parameter must satisfy; each violation is one sentence with field, value and rule."""
+"""Validation of sampling parameters. Each error message names the field, its value and the rule."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 
-MOST_SEQUENCES = 2**31 - 1  # max_num_seqs can be no more
-GREEDY_EPS = 1e-5  # below this a temperature only scales rounding noise: it means greedy
+MOST_SEQUENCES = 2**31 - 1  # the largest max_num_seqs
+GREEDY_EPS = 1e-5  # lower temperatures mean greedy sampling
 
 
 def check(params: Any) -> None:
-    """Raise RequestError for the first field of a SamplingParams whose value cannot be honoured."""
+    """Raise RequestError for the first invalid field of a SamplingParams."""
     _check_numbers(params)
     _check_counts(params)
     _check_flags(params)
@@ -24,7 +24,7 @@ def check(params: Any) -> None:
 
 
 def check_characters(what: str, text: str) -> None:
-    """Raise RequestError for a text that holds half a surrogate pair, as Python's strings can and UTF-8 cannot."""
+    """Raise RequestError for a text with an unpaired surrogate, which Python strings can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

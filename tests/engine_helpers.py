@@ -11,7 +11,8 @@ from content_model import VOCAB, ContentExecutor
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.input_processor import ModelFacts
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from nanovllm.cuda_graphs import decode_tables
 from nanovllm.device import Device, Graph
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
-from nanovllm.kvcache import decode_tables
 from nanovllm.ops import cpu_linear, cpu_rows
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_layer import FewRowLayer
 from nanovllm.ops.native_attention import NativeAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
 MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")
@@ -142,13 +142,13 @@ class RowsOnCpu(NativeAttention):
         self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         segments = []
-        for row, row in enumerate(table.few.rows.tolist()):
+        for index, row in enumerate(table.few.rows.tolist()):
             query_start, query_len, start, count, first_position, kv_end, position, rows_before = row
             assert count <= table.few.max_blocks and query_len == (count > 0)
             if count:
-                assert query_start == rows_before == row
+                assert query_start == rows_before == index
                 blocks = table.blocks[start : start + count].tolist()
-                segments.append(KVMetadata(query_start, query_len, position, first_position, kv_end, blocks))
+                segments.append(SequenceMetadata(query_start, query_len, position, first_position, kv_end, blocks))
         self.attend(q, pool, AttentionMetadata(segments), state, scale, window)
 
 

@@ -17,10 +17,10 @@ from graph_devices import BLOCK, MODES, PROMPTS, VOCAB, arguments, measured_memo
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.cuda_graphs import decode_graphs
 from nanovllm.device.cuda import CudaDevice
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.engine import profiling
-from nanovllm.kvcache import paged_cache
 
 # ---- anywhere
 
@@ -125,7 +125,7 @@ def test_real_graphs_give_the_logits_of_eager_steps(
 ) -> None:
     """To the bit where a bucket is full; libraries may compute a padded batch in another order."""
     if mode == "pieces, resident":
-        monkeypatch.setattr(paged_cache, "row_attention", lambda backend: None)
+        monkeypatch.setattr(decode_graphs, "row_attention", lambda backend: None)
     sizes = (1, 2, 3, 5, 8, 9)
     limits = {"dtype": dtype, "max_num_batched_tokens": 800, "enable_prefix_caching": False}
     replayed, eager = (
@@ -184,7 +184,7 @@ def test_what_real_graphs_take_is_what_was_kept_for_them(
     offload: bool, gpu_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prints both. The estimate may not be below what is taken by more than one step of the driver's."""
-    caplog.set_level(logging.INFO, "nanovllm.engine.decode_graphs")
+    caplog.set_level(logging.INFO, "nanovllm.cuda_graphs.decode_graphs")
     found = measured_memory(monkeypatch)
     engine = {"dtype": "bfloat16", "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.3, "device": "cuda"}
     if offload:

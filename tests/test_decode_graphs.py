@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig, engine_config
+from nanovllm.cuda_graphs.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
+from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import profiling
-from nanovllm.engine.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.pieces import StepMemory, run_piece
 from nanovllm.ops import row_attention
 from nanovllm.ops.flash_attention import FlashAttention
 from nanovllm.ops.native_attention import NativeAttention
@@ -269,7 +269,7 @@ def test_the_log_says_what_was_recorded(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphed(monkeypatch, "whole steps", graph_bytes=3 << 20)
-    caplog.set_level(logging.INFO, "nanovllm.engine.decode_graphs")
+    caplog.set_level(logging.INFO, "nanovllm.cuda_graphs.decode_graphs")
     with LLM(model_dir, **arguments("whole steps")):
         pass
     (line,) = [record.getMessage() for record in caplog.records if "graphs" in record.getMessage()]
@@ -278,7 +278,7 @@ def test_the_log_says_what_was_recorded(
 
 
 def test_larger_batches_and_prefill_are_eager(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.decode_graphs.LARGEST_BUCKET", 4)
+    monkeypatch.setattr("nanovllm.cuda_graphs.decode_graphs.LARGEST_BUCKET", 4)
     graphed(monkeypatch, "whole steps")
     batches = watch_batches(monkeypatch)
     with LLM(model_dir, **arguments("whole steps")) as llm:

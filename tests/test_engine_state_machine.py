@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
+from nanovllm.engine.input_processor import ModelFacts
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError

@@ -64,7 +64,7 @@ def test_without_room_in_the_swap_space_a_group_is_recomputed(caplog: pytest.Log
         bench.run()
     assert bench.scheduler.preemption.stats.swapped == 0 < bench.scheduler.preemption.stats.recomputed
     messages = [record.getMessage() for record in caplog.records]
-    assert any("swap space has no room for request 'b'" in message for message in messages)
+    assert any("swap space is too full for request 'b'" in message for message in messages)
     assert outputs(bench, "b") == expected_group(prompt_of(7, 1), 2, 12)
     # The prompt is computed once, and again once for both after each preemption.
     metrics = bench.finished["b"].metrics

@@ -13,12 +13,12 @@ from engines import greedy, greedy_reference, offloaded, random_prompt, set_pref
 
 from nanovllm import LLM
 from nanovllm.device.ordering import OrderingError
-from nanovllm.engine.layerwise_runner import LayerwiseRunner, LayerwiseState
 from nanovllm.engine.profiling import _LiveBytes, activation_peak
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.prefill_plan import LayerwiseMemory
+from nanovllm.layerwise_prefill.kv_cache import LayerwiseKVCache
+from nanovllm.layerwise_prefill.runner import LayerwiseOrder, LayerwiseState
 from nanovllm.recall import make_document, make_prompt, write_recall_checkpoint
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -41,9 +41,9 @@ def expected_tokens(model_dir: Path, prompts: list[list[int]], max_tokens: int) 
 
 
 def state_of(llm: LLM) -> LayerwiseState | None:
-    layerwise = llm._runner._spans
-    assert isinstance(layerwise, LayerwiseRunner)
-    return layerwise.state
+    order = llm._runner._orders[-1]
+    assert isinstance(order, LayerwiseOrder)
+    return order.state
 
 
 # ---- what is computed

@@ -161,7 +161,7 @@ def test_a_span_gets_a_unit_even_when_decodes_fill_the_step() -> None:
     for index in range(30):
         bench.add(f"talker {index}", prompt_of(2, index + 1), 40)
     bench.run()
-    full = [batch for batch in bench.executor.batches if len(batch.whole) == BUDGET]
+    full = [batch for batch in bench.executor.batches if len(batch.chunked) == BUDGET]
     assert len(full) > 5 and all(batch.layerwise is not None for batch in full[:5])
     assert bench.tokens("long") == expected_output(prompt_of(960), 1)
 

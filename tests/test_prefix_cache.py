@@ -160,7 +160,7 @@ def test_the_grid_of_admission(total: int) -> None:
             expected = NEVER if total - needed < watermark else expected
             assert manager.can_allocate(sequence(range(needed))) is expected, (used, needed)
             if needed > 1:  # a part of it for siblings
-                assert manager.can_allocate(sequence(range(1)), beside=needed - 1) is expected
+                assert manager.can_allocate(sequence(range(1)), extra_blocks=needed - 1) is expected
 
 
 @pytest.mark.parametrize(

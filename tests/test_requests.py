@@ -180,7 +180,7 @@ def test_interrupts_pass_through_and_the_engine_goes_on(error: BaseException) ->
     assert set(bench.finished) == {"b"} and bench.tokens("b") == expected_output(prompt_of(9, 1), 8)
 
 
-@pytest.mark.parametrize("where", ["promote", "take_moves", "places", "register_computed"])
+@pytest.mark.parametrize("where", ["promote", "take_moves", "physical_ids", "register_computed"])
 def test_an_interrupt_outside_the_model_leaves_a_usable_engine(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(3, 20)
     bench.add("old", prompt_of(12), 1)

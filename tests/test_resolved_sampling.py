@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], SamplingFacts, str]] = [
     (
         {"bad_words": ["cat"]},
         SamplingFacts(VOCAB, EOS),
-        "bad_words=['cat']: words cannot be told without a tokenizer, and the model directory has no tokenizer files: "
+        "bad_words=['cat']: bad words need a tokenizer, and the model directory has no tokenizer files: "
         "give token ids with a bias of -inf in logit_bias, or add the tokenizer's files",
     ),
     ({"bad_words": ["x", "  "]}, FACTS, "bad_words='  ': must hold words of at least one token"),

@@ -12,7 +12,7 @@ from engine_helpers import Bench, prompt_of
 from test_requests import SpelledOut, Unspeakable
 
 from nanovllm.engine.batch import Batch, Sample, StepResult, TokenLogprobs
-from nanovllm.engine.output_processor import TokenTexts, request_output
+from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Sequence
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
@@ -138,9 +138,10 @@ def test_every_sequence_has_its_own_deltas() -> None:
     asked = request(prompt_of(3), params=SamplingParams(output_kind=DELTA, max_tokens=None))
     first, second = asked.sequences[0], Sequence(asked, 1, index=1)
     asked.sequences = [first, second]
+    processor = OutputProcessor(asked, TokenTexts(None))
 
     def news() -> list[tuple[int, list[int], str | None]]:
-        output = request_output(asked, TokenTexts(None))
+        output = processor.output()
         assert output is not None
         return [(new.index, new.token_ids, new.finish_reason) for new in output.outputs]
 

@@ -1,6 +1,6 @@
 """`nanovllm chat`: a conversation in the terminal, about a document if one is given.
 
-The document is computed once, before the first question; after that the prefix cache holds it and the turns so far.
+The document is computed once, before the first question. After that, the prefix cache holds it and the earlier turns.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
-from nanovllm.cli.status import LONG_PROMPT, StatusLine, prefill_share
-from nanovllm.cli.templates import ChatTemplate, read_template
+from nanovllm.cli.status import StatusLine
+from nanovllm.cli.templates import chat_template, read_template
+from nanovllm.engine.client import EngineClient
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
+from nanovllm.progress_bar import prefill_share
+from nanovllm.prompts import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-# A conversation has one answer at a time, and shows nothing but its text.
+# These options make no sense for a single answer of which only the text is shown.
 NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
 QUIT, RESET = "/quit", "/reset"
 COMMANDS = f"{RESET} forgets the conversation and keeps the document, {QUIT} or end of input ends"
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
-    """The command's options."""
+    """Add the command and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "chat",
         help=summary,
@@ -51,7 +54,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.set_defaults(run=run)
     parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
     parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, in place of the tokenizer's own")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add_sampling_flags(parser, leave_out=NO_FLAGS)
     add_engine_flags(parser)
@@ -59,20 +62,20 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 where an answer failed."""
+    """Run the command. Returns the exit status: 1 if an answer failed."""
     if sys.stdin is None:
         raise ConfigError("standard input is closed, and questions are read from it: redirect it from a file")
     params = SamplingParams(**{"max_tokens": None} | sampling_arguments(args))
     document, template = _read_document(args.document), read_template(args.chat_template)
     checked_config(args)
-    from nanovllm.llm import LLM  # with torch, which takes seconds to import
+    from nanovllm.llm import LLM  # imports torch, which takes seconds
 
     with Interrupt() as interrupt:
         with interrupt.allowed():
             llm = LLM(args.model, **engine_arguments(args))
         with llm:
             answers = Answers(llm, params, StatusLine(args.progress), interrupt)
-            chat = Conversation(ChatTemplate(llm, template), args.system, document)
+            chat = Conversation(chat_template(llm, template), args.system, document)
             if document is not None:
                 _read_ahead(answers, chat)
             return _converse(answers, chat, interrupt, Boundary(args.verbose))
@@ -96,7 +99,7 @@ def _read_document(path: str | None) -> str | None:
 
 
 class Conversation:
-    """Messages so far. The document opens the first question, which every chat template allows."""
+    """The messages so far. The document is part of the first question, which every chat template allows."""
 
     def __init__(self, template: ChatTemplate, system: str | None, document: str | None) -> None:
         self._template = template
@@ -105,11 +108,11 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def prompt(self, question: str) -> list[int]:
-        """Token ids of everything so far and a question. Raises RequestError."""
+        """Token ids of the messages so far and a question. Raises RequestError."""
         return self._template.token_ids([*self._system, *self._turns, self._asked(question)])
 
     def add(self, question: str, answer: str) -> None:
-        """A turn has ended."""
+        """Add a turn to the messages."""
         self._turns += [self._asked(question), {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
@@ -117,7 +120,7 @@ class Conversation:
         self._turns.clear()
 
     def prefix(self) -> list[int]:
-        """What every first question's prompt begins with: the document, and what the template puts before it."""
+        """The common prefix of all first questions: the document, and what the chat template puts before it."""
         pairs = zip(self.prompt("a"), self.prompt("1"), strict=False)
         return [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
@@ -127,7 +130,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of an answer, and what it cost."""
+    """An answer as far as it has been generated, and what it cost."""
 
     metrics: RequestMetrics
     text: str = ""
@@ -160,17 +163,14 @@ class Answers:
             llm.watch_steps(self._show_progress)
 
     def answer(self, token_ids: Sequence[int]) -> Answer:
-        """Write the answer to standard output as it comes. Ctrl-C ends it early.
-
-        Raises RequestError, and EngineError for a failed step.
-        """
+        """Write the answer to standard output as it comes; Ctrl-C ends it. Raises RequestError and EngineError."""
         answer = self._run(token_ids, self._params, is_shown=True)
         if answer.text:
             print(flush=True)
         return answer
 
     def compute(self, token_ids: Sequence[int]) -> Answer:
-        """Bring a prompt into the prefix cache."""
+        """Compute a prompt, so that the prefix cache holds it."""
         params = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.DELTA)
         answer = self._run(token_ids, params, is_shown=False)
         if answer.finish_reason == "abort":
@@ -193,38 +193,33 @@ class Answers:
         return answer
 
     def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
-        engine, request_id = self._llm.engine, next(self._ids)
-        engine.add_request(request_id, sampling_params=params, prompt_token_ids=token_ids)
+        client = EngineClient(self._llm.engine)
+        client.add(next(self._ids), None, params, prompt_token_ids=token_ids)
         try:
-            finished = False
-            while not finished:
-                for output in engine.step():
-                    finished = output.finished
-                    yield output
-                if not finished and self._interrupt.take():
-                    # Between steps: an interrupted step would take all that is cached with it.
-                    finished, aborted = True, engine.abort_request(request_id)
-                    if aborted is not None:
-                        yield aborted
+            while client.pending:
+                yield from client.step()
+                # Only between steps: an interrupted step would drop the prefix cache.
+                if client.pending and self._interrupt.take():
+                    yield from client.abort()
         finally:
             self._status.clear()
-            engine.abort_request(request_id)
+            client.close()
 
     def _show_progress(self, step_share: float) -> None:
-        running = self._llm.engine.progress()
-        if running.prompt_tokens >= LONG_PROMPT and self._status.is_due():
-            left = running.prompt_tokens - running.prompt_tokens_done
-            in_step = step_share * min(left, self._llm.config.max_num_batched_tokens)
-            self._status.show(prefill_share(running, in_step))
+        if self._status.is_due():
+            progress = self._llm.engine.progress()
+            prefill = prefill_share(progress.within_step(step_share, self._llm.config.max_num_batched_tokens))
+            if prefill is not None:
+                self._status.show(prefill)
 
 
-# ---- what a person sees
+# ---- the terminal
 
 
 def _read_ahead(answers: Answers, chat: Conversation) -> None:
     prefix = chat.prefix()
     if prefix:
-        _say(f"[document: {answers.compute(prefix)}]")
+        say(f"[document: {answers.compute(prefix)}]")
 
 
 def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary) -> int:
@@ -233,20 +228,21 @@ def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, bounda
         if question == RESET:
             chat.reset()
         elif question.startswith("/") and " " not in question:
-            _say(f"{question} is not a command: {COMMANDS}")
+            say(f"{question} is not a command: {COMMANDS}")
         else:
-            # What cannot be written to the terminal is no error of the question.
-            answer, error = boundary.attempt(partial(_answer, answers, chat, question), passing=(OSError,))
+            # An OSError comes from the terminal, not from the question.
+            ask = partial(_answer, answers, chat, question)
+            answer, error = boundary.attempt(ask, passing=(OSError,))
             if answer is None:
-                _say(f"nanovllm chat: error: {error}")
+                say(f"nanovllm chat: error: {error}")
                 failed = True
                 continue
             failed = failed or answer.finish_reason == "error"
             if answer.text or answer.finish_reason != "abort":
                 chat.add(question, answer.text)
-            _say(f"[{answer}]")
+            say(f"[{answer}]")
             if answer.error is not None:
-                _say(f"nanovllm chat: error: {answer.error}")
+                say(f"nanovllm chat: error: {answer.error}")
     return 1 if failed else 0
 
 
@@ -255,21 +251,21 @@ def _answer(answers: Answers, chat: Conversation, question: str) -> Answer:
 
 
 def _questions(interrupt: Interrupt) -> Iterator[str]:
-    """Lines that are not empty, until /quit or the end of input."""
+    """Non-empty lines, until /quit or the end of input."""
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     if is_person:
         with suppress(ImportError):
             import readline  # noqa: F401  lets lines be edited
-        _say(COMMANDS)
+        say(COMMANDS)
     while True:
         try:
             with interrupt.allowed():
                 line = input("> ") if is_person else _next_line()
-                line.encode()  # some locales have bytes that are no UTF-8 arrive as half characters
+                line.encode()  # in some locales, invalid bytes arrive as surrogates
         except EOFError:
             return
         except UnicodeError:
-            _say("nanovllm chat: error: the question is not UTF-8")
+            say("nanovllm chat: error: the question is not UTF-8")
             continue
         if line.strip() == QUIT:
             return
@@ -282,7 +278,3 @@ def _next_line() -> str:
     if not line:
         raise EOFError
     return line.decode()
-
-
-def _say(text: str) -> None:
-    say(text)

@@ -1,6 +1,6 @@
-"""`nanovllm generate`: prompts in, results out as they finish, in the order of the prompts.
+"""`nanovllm generate`: answers prompts, and writes the results in the order of the prompts as they finish.
 
-The engine holds a window of the prompts, so a file of any length takes the same memory.
+The engine holds a limited number of prompts at a time, so that files of any length take the same memory.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.prompts import FILE, JSONL, LINES, STDIN, TEXT, Feed, PromptItem, Source, check_sources, count_prompts
 from nanovllm.cli.results import InOrder, check_output, json_result, open_output, text_result
 from nanovllm.cli.status import Meter, StatusLine, of
-from nanovllm.cli.templates import ChatTemplate, read_template
+from nanovllm.cli.templates import chat_template, read_template
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.metrics import Progress
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.prompts import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-WINDOW = 2  # times max_num_seqs: requests in the engine, so that it never lacks one to admit
-HELD = 8  # times max_num_seqs: results that wait for one before them
-WINDOW_TOKENS = 1 << 22  # of prompts in the engine, which take about 50 bytes each beside the KV cache
+WINDOW = 2  # most requests in the engine, as a multiple of max_num_seqs; enough to always have one to admit
+HELD = 8  # most requests and results held back for an earlier one, as a multiple of max_num_seqs
+WINDOW_TOKENS = 1 << 22  # prompt tokens in the engine; each takes about 50 bytes besides its KV cache
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
-    """The command's options."""
+    """Add the command and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "generate",
         help=summary,
@@ -74,18 +76,18 @@ def _source(kind: str) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 1 where a prompt failed."""
+    """Run the command. Returns the exit status: 1 if a prompt failed."""
     sources = _sources(args)
     check_sources(sources)
     check_output(args.output, [source.value for source in sources if source.kind != TEXT])
     if args.stream and args.json:
-        raise ConfigError("--stream shows text as it comes and --json whole results: leave one of them out")
+        raise ConfigError("--stream shows text as it comes and --json complete results: leave one of them out")
     params = SamplingParams(**sampling_arguments(args))
     if args.stream:
         check_streamed(params)
     template = read_template(args.chat_template)
     checked_config(args)
-    from nanovllm.llm import LLM  # with torch, which takes seconds to import
+    from nanovllm.llm import LLM  # imports torch, which takes seconds
 
     with Interrupt() as interrupt:
         with interrupt.allowed():
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    """Prompts from arguments first, then files as they were named."""
+    """Prompts from the arguments, then the files in the order of the flags."""
     sources = [Source(FILE, STDIN) if text == STDIN else Source(TEXT, text) for text in args.prompts]
     sources += args.sources or []
     if sources:
@@ -119,37 +121,36 @@ def _check_tokenizer(llm: LLM, args: argparse.Namespace, sources: Iterable[Sourc
 
 
 def check_streamed(params: SamplingParams) -> None:
-    """Raises RequestError for more than can be shown as it comes."""
+    """Raise RequestError for parameters that --stream cannot show."""
     if params.n > 1:
         raise RequestError(f"n={params.n}: --stream shows one sequence; leave it out to get all")
 
 
 class Requests:
-    """The engine's requests, by the prompts' numbers."""
+    """The prompts that are in the engine, by request id."""
 
     def __init__(self, llm: LLM, params: SamplingParams, template: str | None, stream: bool) -> None:
         self._llm = llm
+        self._client = EngineClient(llm.engine)
         self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self._stream = stream
         self._template_text = template
         self._template: ChatTemplate | None = None
-        self.running: dict[str, tuple[int, PromptItem]] = {}  # by request id
-        self.num_tokens = 0  # of the running ones' prompts
+        self.running: dict[str, tuple[int, PromptItem]] = {}  # index and prompt of the unfinished ones
+        self.num_tokens = 0  # of their prompts
 
     def add(self, index: int, item: PromptItem) -> None:
-        """Raises RequestError for what cannot be served."""
+        """Add a prompt. Raises RequestError if it cannot be served."""
         params = replace(self._params, **item.params)
         if self._stream:
             check_streamed(params)
-        engine = self._llm.engine
-        token_ids = engine.check_prompt(item.prompt, self._token_ids(item))
-        request_id = str(index)
-        engine.add_request(request_id, item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
-        self.running[request_id] = (index, item)
+        token_ids = self._llm.engine.check_prompt(item.prompt, self._token_ids(item))
+        self._client.add(str(index), item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
+        self.running[str(index)] = (index, item)
         self.num_tokens += len(token_ids)
 
     def remove(self, output: RequestOutput) -> tuple[int, PromptItem]:
-        """Forget a request that has finished; its number and prompt."""
+        """Remove a finished request. Returns its index and prompt."""
         self.num_tokens -= len(output.prompt_token_ids)
         return self.running.pop(output.request_id)
 
@@ -157,29 +158,25 @@ class Requests:
         if item.messages is None:
             return item.prompt_token_ids
         if self._template is None:
-            self._template = ChatTemplate(self._llm, self._template_text)
+            self._template = chat_template(self._llm, self._template_text)
         return self._template.token_ids(item.messages)
 
     def watch(self, on_layer: Callable[[float], None]) -> None:
         self._llm.watch_steps(on_layer)
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine. A failed one ends its requests, and their outputs say so."""
+        """The outputs of one step. A failed step ends its requests, with outputs that give the error."""
         try:
-            return self._llm.engine.step()
+            return self._client.step()
         except EngineError as error:
             if not error.outputs:
                 raise
             say(f"nanovllm generate: {error}")
             return [output for output in error.outputs if isinstance(output, RequestOutput)]
 
-    def progress(self) -> Progress:
-        return self._llm.engine.progress()
-
-    def in_step(self, share: float) -> float:
-        """Prompt tokens that a step has computed once so much of it is done."""
-        running = self.progress()
-        return share * min(running.prompt_tokens - running.prompt_tokens_done, self._llm.config.max_num_batched_tokens)
+    def progress(self, step_share: float) -> Progress:
+        """The progress once this share of the running step is done."""
+        return self._llm.engine.progress().within_step(step_share, self._llm.config.max_num_batched_tokens)
 
     @property
     def max_num_seqs(self) -> int:
@@ -187,7 +184,7 @@ class Requests:
 
 
 class Generation:
-    """Takes prompts to the engine and results to the file until there are none, or until Ctrl-C."""
+    """Runs all prompts and writes their results, until none is left or Ctrl-C is pressed."""
 
     def __init__(
         self,
@@ -206,11 +203,11 @@ class Generation:
         self._status, self._meter, self._interrupt = status, meter, interrupt
         self._num_taken = 0
         self._order = InOrder()
-        self._in_line = False  # of a text that is being streamed
+        self._in_line = False  # whether a streamed text has begun and not ended
         self._first_error = ""
 
     def run(self) -> int:
-        """The exit status."""
+        """Run all prompts. Returns the exit status."""
         if self._status.shown:
             self._requests.watch(self._show_status)
         try:
@@ -230,8 +227,8 @@ class Generation:
     # ---- prompts
 
     def _top_up(self) -> bool:
-        """Fill the window; whether prompts may follow."""
-        while not self._feed.ended and self._has_room():
+        """Add prompts until the window is full. Returns whether more may follow."""
+        while not self._feed.ended and not self._is_full():
             with self._interrupt.allowed():
                 item = self._feed.take(wait=not self._requests.running)
             if item is None:
@@ -239,14 +236,14 @@ class Generation:
             self._add(item)
         return not self._feed.ended
 
-    def _has_room(self) -> bool:
+    def _is_full(self) -> bool:
+        """Whether no prompt can be added now. --stream runs one prompt at a time."""
         requests, seqs = self._requests, self._requests.max_num_seqs
-        if not requests.running:
-            return True
-        if self._stream:
-            return False
-        is_full = len(requests.running) >= WINDOW * seqs or requests.num_tokens >= WINDOW_TOKENS
-        return not is_full and len(requests.running) + self._order.num_held < HELD * seqs
+        num_running = len(requests.running)
+        if self._stream or not num_running:
+            return num_running > 0
+        many_held = num_running + self._order.num_held >= HELD * seqs
+        return num_running >= WINDOW * seqs or requests.num_tokens >= WINDOW_TOKENS or many_held
 
     def _add(self, item: PromptItem) -> None:
         index = self._num_taken
@@ -289,7 +286,7 @@ class Generation:
         return "" if output is None else text_result(output)
 
     def _fail(self, index: int, item: PromptItem, error: str, output: RequestOutput | None) -> None:
-        """The result is the error; the others go on."""
+        """Write the error as the result of this prompt; the other prompts go on."""
         self._meter.failed += 1
         sentence = f"{item.source}: {error}"
         self._first_error = self._first_error or sentence
@@ -308,13 +305,11 @@ class Generation:
                 self._status.clear()
                 self._file.write(line)
 
-    # ---- what a person sees
+    # ---- display
 
     def _show_status(self, step_share: float = 0.0) -> None:
-        if self._status.is_due() and not self._in_line:  # text that is being written must not be drawn over
-            requests = self._requests
-            in_step = requests.in_step(step_share)
-            self._status.show(self._meter.line(requests.progress(), in_step))
+        if self._status.is_due() and not self._in_line:  # the status line would overwrite streamed text
+            self._status.show(self._meter.line(self._requests.progress(step_share)))
 
     def _ended(self) -> int:
         meter = self._meter
@@ -329,7 +324,7 @@ class Generation:
         return 1
 
     def _interrupted(self) -> int:
-        """Write what is finished, also behind what is not."""
+        """Write all finished results, also those after unfinished ones."""
         self._status.clear()
         self._write(self._order.rest())
         if self._in_line:

@@ -1,9 +1,10 @@
-"""Beam search as Transformers does it (`GenerationMixin._beam_search`, version 5), as a pure function of scores.
+"""Beam search as in Transformers (`GenerationMixin._beam_search`, version 5), as a pure function of scores.
 
-A step ranks all continuations of all beams by cumulative log-probability and looks at the best `num_candidates`, so
-many that `width` of them do not end. Those that end among the best `width` are finished; the best `width` of the
-others go on. A finished beam scores cumulative log-probability / length ** length_penalty, where length counts the
-generated tokens, the end token among them. The best `width` finished beams are kept.
+Each step ranks the continuations of all beams by cumulative log-probability and considers the best `num_candidates`,
+enough for `width` of them not to end. Of the best `width` candidates, those that end are finished beams. The best
+`width` candidates that do not end are the next beams. The score of a finished beam is
+cumulative_logprob / length ** length_penalty, where length counts the generated tokens including the end token. The
+best `width` finished beams are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 
 class Ranked(Protocol):
-    """A sequence as far as it is ranked."""
+    """What ranking needs to know of a sequence."""
 
     cumulative_logprob: float
 
@@ -29,7 +30,7 @@ T = TypeVar("T", bound=Ranked)
 
 @dataclass(frozen=True, slots=True)
 class BeamRow:
-    """A beam, and its most likely next tokens, the most likely first."""
+    """A beam's score and its most likely next tokens, the most likely first."""
 
     cumulative_logprob: float
     top_token_ids: Sequence[int]
@@ -38,7 +39,7 @@ class BeamRow:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One token after one beam. `rank` counts from 0, within that beam's tokens."""
+    """A beam continued by one token. `rank`: position among that beam's `top_token_ids`."""
 
     beam: int
     rank: int
@@ -50,14 +51,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What a step makes of its beams, each list best first."""
+    """The candidates that go on and those that end, each list best first."""
 
     running: list[Candidate]
     finished: list[Candidate]
 
 
 class BeamSearch(Generic[T]):
-    """One request's search. `results`: the best finished beams so far, as (score, beam), the best first."""
+    """The beam search of one request. `results`: the best finished beams so far as (score, beam), best first."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class BeamSearch(Generic[T]):
         banned_before_min_length: Collection[int] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """Lengths count generated tokens; `banned_before_min_length` cannot be one of the first `min_length`."""
+        """Lengths count generated tokens. The first `min_length` tokens are none of `banned_before_min_length`."""
         self.width = width
         self.max_length = max_length
         self.end_token_ids = frozenset(end_token_ids)
@@ -86,13 +87,13 @@ class BeamSearch(Generic[T]):
         """cumulative_logprob / length ** length_penalty."""
         try:
             return cumulative_logprob / length**self.length_penalty
-        except OverflowError:  # divided by more than a float holds
+        except OverflowError:  # length**penalty is too large for a float
             return -0.0
-        except ZeroDivisionError:  # by less
+        except ZeroDivisionError:  # length**penalty underflows to 0
             return -math.inf if cumulative_logprob else 0.0
 
     def expand(self, beams: Sequence[BeamRow], length: int) -> Expansion:
-        """The next step, in which each beam becomes `length` tokens long."""
+        """Continue the beams by one token, to `length` tokens."""
         banned = self.banned if length <= self.min_length else frozenset[int]()
         candidates = [
             Candidate(index, rank, token, logprob, beam.cumulative_logprob + logprob, self._ends(token, length))
@@ -105,26 +106,26 @@ class BeamSearch(Generic[T]):
         return Expansion(running, [candidate for candidate in best[: self.width] if candidate.is_end])
 
     def keep(self, beam: T) -> None:
-        """A beam has finished."""
+        """Add a finished beam to the results, if it is good enough."""
         self.results.append((self.score(beam.cumulative_logprob, beam.num_output_tokens), beam))
         self.results.sort(key=lambda result: -result[0])
         del self.results[self.width :]
 
     def has_ended(self, running: Sequence[Candidate], length: int) -> bool:
-        """Whether the search is over once the finished beams of `length` tokens are kept and `running` go on."""
+        """Whether the search ends, given the candidates that would go on, of `length` tokens each."""
         if not running:
             return True
         if len(self.results) < self.width:
             return False
         if self.early_stopping is True:
             return True
-        # The best that a running beam can still score; with "never" this is a bound, otherwise a guess.
+        # The best score that a running beam can reach: a bound with "never", otherwise an estimate.
         bounded = self.early_stopping == "never" and self.length_penalty > 0
         best = self.score(running[0].cumulative_logprob, self.max_length if bounded else length)
         return best <= self.results[-1][0]
 
     def ranked(self, unfinished: Sequence[T]) -> list[T]:
-        """The finished beams and, of a search that was cut off, its `unfinished` ones; the best first."""
+        """All finished beams and, if the search was aborted, the `unfinished` ones; best first."""
         cut_off = [(self.score(beam.cumulative_logprob, max(beam.num_output_tokens, 1)), beam) for beam in unfinished]
         return [beam for _, beam in sorted([*self.results, *cut_off], key=lambda result: -result[0])]
 

@@ -1,4 +1,4 @@
-"""One step of a request that is answered by beam search: its beams fork, finish, and give up their blocks."""
+"""Beam search on sequences: after each step the beams fork, finish, or are dropped, and their blocks with them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nanovllm.sampling_params import SamplingParams
 def make_beam_search(
     params: SamplingParams, prompt_len: int, limits: SchedulerLimits, vocab_size: int
 ) -> BeamSearch[Sequence] | None:
-    """The search that the parameters ask for; None if they ask for none."""
+    """The beam search that the parameters ask for, or None."""
     if not params.use_beam_search:
         return None
-    room = max(1, limits.max_model_len - prompt_len)
+    most_tokens = max(1, limits.max_model_len - prompt_len)
     ends = {token for token in limits.eos_token_ids if token < vocab_size}
     return BeamSearch(
         width=params.num_sequences,
-        max_length=room if params.max_tokens is None else min(params.max_tokens, room),
+        max_length=min(params.max_tokens or most_tokens, most_tokens),
         end_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else ends)},
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
@@ -32,10 +32,10 @@ def make_beam_search(
 
 
 def advance_beams(request: Request, samples: list[Sample], manager: BlockManager) -> bool:
-    """Make the next beams of the present ones, given one sample of each. Returns whether the search has ended.
+    """Replace the beams by their best continuations, given one sample per beam. Returns whether the search has ended.
 
-    A beam's first continuation stays with its sequence; others fork it and share its blocks. Beams without a
-    continuation, and all of them in the end, give their blocks up.
+    The first continuation of a beam keeps its sequence; further ones fork it and share its blocks. Blocks of beams
+    without a continuation are freed, and those of all beams when the search ends.
     """
     search, beams = request.beam_search, request.live
     assert search is not None
@@ -64,7 +64,7 @@ def advance_beams(request: Request, samples: list[Sample], manager: BlockManager
 
 
 def _replace(request: Request, beams: list[Sequence], manager: BlockManager) -> None:
-    """These are the beams now; the blocks of all others are free."""
+    """Make `beams` the sequences of the request, and free the blocks of all others."""
     for seq in request.live:
         if seq not in beams:
             manager.free(seq)
@@ -72,7 +72,7 @@ def _replace(request: Request, beams: list[Sequence], manager: BlockManager) -> 
 
 
 def _finished(beam: Sequence, candidate: Candidate, rows: list[BeamRow]) -> Sequence:
-    """A beam that has come to its end, without blocks."""
+    """A finished beam, as a sequence without blocks."""
     seq = beam.fork()
     seq.append(_sample(candidate, rows, beam.request))
     search = beam.request.beam_search
@@ -91,7 +91,7 @@ def _row(beam: Sequence, sample: Sample) -> BeamRow:
 
 
 def _sample(candidate: Candidate, rows: list[BeamRow], request: Request) -> Sample:
-    """The candidate's token with the log-probabilities that the request asked for."""
+    """The candidate's token, with the log-probabilities that the request reports."""
     row, count = rows[candidate.beam], request.sampling.num_logprobs or 0
     top = TokenLogprobs(candidate.logprob, candidate.rank + 1, row.top_token_ids[:count], row.top_logprobs[:count])
     return Sample(candidate.token_id, top)

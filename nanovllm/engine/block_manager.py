@@ -1,8 +1,8 @@
-"""Blocks of the KV cache: who holds them, what they contain, and which tier they should live on.
+"""The block manager: which sequences hold which KV blocks, what the blocks contain, and on which tier they are.
 
-Each block is in one of three states: *used* (referenced by sequences), *cached* (referenced by none, full, and found
-again by its content) or *free*. free + cached + used is always the total. Blocks on the swap tier count apart: they are
-referenced by preempted sequences, are never attended, and return to the other tiers first.
+Every block on the device or host tier is *used* (referenced by sequences), *cached* (unreferenced and full, so that the
+prefix cache can find it) or *free*; the three counts always add up to the total. Blocks on the swap tier are counted
+separately: preempted sequences reference them, and they are swapped in before attention reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCach
 from nanovllm.engine.request import Sequence
 from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Tier
 
-WATERMARK = 0.01  # share of the blocks that admission leaves free, so that running sequences can grow
+WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
 MAX_PROMOTIONS_PER_STEP = 4  # a step waits for its moves before it computes
 
 
@@ -27,7 +27,11 @@ class AllocStatus(Enum):
 
 
 class BlockManager:
-    """Allocates blocks to sequences, shares full ones by content, and keeps active ones on the device."""
+    """Allocates KV blocks to sequences, shares full blocks by content, and prefers the device tier for active blocks.
+
+    Block ids name blocks for as long as they exist; physical block ids say where their content is. Moving a block
+    changes its physical id only.
+    """
 
     def __init__(
         self,
@@ -46,14 +50,14 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all blocks, used and cached. Whoever held blocks must not use them any more."""
+        """Forget all blocks, used and cached. Callers must clear the block tables of all sequences."""
         tiers = self.tiers
         self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
         self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
-        self._blocks: dict[int, Block] = {}  # used, cached and swapped
+        self._blocks: dict[int, Block] = {}  # used, cached and swapped out
         self.prefix_cache.clear()
-        self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks, by where they are
-        self._clock = 0  # counts the times that a block became idle
+        self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks
+        self._clock = 0  # time of last use: how many blocks had become unreferenced before
         self._moves: list[BlockMove] = []
 
     # ---- counts
@@ -80,19 +84,19 @@ class BlockManager:
 
     @property
     def num_allocatable(self) -> int:
-        """Blocks that a sequence can get: free ones, and cached ones by evicting them."""
+        """Blocks that can be allocated now: free blocks, and cached ones after their eviction."""
         return self.num_free + self.num_cached
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence that admission ever accepts."""
+        """Length of the longest sequence that can be admitted."""
         return (self.num_blocks - self.watermark) * self.block_size
 
     # ---- allocation
 
-    def can_allocate(self, seq: Sequence, beside: int = 0) -> AllocStatus:
-        """Whether a waiting sequence's blocks and `beside` more can be had, leaving the watermark free."""
-        needed = seq.num_blocks(self.block_size) + beside
+    def can_allocate(self, seq: Sequence, extra_blocks: int = 0) -> AllocStatus:
+        """Whether a waiting sequence's blocks and `extra_blocks` more fit, with the watermark left free."""
+        needed = seq.num_blocks(self.block_size) + extra_blocks
         if self.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
         hits = self.find_prefix(seq)
@@ -101,7 +105,7 @@ class BlockManager:
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
-        """Give a waiting sequence the blocks of its tokens; a cached prefix counts as computed."""
+        """Give a waiting sequence the blocks of all its tokens; a cached prefix counts as computed."""
         hits = self.find_prefix(seq)
         for block_id in hits:
             self._acquire(block_id)
@@ -113,23 +117,23 @@ class BlockManager:
             seq.block_table.append(self._new_block())
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that `grow` takes: for new tokens, and for copies of blocks that are shared and written next."""
+        """Blocks that `grow` allocates: for new tokens, and for copies of shared blocks that are written next."""
         needed, writers = 0, dict[int, int]()
         for seq in sequences:
             table, written = seq.block_table, seq.num_computed // self.block_size
             needed += max(0, seq.num_blocks(self.block_size) - len(table))
             if written < len(table) and self._blocks[table[written]].ref_count > 1:
                 writers[table[written]] = writers.get(table[written], 0) + 1
-        for block_id, count in writers.items():  # the last holder of a block writes in place
+        for block_id, count in writers.items():  # the last sequence to write needs no copy
             needed += min(count, self._blocks[block_id].ref_count - 1)
         return needed
 
     def can_grow(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the running sequences of a request can all go on."""
+        """Whether `grow` would succeed for these sequences of one request."""
         return self.num_to_grow(sequences) <= self.num_allocatable
 
     def grow(self, sequences: Iterable[Sequence]) -> None:
-        """Give running sequences the blocks of all their tokens, and each a block of its own to write its next in."""
+        """Give running sequences the blocks of all their tokens, and copy shared blocks that they write next."""
         for seq in sequences:
             index = seq.num_computed // self.block_size
             if index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1:
@@ -138,8 +142,8 @@ class BlockManager:
                 seq.block_table.append(self._new_block())
 
     def free(self, seq: Sequence) -> None:
-        """Take back a sequence's blocks. Those with known content stay cached; a half-written one never does."""
-        # Last block first: the end of a prefix is worth less than its start, so it is evicted first.
+        """Release a sequence's blocks. Full, computed blocks stay cached."""
+        # In reverse order, so that the end of a prefix is evicted before its start.
         for block_id in reversed(seq.block_table):
             self._drop_reference(block_id)
         seq.block_table = []
@@ -149,7 +153,7 @@ class BlockManager:
     # ---- sequences of one request
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares all that the parent has computed, a half-written last block too."""
+        """Share all computed blocks of the parent with the child, including a partly filled last block."""
         child.block_table = list(parent.block_table)
         child.num_computed = parent.num_computed
         child.block_hashes = parent.block_hashes[: parent.num_computed // self.block_size]
@@ -157,10 +161,10 @@ class BlockManager:
             self._blocks[block_id].ref_count += 1
 
     def swap_out(self, sequences: Seq[Sequence]) -> dict[int, int] | None:
-        """Move all that the sequences of one request have computed to the swap tier, a shared block once.
+        """Move the computed blocks of one request to the swap tier, shared blocks once.
 
-        A block that other requests hold too stays with them, and its content is copied. Blocks without content are
-        freed. Returns places, from where to where; None, with nothing done, if the swap tier has no room.
+        Blocks that other requests reference too are copied instead; blocks without content are freed. Returns
+        {source physical id: destination physical id}, or None, with nothing changed, if the swap tier is too full.
         """
         computed = [seq.block_table[: -(-seq.num_computed // self.block_size)] for seq in sequences]
         holders = Counter(block_id for table in computed for block_id in table)
@@ -177,11 +181,11 @@ class BlockManager:
         return {move.src: move.dst for move in moves}
 
     def num_swapped_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that `swap_in` has to find room for."""
+        """Blocks that `swap_in` allocates on the device and host tiers."""
         return len({block_id for seq in sequences for block_id in seq.block_table})
 
     def swap_in(self, sequences: Seq[Sequence]) -> dict[int, int]:
-        """Bring back what `swap_out` moved; the caller has checked that there is room. Returns places likewise."""
+        """Undo `swap_out`, and return as it does. The caller has checked that enough blocks can be allocated."""
         moved: dict[int, int] = {}
         for block_id in dict.fromkeys(block_id for seq in sequences for block_id in seq.block_table):
             move = self.tiers.move(block_id, self._tier_for_new_block())
@@ -192,10 +196,10 @@ class BlockManager:
         return moved
 
     def _swap_out(self, block_id: int, holders: int, moves: list[BlockMove]) -> int:
-        """The block that has this one's content and `holders` references on the swap tier."""
+        """Move or copy a block with `holders` references to the swap tier; returns its id there."""
         block = self._blocks[block_id]
         if block.ref_count == holders:
-            self.prefix_cache.forget(block)  # what is found must be there to be attended
+            self.prefix_cache.forget(block)  # swapped blocks cannot be attended
             moves.append(self.tiers.move(block_id, Tier.SWAP))
             return block_id
         copy = self._add_block(Tier.SWAP)
@@ -207,38 +211,38 @@ class BlockManager:
     # ---- prefix cache
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks whose content is the start of `seq`, as far as it need not be computed."""
+        """The cached blocks that `seq` starts with, see `PrefixCache.find`."""
         return self.prefix_cache.find(seq)
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
-        """Make the blocks that the last step filled findable."""
+        """Add the blocks that the last step filled to the prefix cache."""
         for index in range(previously_computed // self.block_size, seq.num_computed // self.block_size):
             self.prefix_cache.register(seq, index, self._blocks[seq.block_table[index]])
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content. Blocks in use stay with their sequences and are no longer findable."""
+        """Forget all cached content. Used blocks stay with their sequences, and are not found any more."""
         for evictor in self._evictors.values():
             while evictor:
                 self._evict(evictor.oldest()[1])
         self.prefix_cache.clear()
 
-    # ---- places
+    # ---- physical blocks and tiers
 
     def physical_ids(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Places of the blocks that hold the sequence's first `num_tokens` tokens."""
+        """Physical ids of the blocks that hold the sequence's first `num_tokens` tokens."""
         return [self.tiers.physical_id(block_id) for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
 
     def promote(self, sequences: Iterable[Sequence]) -> None:
-        """Bring full host blocks of the given sequences to free or idle device places.
+        """Move full host blocks of these sequences to device blocks that are free or cached.
 
-        A promoted block is loaded once instead of once a step.
+        A promoted block is loaded once, a block on the host in every step.
         """
         if self.tiers.num_free(Tier.HOST) == self.tiers.num_host_blocks:
             return
         promoted = 0
         for seq in sequences:
             for block_id in seq.block_table[: seq.num_computed // self.block_size]:
-                if promoted == MAX_PROMOTIONS_PER_STEP or not self._device_can_be_had():
+                if promoted == MAX_PROMOTIONS_PER_STEP or not self._can_vacate_device_block():
                     return
                 if self.tiers.tier_of(block_id) is Tier.HOST:
                     self._vacate_device_block()
@@ -250,11 +254,14 @@ class BlockManager:
         moves, self._moves = self._moves, []
         return moves
 
-    def _device_can_be_had(self) -> bool:
+    def _can_vacate_device_block(self) -> bool:
         return self.tiers.num_free(Tier.DEVICE) > 0 or bool(self._evictors[Tier.DEVICE])
 
     def _vacate_device_block(self) -> None:
-        """Free a device place. The device's oldest idle block goes to the host, unless the oldest of all must go."""
+        """Free a device block: its least recently used cached block moves to the host.
+
+        If the host is full, the least recently used cached block of both tiers is evicted.
+        """
         if self.tiers.num_free(Tier.DEVICE):
             return
         on_device, on_host = self._evictors[Tier.DEVICE], self._evictors[Tier.HOST]
@@ -270,12 +277,12 @@ class BlockManager:
     # ---- single blocks
 
     def _new_block(self) -> int:
-        """A block for new content, on the device if a place can be had there."""
+        """A block for new content, on the device if possible."""
         return self._add_block(self._tier_for_new_block())
 
     def _tier_for_new_block(self) -> Tier:
-        """The tier where a block goes next. There is a free place on it now."""
-        if self._device_can_be_had():
+        """The tier for the next block; frees a block there if it is full."""
+        if self._can_vacate_device_block():
             self._vacate_device_block()
             return Tier.DEVICE
         if not self.tiers.num_free(Tier.HOST):
@@ -289,7 +296,7 @@ class BlockManager:
         return block_id
 
     def _copy(self, block_id: int) -> int:
-        """A block of its own for one of a shared block's holders, with the same content."""
+        """Copy on write: a new block with the same content; drops one reference to the shared one."""
         copy = self._new_block()
         self._moves.append(BlockMove(self.tiers.physical_id(block_id), self.tiers.physical_id(copy), keeps_source=True))
         self._drop_reference(block_id)
@@ -326,7 +333,7 @@ class BlockManager:
     # ---- invariants
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself. For tests and for fuzzing."""
+        """Raise AssertionError if the bookkeeping is inconsistent. For tests."""
         assert self.num_free + self.num_cached + self.num_used == self.num_blocks
         assert self.tiers.num_assigned == len(self._blocks)
         for tier, evictor in self._evictors.items():

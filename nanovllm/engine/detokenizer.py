@@ -1,4 +1,4 @@
-"""The text of a growing sequence: whole characters only, cut at stop strings, at a cost that does not grow with it."""
+"""Incremental detokenization with stop strings: complete characters only, at constant cost per token."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from tokenizers.decoders import DecodeStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-# The text of a token can depend on the one before it, so the first is read after the end of the prompt. It must not
-# begin or end within a character; where a byte is a token, one of these lengths begins at one.
+# The text of a token can depend on the token before it, so decoding starts with the last tokens of the prompt. These
+# must not begin or end within a character. A character has at most four bytes, so one of these lengths begins at one.
 CONTEXT_LENGTHS = (5, 6, 7, 8)
-MOST_HELD = 8  # tokens; a character has at most four bytes, so of more than this the first are settled
+MAX_HELD = 8  # tokens; a character has at most four bytes, so the first of more tokens are final
 PART_OF_CHARACTER = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """Pieces of a text as its tokens come; joined, they are the text."""
+    """Decodes tokens one by one. The pieces that it returns, joined, are the text."""
 
     def step(self, token_id: int) -> str:
-        """The text that is complete with this token; what may be part of a character is held back."""
+        """The text that this token completes; incomplete characters are held back."""
 
     def flush(self) -> str:
-        """What is still held back: no token follows."""
+        """The text that is still held back. Call it after the last token."""
 
 
 def make_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Seq[int] = (), *, skip_special_tokens: bool = True
 ) -> Detokenizer:
-    """A detokenizer for what follows the prompt: the stream decoder, or the window where there is no fast tokenizer."""
+    """A detokenizer for the tokens after the prompt: StreamDetokenizer for fast tokenizers, else WindowDetokenizer."""
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.backend is not None:
         silent = tokenizer.silent_ids if skip_special_tokens else frozenset()
         return StreamDetokenizer(tokenizer.backend, silent, prompt_token_ids)
@@ -40,10 +40,10 @@ def make_detokenizer(
 
 
 class StreamDetokenizer:
-    """The tokenizers library's stream decoder, and what is needed to flush and to mend it.
+    """The stream decoder of the tokenizers library, with a flush and with recovery from invalid text.
 
-    The decoder holds tokens back while the text ends in U+FFFD. `_held` are those; `_context` are the tokens of the
-    piece before them. Tokens without text are not given to it, as it would hold them for good.
+    The decoder holds tokens back while the text ends in U+FFFD. `_held` are those tokens; `_context` are the tokens of
+    the piece before them. The decoder never sees tokens without text, because it would hold them forever.
     """
 
     def __init__(self, backend: Backend, silent: frozenset[int], prompt_token_ids: Seq[int] = ()) -> None:
@@ -61,22 +61,22 @@ class StreamDetokenizer:
         self._held.append(token_id)
         try:
             piece = self._stream.step(self._backend, token_id)
-        except Exception:  # the token changes how earlier ones are read, as malformed bytes can: it has no type
+        except Exception:  # malformed bytes can change the text of earlier tokens; the error has no type of its own
             return self._release(len(self._held))
         if piece is not None:
             self._context, self._held = self._held, []
             return str(piece)
-        return self._settle() if len(self._held) % MOST_HELD == 0 else ""
+        return self._settle() if len(self._held) % MAX_HELD == 0 else ""
 
     def flush(self) -> str:
         return self._release(len(self._held))
 
     def _settle(self) -> str:
-        """Many tokens are held: those go that end a character, be it one that is no text."""
+        """Release held tokens up to the last one that ends a character, valid or not."""
         text = self._text(len(self._held))
         for count in range(len(self._held) - 1, len(self._held) - 4, -1):
             piece = self._text(count)
-            # Alone, a token may lose the space before it.
+            # Decoded alone, a token may lose its leading space.
             if text.startswith(piece) and text[len(piece) :].lstrip() == self._decode(self._held[count:]).lstrip():
                 return self._release(count)
         return ""
@@ -94,7 +94,7 @@ class StreamDetokenizer:
             self._stream.step(self._backend, held)
 
     def _text(self, count: int) -> str:
-        """What the first `count` held tokens add to the context."""
+        """The text of the first `count` held tokens after the context."""
         known, text = self._decode(self._context), self._decode(self._context + self._held[:count])
         return text[len(known) :] if text.startswith(known) else self._decode(self._held[:count])
 
@@ -106,7 +106,7 @@ class StreamDetokenizer:
 
 
 class WindowDetokenizer:
-    """The same for any tokenizer: text is what a window of tokens has more with the new ones than without them."""
+    """For any tokenizer: decodes a window of tokens with and without the new ones; the difference is their text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Seq[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -141,13 +141,13 @@ def _context(prompt_token_ids: Seq[int], decode: Callable[[list[int]], str]) -> 
         try:
             if not decode(tail).endswith(PART_OF_CHARACTER):
                 return tail
-        except Exception:  # a prompt may hold what its tokenizer cannot write
+        except Exception:  # a prompt of token ids may hold ids that the tokenizer does not know
             return []
     return []
 
 
 class StopMatch(NamedTuple):
-    """A stop string in a text: where it begins, and where it is complete."""
+    """A stop string found in a text, at `[start, end)`."""
 
     start: int
     end: int
@@ -155,10 +155,10 @@ class StopMatch(NamedTuple):
 
 
 class SequenceText:
-    """Takes a sequence's generated tokens step by step and keeps their text, which continues that of the prompt.
+    """The text of a sequence's output tokens, cut at stop strings.
 
-    Of the text, what may still become a stop string is not shown: the longest end of it that a stop string begins with.
-    Where stop strings are part of the output nothing is held back for them.
+    The end of the text that may be the start of a stop string is held back, unless stop strings are included in the
+    output.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Seq[int] = ()) -> None:
@@ -166,17 +166,17 @@ class SequenceText:
         self._detokenizer = make_detokenizer(
             tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
-        self.num_tokens = 0  # taken so far
-        self._open_end = ""  # the end of the text that may be the beginning of a stop string
+        self.num_tokens = 0  # decoded so far
+        self._open_end = ""  # the end of the text that may be the start of a stop string
         self._stop_string: str | None = None
         self._ended = False
         self._shown = ""
-        self._new: list[str] = []  # shown as well, and not yet joined
+        self._new: list[str] = []  # visible pieces that are not in `_shown` yet
 
     def append(self, token_ids: Seq[int], *, ends: bool = False) -> str | None:
-        """Take the next tokens. Returns the stop string that they complete, if any: the sequence ends with it.
+        """Decode the next tokens. Returns the stop string that they complete, if any.
 
-        ends: the last of them ended the sequence; its text is shown only if stop strings are.
+        ends: the last token is an end token, whose text is shown only if stop strings are included in the output.
         """
         taken, count = self.num_tokens, len(token_ids)
         num_read = count - 1 if ends and not self._params.include_stop_str_in_output else count
@@ -189,7 +189,7 @@ class SequenceText:
         return self._stop_string
 
     def finish(self) -> str | None:
-        """The sequence has ended: what was held back is decided now. Returns as `append`; safe to call again."""
+        """Release the text that was held back, after the last token. Returns as `append`; safe to call again."""
         if self._stop_string is None and not self._ended:
             self._read(self._detokenizer.flush())
             if not self._params.include_stop_str_in_output:
@@ -198,13 +198,13 @@ class SequenceText:
         return self._stop_string
 
     def visible(self) -> str:
-        """The text so far, without what may still change."""
+        """All of the text so far, without what is held back."""
         self._shown += "".join(self._new)
         self._new.clear()
         return self._shown
 
     def take(self) -> str:
-        """What has become visible since the last call, for who joins it himself."""
+        """The text that has become visible since the last call. Use either `take` or `visible`."""
         piece = "".join(self._new)
         self._new.clear()
         return piece
@@ -225,14 +225,14 @@ class SequenceText:
 
 
 def find_stop(text: str, num_old: int, stops: Seq[str]) -> StopMatch | None:
-    """The stop string that is complete first, beyond the first `num_old` characters; of several the first in order."""
+    """The stop string that ends first after the first `num_old` characters; of several, the first in the list."""
     starts = [(text.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in stops]
     matches = [StopMatch(start, start + len(stop), stop) for start, stop in starts if start >= 0]
     return min(matches, key=lambda match: match.end, default=None)
 
 
 def open_end(text: str, stops: Seq[str]) -> str:
-    """The longest end of the text with which a stop string begins, and which is shorter than it."""
+    """The longest end of the text that is a proper prefix of a stop string."""
     for length in range(min(len(text), max(len(stop) for stop in stops) - 1), 0, -1):
         end = text[-length:]
         if any(len(stop) > length and stop.startswith(end) for stop in stops):

@@ -1,9 +1,9 @@
-"""What the engine has done since it was made, and how far the running requests are."""
+"""Metrics of the engine, and the progress of its running requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduler import Scheduler
@@ -11,31 +11,36 @@ from nanovllm.engine.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of running requests, in tokens. `prompt_tokens` and how many are done are of prompts not yet computed whole."""
+    """Progress of the running requests, in tokens. `prompt_tokens*` count only prompts that are not yet computed."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
-    prompt_tokens_done: int = 0  # in the KV cache, computed or found there; of a span, by the layers that it is through
-    computed_tokens: int = 0  # prompt tokens computed
+    prompt_tokens_done: float = 0  # computed or found in the prefix cache; layer by layer, in proportion
+    computed_tokens: int = 0  # prompt tokens computed, of all running requests
     output_tokens: int = 0
+
+    def within_step(self, share: float, max_num_batched_tokens: int) -> Progress:
+        """The progress once `share` of the running step is done; it computes up to `max_num_batched_tokens` tokens."""
+        computing = min(self.prompt_tokens - self.prompt_tokens_done, max_num_batched_tokens)
+        return replace(self, prompt_tokens_done=self.prompt_tokens_done + share * computing)
 
     @classmethod
     def of(cls, running: Iterable[Request], num_layers: int) -> Progress:
         requests = list(running)
         live = [seq for request in requests for seq in request.live]
-        computing = [seq for request in requests for seq in request.computing]  # a prompt of several sequences once
+        computing = [seq for request in requests for seq in request.computing]  # counts a shared prompt once
         prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
         return cls(
             num_requests=len(requests),
             prompt_tokens=sum(seq.prompt_len for seq in prefills),
-            prompt_tokens_done=sum(seq.num_computed + _through_layers(seq, num_layers) for seq in prefills),
+            prompt_tokens_done=sum(seq.num_computed + _layerwise_tokens(seq, num_layers) for seq in prefills),
             computed_tokens=sum(request.metrics.prefill_tokens for request in requests),
             output_tokens=sum(seq.num_output_tokens for seq in live),
         )
 
 
-def _through_layers(seq: Sequence, num_layers: int) -> int:
-    """What has been done of a sequence's span, in tokens through all layers."""
+def _layerwise_tokens(seq: Sequence, num_layers: int) -> int:
+    """How much of a layer-by-layer prefill is done, as the equivalent number of tokens through all layers."""
     if seq.layerwise is None:
         return 0
     return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done // (seq.layerwise.num_chunks * num_layers)
@@ -43,10 +48,10 @@ def _through_layers(seq: Sequence, num_layers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Requests and blocks as they stand; all other counts since the engine was made.
+    """Current numbers of requests and blocks; all other numbers are totals since the engine was created.
 
-    A block is used while a request that runs holds it, cached while its content can be found again, free otherwise.
-    `tokens_lost` were computed and given up by preemptions; some of them are found in the prefix cache again.
+    A block is used while a running request references it, cached while only the prefix cache knows it, otherwise free.
+    tokens_lost: computed tokens whose blocks preemptions freed; the prefix cache may still hold some of them.
     """
 
     waiting_requests: int
@@ -68,7 +73,6 @@ class EngineMetrics:
 
 
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
-    """The metrics of one engine now."""
     manager, preemption = scheduler.block_manager, scheduler.preemption.stats
     return EngineMetrics(
         waiting_requests=len(scheduler.waiting),

@@ -1,20 +1,25 @@
-"""The outputs of a request after a step: text, tokens and log-probabilities as the user reads them."""
+"""The output processor: turns new tokens into what the user reads, text, token ids and log-probabilities."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from nanovllm.engine.batch import TokenLogprobs
+from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.engine.request import Request, Sequence
+from nanovllm.errors import told
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
 from nanovllm.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class TokenTexts:
-    """The text of single tokens, each made once; None without a tokenizer, and for tokens that it does not know."""
+    """The text of single tokens, cached. None without a tokenizer, and for tokens that it does not know."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._texts: dict[int, str | None] = {}
 
     def __getitem__(self, token_id: int) -> str | None:
@@ -23,110 +28,173 @@ class TokenTexts:
         return self._texts[token_id]
 
     def _text(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return None
         try:
-            return self._tokenizer.token_text(token_id)
-        except Exception:  # some tokenizers raise for the ids that only pad the model's vocabulary
+            return self.tokenizer.token_text(token_id)
+        except Exception:  # some tokenizers raise for ids that only pad the model's vocabulary
             return None
 
-
-def report_logprobs(seq: Sequence, texts: TokenTexts) -> None:
-    """Bring `reported_logprobs` up to the sequence's last token."""
-    count, reported = seq.request.sampling.num_logprobs, seq.reported_logprobs
-    if count is not None:
-        token_ids = seq.token_ids[seq.prompt_len + len(reported) :]
-        for token_id, found in zip(token_ids, seq.logprobs[len(reported) :], strict=True):
-            reported.append(_by_token(token_id, found, count, texts))
-
-
-def report_prompt_logprobs(request: Request, texts: TokenTexts) -> None:
-    """Bring `reported_prompt_logprobs` up to the last computed row."""
-    count, reported = request.sampling.num_prompt_logprobs, request.reported_prompt_logprobs
-    if count is not None:
-        new = request.prompt_logprobs[len(reported) - 1 :]
-        for token_id, found in zip(request.prompt_token_ids[len(reported) :], new, strict=False):
-            reported.append(_by_token(token_id, found, count, texts))
+    def logprobs(self, token_id: int, found: TokenLogprobs, count: int) -> dict[int, Logprob]:
+        """Log-probabilities at one position by token id: the actual token, then the `count` most likely ones."""
+        entries = {token_id: Logprob(found.logprob, found.rank, self[token_id])}
+        rank, last = 0, float("nan")
+        for position, (other, logprob) in enumerate(
+            zip(found.top_token_ids[:count], found.top_logprobs, strict=False), 1
+        ):
+            rank, last = (rank if logprob == last else position), logprob  # equal values share the first one's rank
+            entries[other] = Logprob(logprob, rank, self[other])
+        return entries
 
 
-def _by_token(token_id: int, found: TokenLogprobs, count: int, texts: TokenTexts) -> dict[int, Logprob]:
-    """The token that stands there, then the `count` most likely ones: one entry more than asked for if it is none."""
-    entries = {token_id: Logprob(found.logprob, found.rank, texts[token_id])}
-    rank, last = 0, float("nan")
-    for place, (other, logprob) in enumerate(zip(found.top_token_ids[:count], found.top_logprobs, strict=False), 1):
-        rank, last = (rank if logprob == last else place), logprob  # equal ones share the first one's rank
-        entries[other] = Logprob(logprob, rank, texts[other])
-    return entries
+class SequenceOutput:
+    """The text and log-probabilities of one sequence, and how much of them earlier outputs have reported.
 
-
-def request_output(request: Request, texts: TokenTexts) -> RequestOutput | None:
-    """The state of a request, what is new of it, or its result, as it asked; None if it asked for nothing yet.
-
-    Which sequences are the best of more than are returned, or of a beam search, is known only in the end: until then
-    such a request has no outputs.
+    text: None before `start_text`, without a tokenizer, and after the tokenizer has failed.
     """
-    kind = request.params.output_kind
-    if kind is RequestOutputKind.FINAL_ONLY and not request.finished:
-        return None
-    if kind is RequestOutputKind.DELTA:
-        outputs = [_news(seq, texts) for seq in request.outputs if _has_news(seq)]
-    else:
-        outputs = [_completion(seq, texts) for seq in request.outputs]
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=outputs,
-        finished=request.finished,
-        metrics=request.metrics,
-        num_cached_tokens=request.metrics.cached_tokens,
-        prompt_logprobs=_prompt_logprobs(request, texts),
-        error=request.error,
-    )
+
+    def __init__(self, seq: Sequence, token_texts: TokenTexts) -> None:
+        self._seq = seq
+        self._token_texts = token_texts
+        self._logprobs: list[Mapping[int, Logprob]] = []  # of the first output tokens
+        self._num_sent_tokens = 0
+        self._sent_end = False
+        self.text: SequenceText | None = None
+
+    def start_text(self) -> None:
+        """Begin the text, if there is a tokenizer. Raises what the tokenizer raises."""
+        if self._token_texts.tokenizer is not None:
+            request = self._seq.request
+            self.text = SequenceText(self._token_texts.tokenizer, request.params, request.prompt_token_ids)
+
+    def detokenize(self) -> str | None:
+        """Decode the new tokens. Returns the stop string that they complete, if any."""
+        seq, text = self._seq, self.text
+        if text is None or text.num_tokens == seq.num_output_tokens:
+            return None
+        stop_string = text.append(seq.token_ids[seq.prompt_len + text.num_tokens :], ends=seq.ended_by_token)
+        return text.finish() if seq.finished else stop_string
+
+    def completion(self) -> CompletionOutput:
+        """Everything so far."""
+        self._update_logprobs()
+        text = "" if self.text is None else self.text.visible()
+        return self._completion(text, self._seq.output_token_ids, self._logprobs)
+
+    def delta(self) -> CompletionOutput | None:
+        """What is new since the last call, None if nothing is. Its cost does not grow with the sequence."""
+        seq, sent = self._seq, self._num_sent_tokens
+        if seq.num_output_tokens == sent and seq.finished == self._sent_end:
+            return None
+        self._num_sent_tokens, self._sent_end = seq.num_output_tokens, seq.finished
+        self._update_logprobs()
+        text = "" if self.text is None else self.text.take()
+        return self._completion(text, seq.token_ids[seq.prompt_len + sent :], self._logprobs[sent:])
+
+    def _completion(self, text: str, token_ids: list[int], logprobs: list[Mapping[int, Logprob]]) -> CompletionOutput:
+        seq, asked = self._seq, self._seq.params.logprobs is not None
+        return CompletionOutput(
+            index=seq.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=seq.cumulative_logprob if asked or seq.request.is_ranked else None,
+            logprobs=logprobs if asked else None,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+        )
+
+    def _update_logprobs(self) -> None:
+        count, done = self._seq.request.sampling.num_logprobs, len(self._logprobs)
+        if count is not None:
+            token_ids = self._seq.token_ids[self._seq.prompt_len + done :]
+            for token_id, found in zip(token_ids, self._seq.logprobs[done:], strict=True):
+                self._logprobs.append(self._token_texts.logprobs(token_id, found, count))
 
 
-def _completion(seq: Sequence, texts: TokenTexts) -> CompletionOutput:
-    report_logprobs(seq, texts)
-    asked = seq.params.logprobs is not None
-    summed = asked or seq.request.is_ranked
-    return CompletionOutput(
-        index=seq.index,
-        text="" if seq.text is None else seq.text.visible(),
-        token_ids=seq.output_token_ids,
-        cumulative_logprob=seq.cumulative_logprob if summed else None,
-        logprobs=seq.reported_logprobs if asked else None,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-    )
+class OutputProcessor:
+    """Makes the outputs of one request. If the tokenizer fails, the request ends with finish_reason "error".
 
+    A ranked request (`Request.is_ranked`) has no outputs before it has finished, and a beam search has no text either.
+    """
 
-def _has_news(seq: Sequence) -> bool:
-    return seq.num_output_tokens > seq.num_sent_tokens or seq.finished > seq.sent_end
+    def __init__(self, request: Request, token_texts: TokenTexts) -> None:
+        """Raises what the tokenizer raises for the prompt."""
+        self.request = request
+        self._token_texts = token_texts
+        self._prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]  # of the first prompt tokens
+        self._num_sent_prompt_logprobs = 0
+        self._sequences: dict[int, SequenceOutput] = {}  # by seq_id
+        if request.beam_search is None:
+            for seq in request.sequences:
+                self._add(seq).start_text()
 
+    def detokenize(self, seq: Sequence) -> str | None:
+        """Decode the new tokens of a sequence. Returns the stop string that they complete, if any.
 
-def _news(seq: Sequence, texts: TokenTexts) -> CompletionOutput:
-    """The part of `_completion` that no output has had; made without a look at the rest."""
-    report_logprobs(seq, texts)
-    asked, sent = seq.params.logprobs is not None, seq.num_sent_tokens
-    summed = asked or seq.request.is_ranked
-    seq.num_sent_tokens, seq.sent_end = seq.num_output_tokens, seq.finished
-    return CompletionOutput(
-        index=seq.index,
-        text="" if seq.text is None else seq.text.take(),
-        token_ids=seq.token_ids[seq.prompt_len + sent :],
-        cumulative_logprob=seq.cumulative_logprob if summed else None,
-        logprobs=seq.reported_logprobs[sent:] if asked else None,
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-    )
+        Raises what the tokenizer raises, of any type: then call `fail_text`.
+        """
+        return None if self.request.beam_search is not None else self._sequences[seq.seq_id].detokenize()
 
+    def fail_text(self, seq: Sequence, error: Exception) -> None:
+        """The tokenizer failed: report the error instead of the sequence's text."""
+        logger.exception("the text of request %r cannot be made", self.request.request_id)
+        self.request.error = f"the text cannot be made: {told(error)}"
+        self._sequences[seq.seq_id].text = None
+        if seq.finished:
+            seq.finish_reason = "error"
 
-def _prompt_logprobs(request: Request, texts: TokenTexts) -> list[Mapping[int, Logprob] | None] | None:
-    report_prompt_logprobs(request, texts)
-    if request.params.prompt_logprobs is None:
-        return None
-    reported = request.reported_prompt_logprobs
-    if request.params.output_kind is not RequestOutputKind.DELTA:
-        return reported
-    sent, request.num_sent_prompt_logprobs = request.num_sent_prompt_logprobs, len(reported)
-    return reported[sent:]
+    def output(self) -> RequestOutput | None:
+        """The output that `output_kind` asks for now; None if it asks for none."""
+        request = self.request
+        for seq in request.sequences:
+            if seq.finished:
+                self._finish(seq)
+        if request.params.output_kind is RequestOutputKind.FINAL_ONLY and not request.finished:
+            return None
+        sequences = [self._sequences[seq.seq_id] for seq in request.outputs]
+        if request.params.output_kind is RequestOutputKind.DELTA:
+            outputs = [delta for seq in sequences if (delta := seq.delta()) is not None]
+        else:
+            outputs = [seq.completion() for seq in sequences]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            finished=request.finished,
+            metrics=request.metrics,
+            num_cached_tokens=request.metrics.cached_tokens,
+            prompt_logprobs=self._new_prompt_logprobs(),
+            error=request.error,
+        )
+
+    def _add(self, seq: Sequence) -> SequenceOutput:
+        self._sequences[seq.seq_id] = SequenceOutput(seq, self._token_texts)
+        return self._sequences[seq.seq_id]
+
+    def _finish(self, seq: Sequence) -> None:
+        """Decode what is left of a sequence that has ended; a beam is decoded only now."""
+        try:
+            if seq.seq_id not in self._sequences:
+                output = self._add(seq)
+                output.start_text()
+                output.detokenize()
+            text = self._sequences[seq.seq_id].text
+            if text is not None:
+                text.finish()
+        except Exception as error:
+            self.fail_text(seq, error)
+
+    def _new_prompt_logprobs(self) -> list[Mapping[int, Logprob] | None] | None:
+        request, reported = self.request, self._prompt_logprobs
+        count = request.sampling.num_prompt_logprobs
+        if count is not None:
+            new = request.prompt_logprobs[len(reported) - 1 :]
+            for token_id, found in zip(request.prompt_token_ids[len(reported) :], new, strict=False):
+                reported.append(self._token_texts.logprobs(token_id, found, count))
+        if request.params.prompt_logprobs is None:
+            return None
+        if request.params.output_kind is not RequestOutputKind.DELTA:
+            return reported
+        sent, self._num_sent_prompt_logprobs = self._num_sent_prompt_logprobs, len(reported)
+        return reported[sent:]

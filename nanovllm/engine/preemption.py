@@ -1,4 +1,4 @@
-"""How a running request gives its blocks up, and what that costs."""
+"""Preemption: a running request loses its blocks and is recomputed or swapped in later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PreemptionStats:
-    """Since the engine was made. A shared token counts once."""
+    """Totals since the engine was created; shared tokens and blocks count once."""
 
-    recomputed: int = 0  # preemptions
-    swapped: int = 0
-    tokens_lost: int = 0  # computed tokens that were given up; some are found in the prefix cache again
+    recomputed: int = 0  # preemptions by recompute
+    swapped: int = 0  # preemptions by swap
+    tokens_lost: int = 0  # computed tokens whose blocks were freed; the prefix cache may still hold some of them
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
 
@@ -28,7 +28,10 @@ class PreemptionStats:
 
 
 class Preemption:
-    """Recompute or swap: several sequences have more to lose than their prompt, and are swapped."""
+    """Preempts requests. By default those with several running sequences are swapped, others are recomputed.
+
+    Recomputing one sequence costs little, as the prefix cache often holds its prompt.
+    """
 
     def __init__(self, manager: BlockManager, mode: PreemptionMode | None) -> None:
         self.stats = PreemptionStats()
@@ -36,21 +39,21 @@ class Preemption:
         self._mode = mode
 
     def preempt(self, request: Request) -> None:
-        """Take the request's blocks. Its status says what became of it: WAITING or SWAPPED."""
+        """Free or swap out the request's blocks. Its status becomes WAITING or SWAPPED."""
         mode = self._mode or ("swap" if len(request.computing) > 1 else "recompute")
         if mode == "recompute" or not self._swap_out(request):
             self._recompute(request)
         request.metrics.preemptions += 1
 
     def resume(self, request: Request) -> None:
-        """Bring a swapped request's blocks back; the caller has checked that there is room."""
+        """Swap a request in. The caller has checked that its blocks can be allocated."""
         self.stats.blocks_swapped_in += len(self._manager.swap_in(request.live))
         request.status = RequestStatus.RUNNING
 
     def _swap_out(self, request: Request) -> bool:
         moved = self._manager.swap_out(request.live)
         if moved is None:
-            logger.warning("the swap space has no room for request %r: it is recomputed", request.request_id)
+            logger.warning("the swap space is too full for request %r: it is recomputed", request.request_id)
             return False
         self.stats.swapped += 1
         self.stats.blocks_swapped_out += len(moved)
@@ -65,7 +68,7 @@ class Preemption:
         return True
 
     def _recompute(self, request: Request) -> None:
-        """The request begins again with its prompt, and computes anew what it has generated."""
+        """Free all blocks. The request will compute its prompt and its generated tokens again."""
         lost = _computed_tokens(request)
         blocks = len({block_id for seq in request.live for block_id in seq.block_table})
         for seq in request.live:
@@ -85,6 +88,6 @@ class Preemption:
 
 
 def _computed_tokens(request: Request) -> int:
-    """Tokens in the cache, the prompt of several sequences once."""
+    """Tokens of the request in the KV cache; a shared prompt counts once."""
     first, *others = request.live
     return first.num_computed + sum(max(0, seq.num_computed - seq.prompt_len) for seq in others)

@@ -1,4 +1,4 @@
-"""The prefix cache: full blocks, found again by their content, and evicted least recently used first."""
+"""The prefix cache finds full blocks by their content; the evictor chooses the least recently used one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nanovllm.engine.request import Sequence
 
 
 class Evictor:
-    """A set of blocks, each with the time of its last use, whose oldest is found at once.
+    """Unreferenced blocks with the time of their last use, in least recently used order.
 
-    A heap with lazy deletion: what was removed stays in it until it comes up, or until it outweighs what is left.
+    A heap with lazy deletion: removed entries stay in it until they reach the top, or until they are the majority.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Evictor:
         heapq.heappush(self._heap, (last_used, block_id))
 
     def remove(self, block_id: int) -> int:
-        """Take a block out; returns the time of its last use."""
+        """Remove a block and return the time of its last use."""
         last_used = self._last_used.pop(block_id)
         if len(self._heap) > 2 * len(self._last_used) + 16:
             self._heap = [(time, block) for block, time in self._last_used.items()]
@@ -41,7 +41,7 @@ class Evictor:
         return last_used
 
     def oldest(self) -> tuple[int, int]:
-        """(time of last use, block) of the block used longest ago. The caller has checked that there is one."""
+        """(time of last use, block id) of the least recently used block. There must be one."""
         while self._last_used.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0]
@@ -49,7 +49,7 @@ class Evictor:
 
 @dataclass(slots=True)
 class Block:
-    """A block that holds content: `tokens` and `content_hash` are set once it is full, computed and findable."""
+    """A block that is not free. `tokens` and `content_hash` are set while the prefix cache can find it."""
 
     block_id: int
     ref_count: int = 1
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up at admission, and how many of them were found."""
+    """Tokens looked up at admission, and how many of them were in the cache."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -70,9 +70,10 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Blocks by their content's hash: xxh3-128 over (parent's hash, tokens), chained from the request's salt.
+    """Full blocks by the hash of their content and of everything before it.
 
-    A hit also compares the tokens, so that a collision of hashes is no hit.
+    The hash is xxh3-128 of (hash of the previous block, tokens); the chain starts from the request's salt. A hit also
+    compares the tokens, so a hash collision is not a hit.
     """
 
     def __init__(self, block_size: int, enabled: bool) -> None:
@@ -80,12 +81,12 @@ class PrefixCache:
         self.enabled = enabled
         self.stats = PrefixCacheStats()
         self._by_hash: dict[bytes, Block] = {}
-        self._num_removals = 0  # while it stays the same, what was found stays found
+        self._num_removals = 0  # earlier results of `find` are valid while it does not change
 
     def find(self, seq: Sequence) -> list[int]:
-        """Blocks whose content is the start of `seq`, as far as it need not be computed.
+        """The cached blocks that `seq` starts with, at most those of its `num_cacheable` tokens.
 
-        The sequence remembers them, so that one that waits is not compared afresh in every step.
+        The result is kept on the sequence, so that a waiting sequence is not looked up again in every step.
         """
         if not self.enabled:
             return []
@@ -100,29 +101,29 @@ class PrefixCache:
         return found[:limit]
 
     def register(self, seq: Sequence, index: int, block: Block) -> None:
-        """Make a block that was just filled findable, unless the same content already is."""
+        """Add a block that was just filled, unless a block with the same content is already cached."""
         if not self.enabled:
             return
         content_hash = self._hash_of(seq, index)
-        if content_hash not in self._by_hash:  # else another sequence computed it first
+        if content_hash not in self._by_hash:
             block.content_hash, block.tokens = content_hash, self._content(seq, index)
             self._by_hash[content_hash] = block
 
     def forget(self, block: Block) -> None:
-        """The block is not found any more. Harmless for one that never was."""
+        """Remove a block; does nothing if it is not in the cache."""
         if block.content_hash is not None:
             del self._by_hash[block.content_hash]
             block.content_hash, block.tokens = None, b""
             self._num_removals += 1
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         for block in list(self._by_hash.values()):
             self.forget(block)
         self._num_removals += 1
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping contradicts itself."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         assert all(block.content_hash == content_hash for content_hash, block in self._by_hash.items())
 
     def _content(self, seq: Sequence, index: int) -> bytes:
@@ -130,7 +131,7 @@ class PrefixCache:
         return array("q", seq.token_ids[start : start + self.block_size]).tobytes()
 
     def _hash_of(self, seq: Sequence, index: int) -> bytes:
-        """The first block's parent is the hash of the request's salt."""
+        """The content hash of a sequence's block; hashes are kept on the sequence."""
         while len(seq.block_hashes) <= index:
             known = len(seq.block_hashes)
             parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)

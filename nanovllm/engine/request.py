@@ -1,17 +1,16 @@
-"""A request, its sequences, and everything the engine knows about them."""
+"""Requests and their sequences: the state that the engine keeps between steps."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 
 from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
 from nanovllm.engine.beam_search import BeamSearch
-from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill
-from nanovllm.outputs import Logprob, RequestMetrics
+from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -23,11 +22,11 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A prompt, how it is to be answered, and the sequences that answer it.
+    """A prompt, its sampling parameters, and the sequences that answer it.
 
-    `number` counts the engine's requests; `seq_ids` gives every sequence a number of its own. Several sequences share
-    the prompt: until it is in the cache (`forked`), the first of them computes it for all. With `beam_search` the
-    sequences are the beams of the last step. `new_text` makes the text of a sequence; None without a tokenizer.
+    Several sequences share the prompt. The first one computes it for all; then they fork, and `forked` is true from
+    there on. With `beam_search`, the sequences are the beams of the last step. `number` counts the engine's requests;
+    `seq_ids` yields a unique id for every sequence of the engine.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Request:
         cache_salt: bytes = b"",
         sampling: ResolvedSampling | None = None,
         beam_search: BeamSearch[Sequence] | None = None,
-        new_text: Callable[[], SequenceText] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -56,21 +54,20 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.sampling = sampling if sampling is not None else ResolvedSampling()
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on, as far as they are computed
-        self.reported_prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]
-        self.num_sent_prompt_logprobs = 0  # in earlier outputs
+        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second prompt token on, as far as computed
         self.status = RequestStatus.WAITING
-        self.error: str | None = None  # what went wrong, where it ends with finish_reason "error"
+        self.error: str | None = None  # why it ended, with finish_reason "error"
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.beam_search = beam_search
-        self.new_text = new_text
         self.seq_ids = seq_ids
         count = params.num_sequences if beam_search is None else 1
         self.sequences = [Sequence(self, next(seq_ids), index) for index in range(count)]
         self.forked = count == 1
-        if new_text is not None and beam_search is None:  # beams get their texts when they are results
-            for seq in self.sequences:
-                seq.text = new_text()
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """The scheduler's sort key: priority (lower first), then arrival."""
+        return (self.priority, self.metrics.arrival_time, self.number)
 
     @property
     def prompt_len(self) -> int:
@@ -82,22 +79,22 @@ class Request:
 
     @property
     def live(self) -> list[Sequence]:
-        """Its sequences that have not ended."""
+        """The sequences that have not finished."""
         return [seq for seq in self.sequences if not seq.finished]
 
     @property
     def computing(self) -> list[Sequence]:
-        """The sequences that compute next: all that have not ended, or the first of them while it is not forked."""
+        """The sequences that the next step computes: the first live one before the fork, all live ones after it."""
         return self.live if self.forked else self.live[:1]
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that it may have running at once from now on."""
+        """Sequence slots that it takes while it runs."""
         return len(self.live) if self.beam_search is None else self.beam_search.width
 
     @property
     def num_logprobs(self) -> int | None:
-        """What its samples have to report: more than was asked for where sequences are ranked by it."""
+        """Log-probabilities that its samples must have: ranking the sequences can take more than the user asked for."""
         asked = self.sampling.num_logprobs
         if self.beam_search is not None:
             return max(asked or 0, self.beam_search.num_candidates)
@@ -105,20 +102,20 @@ class Request:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the sequences that are returned are known only in the end."""
+        """Whether the sequences to return are chosen at the end: beam search, or best_of above n."""
         return self.beam_search is not None or self.params.num_sequences > self.params.n
 
     @property
     def outputs(self) -> list[Sequence]:
-        """The sequences to report: none of a request that is ranked, until it has ended."""
+        """The sequences to report; empty for a ranked request until it has finished."""
         return self.sequences if self.finished or not self.is_ranked else []
 
     def rewind(self) -> None:
-        """Its sequences have lost their blocks: the prompt is computed once for all of them, then they go on."""
+        """Go back to before the fork, after all blocks are freed: the prompt is computed once for all sequences."""
         self.forked = len(self.live) == 1
 
     def finish(self) -> None:
-        """It has ended: keep the `n` best of sequences that are ranked, best first."""
+        """Mark the request finished, and of ranked sequences keep the `n` best, the best one first."""
         self.status = RequestStatus.FINISHED
         if not self.is_ranked:
             return
@@ -129,21 +126,14 @@ class Request:
         del self.sequences[self.params.n :]
         for index, seq in enumerate(self.sequences):
             seq.index = index
-            if seq.text is None and self.new_text is not None:
-                seq.text = self.new_text()
-
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """Sort key of the scheduler: priority (lower first), then arrival."""
-        return (self.priority, self.metrics.arrival_time, self.number)
 
 
 class Sequence:
-    """Prompt and generated tokens, how many of them are in the KV cache, and the blocks that hold them.
+    """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
-    `[0, num_computed)` is in the cache. The last token is never computed before it is needed: sampling from it is
-    what computing it is for. `index` is its place among the request's sequences; `seed` names its draws, and the first
-    sequence has the request's own. `text` makes its text; None where there is no tokenizer.
+    K/V of positions `[0, num_computed)` is in the cache. K/V of the last token is computed in the step that samples the
+    next one. `index` is the sequence's number within its request. `seed` determines its samples; the first sequence
+    has the request's seed.
     """
 
     def __init__(self, request: Request, seq_id: int, index: int, token_ids: list[int] | None = None) -> None:
@@ -154,20 +144,16 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids if token_ids is None else token_ids)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.text: SequenceText | None = None
-        self.cumulative_logprob = 0.0  # of the tokens whose logprobs were asked for
-        self.logprobs: list[TokenLogprobs] = []  # for each output token, where they were asked for
-        self.reported_logprobs: list[Mapping[int, Logprob]] = []  # the same for the user, as far as an output had them
-        self.num_sent_tokens = 0  # output tokens in earlier outputs
-        self.sent_end = False  # whether an output has said that it has ended
+        self.cumulative_logprob = 0.0  # of the output tokens, where logprobs are computed
+        self.logprobs: list[TokenLogprobs] = []  # one per output token, where logprobs are computed
         self.num_computed = 0
         self.block_table: list[int] = []
-        self.layerwise: LayerwisePrefill | None = None  # of its tokens, those to prefill layer by layer
-        self.layerwise_done = 0  # of these, units that are done; no token counts as computed before all are
-        self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were asked for
-        self.found_prefix: list[int] = []  # blocks of its prefix, see PrefixCache.find
+        self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
+        self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
+        self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
+        self.found_prefix: list[int] = []  # blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1
-        self._output_array = token_array()  # its output, as far as it was asked for
+        self._output_array = token_array()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -187,11 +173,11 @@ class Sequence:
 
     @property
     def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+        return self.request.prompt_len
 
     @property
     def end(self) -> int:
-        """Tokens that it computes before it samples or is forked."""
+        """Tokens to compute before the sequence samples; before the fork only those of the prompt."""
         return len(self.token_ids) if self.request.forked else self.prompt_len
 
     @property
@@ -209,14 +195,16 @@ class Sequence:
 
     @property
     def num_cacheable(self) -> int:
-        """Tokens that may be taken from the prefix cache: not the last, which has to be computed, and none whose
-        row gives a log-probability that is still missing."""
+        """Tokens that may come from the prefix cache.
+
+        The last token must be computed to sample from it, and so must tokens whose prompt logprobs are still missing.
+        """
         known = len(self.request.prompt_logprobs)
         missing = self.request.sampling.num_prompt_logprobs is not None and known < self.prompt_len - 1
         return known if missing else self.end - 1
 
     def output_array(self) -> array[int]:
-        """The output in the form in which it travels; the sequence's own, which grows with it."""
+        """The output tokens as an array that grows with the sequence; callers must not change it."""
         self._output_array.extend(self.token_ids[self.prompt_len + len(self._output_array) :])
         return self._output_array
 
@@ -225,13 +213,12 @@ class Sequence:
         return -(-self.end // block_size)
 
     def fork(self) -> Sequence:
-        """A sequence that begins as this one stands, without blocks."""
+        """A new sequence with the same tokens and no blocks."""
         child = Sequence(self.request, next(self.request.seq_ids), self.index, self.token_ids)
         child.cumulative_logprob, child.logprobs = self.cumulative_logprob, list(self.logprobs)
         return child
 
     def append(self, sample: Sample) -> None:
-        """Take a drawn token in."""
         self.token_ids.append(sample.token_id)
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)

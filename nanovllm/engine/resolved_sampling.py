@@ -1,4 +1,4 @@
-"""What sampling parameters mean for one model and tokenizer, worked out and checked once, when a request is added."""
+"""Sampling parameters resolved for a model and tokenizer, and checked, once per request."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 
-MAX_BIAS = 1e9  # beyond this a larger value changes nothing, and penalties would carry it out of fp32's range
+MAX_BIAS = 1e9  # larger values change nothing, and with penalties could exceed the range of fp32
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """Compact constants of one request; by default nothing is asked for.
+    """Sampling parameters of one request in terms of the model's token ids.
 
-    num_logprobs, num_prompt_logprobs: as in SamplingParams, with -1 as the vocabulary's size. end_tokens: what cannot
-    be chosen before min_tokens. bad_words: as token ids. biased, biases: logit_bias. prompt_tokens: the distinct tokens
-    of the prompt, where the repetition penalty needs them.
+    num_logprobs, num_prompt_logprobs: as in SamplingParams, with -1 replaced by the vocabulary size. end_tokens: banned
+    before min_tokens. bad_words: as token ids. biased, biases: the keys and values of logit_bias. prompt_tokens: the
+    distinct tokens of the prompt, if the repetition penalty needs them.
     """
 
     num_logprobs: int | None = None
@@ -34,7 +34,7 @@ class ResolvedSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
-    """What resolving needs to know. `max_logprobs` caps logprobs and prompt_logprobs; -1 does not."""
+    """What `resolve_sampling` needs to know. max_logprobs: limit of logprobs and prompt_logprobs; -1 for no limit."""
 
     vocab_size: int
     eos_token_ids: Collection[int] = ()
@@ -43,7 +43,7 @@ class SamplingFacts:
 
 
 def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], facts: SamplingFacts) -> ResolvedSampling:
-    """Raises RequestError for what this model cannot honour."""
+    """Resolve `params`. Raises RequestError for values that this model or tokenizer cannot honour."""
     _check_stop(params.stop, facts)
     _check_token_ids("stop_token_ids", params.stop_token_ids, facts.vocab_size)
     _check_token_ids("logit_bias", params.logit_bias, facts.vocab_size)
@@ -78,7 +78,7 @@ def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | N
 def _check_stop(stop: Sequence[str], facts: SamplingFacts) -> None:
     if stop and facts.tokenizer is None:
         raise RequestError(
-            f"stop={quoted(list(stop))}: stop strings cannot be told without a tokenizer, and the model directory has "
+            f"stop={quoted(list(stop))}: stop strings need a tokenizer, and the model directory has "
             "no tokenizer files: give stop_token_ids, or add the tokenizer's files"
         )
 
@@ -92,7 +92,7 @@ def _check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> 
 def _check_some_token_is_left(
     params: SamplingParams, end_tokens: Set[int], bad_words: Sequence[Sequence[int]], vocab_size: int
 ) -> None:
-    """Of what is banned for the first token; bad words of several tokens can ban the last one later."""
+    """Check that some token can be sampled first. Bad words of several tokens cannot ban a first token."""
     banned = {token for token, bias in params.logit_bias.items() if bias == float("-inf")}
     banned.update(word[0] for word in bad_words if len(word) == 1)
     if len(end_tokens) >= vocab_size:
@@ -112,13 +112,13 @@ def _finite_or_ban(bias: float) -> float:
 
 
 def _bad_word_tokens(words: Sequence[str], facts: SamplingFacts) -> tuple[tuple[int, ...], ...]:
-    """Each word's token ids, as at the start of a text; and as after a space, where that changes the first token only.
+    """Token ids of each word, without and with a leading space.
 
-    vLLM's rule: a tokenizer that makes another number of tokens after a space has not just another form of the word.
+    As in vLLM, the form with a space counts only if it has as many tokens and another first token.
     """
     if words and facts.tokenizer is None:
         raise RequestError(
-            f"bad_words={quoted(list(words))}: words cannot be told without a tokenizer, and the model directory has "
+            f"bad_words={quoted(list(words))}: bad words need a tokenizer, and the model directory has "
             "no tokenizer files: give token ids with a bias of -inf in logit_bias, or add the tokenizer's files"
         )
     found: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""A sequence's parameters and progress as the plain rows that the executor reads."""
+"""What the executor needs to sample a sequence's next token, and to score its prompt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 from nanovllm.engine.batch import LogitAdjustments, PromptTargets, SamplingRow, token_array
 from nanovllm.engine.request import Sequence
 
-# Beyond these a larger value changes nothing, and would not fit the sampler's tensors.
+# Larger values change nothing, and would not fit the sampler's tensors.
 MAX_TEMPERATURE = 1e30
 MAX_TOP_K = 2**31 - 1
 MAX_REPETITION_PENALTY = 1e9
 
 
 def sampling_row(seq: Sequence) -> SamplingRow:
-    """How the next token of `seq` is drawn."""
+    """How to sample the next token of `seq`."""
     p = seq.params
     return SamplingRow(
         temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
@@ -29,7 +29,7 @@ def sampling_row(seq: Sequence) -> SamplingRow:
 
 
 def prompt_targets(seq: Sequence, chunk: int) -> PromptTargets | None:
-    """Which of the next `chunk` rows of `seq` give log-probabilities of prompt tokens that are not known yet."""
+    """The rows of the next `chunk` tokens of `seq` that give missing prompt log-probabilities; None for none."""
     count = seq.request.sampling.num_prompt_logprobs
     first = max(len(seq.request.prompt_logprobs), seq.num_computed)
     end = min(seq.num_computed + chunk, seq.prompt_len - 1)
@@ -39,7 +39,7 @@ def prompt_targets(seq: Sequence, chunk: int) -> PromptTargets | None:
 
 
 def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
-    """The last token of each bad word whose other tokens end the output. vLLM's rule; the prompt does not count."""
+    """The last token of each bad word whose other tokens the output ends with. As in vLLM, the prompt is ignored."""
     banned = []
     for *beginning, last in bad_words:
         if len(beginning) <= len(output) and list(output[len(output) - len(beginning) :]) == beginning:
@@ -48,7 +48,7 @@ def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
 
 
 def _adjustments(seq: Sequence) -> LogitAdjustments | None:
-    """What changes in its logits; None, the usual case, if nothing does."""
+    """Changes to the logits of the next token; None, the usual case, for no change."""
     p, s = seq.params, seq.request.sampling
     banned = token_array(s.end_tokens if seq.num_output_tokens < p.min_tokens else ())
     if s.bad_words:

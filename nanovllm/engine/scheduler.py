@@ -1,11 +1,11 @@
-"""Decides, afresh for every step, which sequences compute how many tokens."""
+"""The scheduler: decides, anew for every step, which sequences compute how many tokens."""
 
 from __future__ import annotations
 
 import bisect
 import logging
 
-from nanovllm.engine.admission import blocks_beside, check_servable
+from nanovllm.engine.admission import check_servable, num_blocks_after_admission
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
 from nanovllm.engine.beams import advance_beams
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
@@ -15,21 +15,18 @@ from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget, is_prefill
 from nanovllm.errors import ConfigError, told
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill; prefill and decode share a step.
+    """Continuous batching with chunked prefill: prefill and decode share a step.
 
-    A step is filled in this order: requests that decode (one token of each sequence, so that a long prefill never
-    stalls them), running prefills, swapped requests unless one was swapped out in this step, then waiting ones, as far
-    as blocks and budgets allow; a prompt that takes several steps shares them with the others (`long_prefill.py`). A
-    request gets the blocks of its whole prompt when it is admitted, and grows block by block after that. The sequences
-    of a request run together or not at all. When a running request cannot grow, the last one in order (itself last) is
-    preempted: it is swapped out and waits for room, or its blocks are freed, it waits in front, and it is recomputed
-    from whatever the prefix cache still holds.
+    `schedule` lists the stages in which a step is filled. A request gets the blocks of its whole prompt when it is
+    admitted, and grows block by block after that. The sequences of one request run together or not at all. When a
+    running request cannot grow, the last running request is preempted (possibly the growing request itself): either it
+    is swapped out and resumes when blocks are free, or its blocks are freed and it is recomputed, as far as the prefix
+    cache does not hold its tokens.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -41,7 +38,8 @@ class Scheduler:
         self.limits = limits
         self.block_manager = block_manager
         self.preemption = Preemption(block_manager, limits.preemption_mode)
-        self.waiting: list[Request] = []  # all lists in scheduling order: priority, then arrival
+        # All three are sorted by priority, then by arrival.
+        self.waiting: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
 
@@ -53,66 +51,206 @@ class Scheduler:
         return bool(self.waiting or self.swapped or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that could never run to its end is refused at once."""
+        """Queue a request. Raises RequestError for one that could never finish."""
         check_servable(request, self.limits, self.block_manager)
-        bisect.insort(self.waiting, request, key=lambda r: r.order)
+        _insert(self.waiting, request)
 
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
-        """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
+        """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
         swapped_out = self._grow_running()
-        limits = self.limits
-        free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in self.running)
-        step = SchedulingBudget(limits.max_num_batched_tokens, free_seqs, limits.long_prefill_token_threshold)
-        for request in [request for request in self.running if not is_prefill(request)]:
-            step.give(request)
-        long = self._give_beside_long_prefill(step, swapped_out, now)
-        step.release()
-        layerwise = long.computing[0].layerwise if long is not None else None
-        if long is not None and layerwise is None:
-            step.give(long)
-        self.block_manager.promote(seq for seq, _ in step.chunks)
-        moves = self.block_manager.take_moves()
-        sequences = [self._scheduled(seq, chunk) for seq, chunk in step.chunks]
-        if long is not None and layerwise is not None:
-            sequences.append(self._scheduled_part(long.computing[0], layerwise, step.left))
-        assert sequences or not moves, "whoever runs alone is in every step"
-        return Batch(sequences, moves)
+        budget = self._new_budget()
+        self._schedule_decodes(budget)
+        self._reserve_for_long_prefill(budget)
+        self._schedule_short_prefills(budget)
+        if not swapped_out:  # else the blocks would go back and forth
+            self._swap_in(budget)
+        self._admit_waiting(budget, now)
+        self._schedule_long_prefill(budget)
+        return self._make_batch(budget)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
-        """Take a step's result in: advance, append the sampled tokens, end what is finished. Returns the requests."""
+        """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
         by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
-        drawn: dict[Request, list[Sample]] = {}
+        sampled: dict[Request, list[Sample]] = {}
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
-            computed, metrics = len(scheduled.token_ids), seq.request.metrics
-            if scheduled.layerwise is not None:
-                computed = take_part(seq, scheduled.layerwise, self.limits.num_layers)
-            seq.num_computed += computed
-            metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
-            metrics.h2d_bytes += h2d_bytes
-            metrics.d2h_bytes += d2h_bytes
-            self.block_manager.register_computed(seq, scheduled.context_len)
-            drawn.setdefault(seq.request, []).extend(samples)
+            self._advance(seq, scheduled)
+            seq.request.metrics.h2d_bytes += h2d_bytes
+            seq.request.metrics.d2h_bytes += d2h_bytes
+            sampled.setdefault(seq.request, []).extend(samples)
         errors = {stepped[index].request: error for index, error in result.errors.items()}
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             if seq.request not in errors:
                 seq.request.prompt_logprobs.extend(prompt_logprobs)
-        for request, of_request in drawn.items():
+        for request, new_samples in sampled.items():
             if request in errors:
                 self.end_by_error(request, errors[request], now)
                 continue
             try:
-                self._continue(request, of_request, now)
-            except Exception as error:  # of what was drawn for this request: it ends, the others go on
+                self._append_samples(request, new_samples, now)
+            except Exception as error:  # invalid samples end this request only
                 logger.exception("request %r cannot go on", request.request_id)
                 self.end_by_error(request, told(error), now)
-        return list(drawn)
+        return list(sampled)
 
-    def _continue(self, request: Request, samples: list[Sample], now: float) -> None:
-        """A step has computed something of a request and drawn these: nothing, or one for each live sequence."""
+    # ---- the stages of a step
+
+    def _grow_running(self) -> bool:
+        """Give each running request the blocks of its next tokens, and preempt from the end of the list to free them.
+
+        Returns whether a request was swapped out.
+        """
+        swapped_before = self.preemption.stats.swapped
+        for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
+                continue
+            while not self.block_manager.can_grow(request.computing):
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                self.block_manager.grow(request.computing)
+        return self.preemption.stats.swapped > swapped_before
+
+    def _new_budget(self) -> SchedulingBudget:
+        free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
+        return SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
+
+    def _schedule_decodes(self, budget: SchedulingBudget) -> None:
+        """One token of each decoding sequence, before anything else: a long prefill never stalls them."""
+        for request in self.running:
+            if not is_prefill(request):
+                budget.schedule(request)
+
+    def _reserve_for_long_prefill(self, budget: SchedulingBudget) -> None:
+        """Find the long prefill among the running requests, plan its next part, and reserve tokens for it."""
+        request = long_prefill(self.running, budget.left)
+        if request is not None:
+            if request.computing[0].layerwise is None:
+                plan_layerwise(request.computing[0], self.block_manager, self.limits)
+            budget.reserve_for(request)
+
+    def _schedule_short_prefills(self, budget: SchedulingBudget) -> None:
+        for request in self.running:
+            if is_prefill(request) and request is not budget.long_prefill:
+                budget.schedule(request)
+
+    def _swap_in(self, budget: SchedulingBudget) -> None:
+        """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
+        while self.swapped and self._can_swap_in(self.swapped[0], budget):
+            request = self.swapped[0]
+            self.preemption.resume(request)
+            _insert(self.running, request)
+            del self.swapped[0]  # last: an interrupt finds the request in at least one of the lists
+            self.block_manager.grow(request.computing)
+            budget.free_seqs -= request.num_seqs
+            budget.schedule(request)
+
+    def _admit_waiting(self, budget: SchedulingBudget, now: float) -> None:
+        """Admit waiting requests in order, as far as blocks, sequence slots and tokens allow."""
+        while budget.left > 0 and (request := self._next_admissible(budget)) is not None:
+            self._admit(request, now)
+            budget.free_seqs -= request.num_seqs
+            if request.computing[0].layerwise is None:
+                budget.schedule(request)
+            else:
+                budget.reserve_for(request)
+
+    def _schedule_long_prefill(self, budget: SchedulingBudget) -> None:
+        """Give the long prefill all tokens that are left; `_make_batch` adds one that goes layer by layer."""
+        budget.release_reserved()
+        if budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is None:
+            budget.schedule(budget.long_prefill)
+
+    def _make_batch(self, budget: SchedulingBudget) -> Batch:
+        self.block_manager.promote(seq for seq, _ in budget.chunks)
+        moves = self.block_manager.take_moves()
+        sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
+        if budget.long_prefill is not None:
+            seq = budget.long_prefill.computing[0]
+            if seq.layerwise is not None:
+                prompt_part = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
+                tokens = min(budget.left, self.limits.chunk)
+                sequences.append(scheduled_part(prompt_part, seq, seq.layerwise, tokens, self.limits.num_layers))
+        assert sequences or not moves, "block moves were planned for a step without sequences"
+        return Batch(sequences, moves)
+
+    # ---- helpers of the stages
+
+    def _can_swap_in(self, request: Request, budget: SchedulingBudget) -> bool:
+        if request.num_seqs > budget.free_seqs:
+            return False
+        manager = self.block_manager
+        needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
+        return manager.num_allocatable - needed >= manager.watermark and bool(budget.chunks_for(request))
+
+    def _next_admissible(self, budget: SchedulingBudget) -> Request | None:
+        """The request to admit next, or None if it has to wait.
+
+        While a long prefill runs, only requests that one step can complete are admitted. No request overtakes a swapped
+        one that precedes it.
+        """
+        manager, is_long = self.block_manager, budget.long_prefill is not None
+        request = next((r for r in self.waiting if not is_long or passes(r, manager, self.limits.chunk)), None)
+        if request is None or (self.swapped and self.swapped[0].order < request.order):
+            return None
+        if request.num_seqs > budget.free_seqs:
+            return None
+        extra_blocks = num_blocks_after_admission(request, manager.block_size)
+        return request if manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK else None
+
+    def _admit(self, request: Request, now: float) -> None:
+        seq = request.computing[0]
+        self.block_manager.allocate(seq)
+        plan_layerwise(seq, self.block_manager, self.limits)
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = now
+            request.metrics.cached_tokens = seq.num_computed
+        request.status = RequestStatus.RUNNING
+        _insert(self.running, request)
+        self.waiting.remove(request)  # last: an interrupt finds the request in at least one of the lists
+
+    def _preempt(self, request: Request) -> None:
+        self.preemption.preempt(request)
+        _insert(self.swapped if request.status is RequestStatus.SWAPPED else self.waiting, request)
+        self.running.remove(request)
+
+    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
+        end = seq.num_computed + chunk
+        return ScheduledSequence(
+            seq_id=seq.seq_id,
+            token_ids=seq.token_ids[seq.num_computed : end],
+            context_len=seq.num_computed,
+            prompt_len=seq.prompt_len,
+            block_table=self.block_manager.physical_ids(seq, end),
+            samples=self._sampling_rows(seq) if end == seq.end else (),
+            prompt_targets=prompt_targets(seq, chunk),
+        )
+
+    def _sampling_rows(self, seq: Sequence) -> list[SamplingRow]:
+        """The tokens to sample from the row of the sequence's last token."""
+        if seq.request.forked:
+            return [sampling_row(seq)]
+        if seq.num_output_tokens:  # preempted after the first tokens had been sampled
+            return []
+        return [sampling_row(sibling) for sibling in seq.request.live]
+
+    # ---- the result of a step
+
+    def _advance(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
+        computed = len(scheduled.token_ids)
+        if scheduled.layerwise is not None:
+            computed = take_part(seq, scheduled.layerwise, self.limits.num_layers)
+        seq.num_computed += computed
+        seq.request.metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
+        self.block_manager.register_computed(seq, scheduled.context_len)
+
+    def _append_samples(self, request: Request, samples: list[Sample], now: float) -> None:
+        """Fork the sequences once their prompt is computed, then append `samples`: none, or one per live sequence."""
         if not request.forked and request.computing[0].num_remaining == 0:
             first, *others = request.live
             for seq in others:
@@ -131,53 +269,6 @@ class Scheduler:
         elif advance_beams(request, samples, self.block_manager):
             self._end(request, now)
 
-    # ---- ending a sequence
-
-    def end_by_string(self, seq: Sequence, stop_string: str, now: float) -> None:
-        """The sequence's last token completed a stop string, which counts for more than having reached its length."""
-        seq.stop_reason = stop_string
-        if seq.finished:
-            seq.finish_reason = "stop"
-        else:
-            self._finish(seq, "stop", now)
-
-    def abort(self, request: Request, now: float, reason: str = "abort") -> None:
-        """End a request wherever it is and free its blocks."""
-        for seq in request.live:
-            self._finish(seq, reason, now)
-
-    def end_by_error(self, request: Request, error: str, now: float) -> None:
-        """Something went wrong with this request alone."""
-        request.error = error
-        self.abort(request, now, "error")
-
-    def fail(self, now: float, error: str | None = None) -> list[Request]:
-        """A step failed or was interrupted anywhere: ends all running requests, and forgets all content.
-
-        Swapped requests wait and are recomputed.
-        """
-        failed = [*self.running, *(r for r in self.waiting if r not in self.running and self._holds_blocks(r))]
-        swapped = [request for request in self.swapped if request not in failed]
-        self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
-        self.running, self.swapped = [], []
-        self.block_manager.reset()
-        for request in [*failed, *swapped]:
-            for seq in request.live:
-                seq.block_table, seq.num_computed = [], 0
-        for request in swapped:
-            request.rewind()
-            request.status = RequestStatus.WAITING
-            bisect.insort(self.waiting, request, key=lambda r: r.order)
-        for request in failed:
-            request.error = error
-            for seq in request.live:
-                seq.finish_reason = "error"
-            self._end(request, now)
-        return failed
-
-    def _holds_blocks(self, request: Request) -> bool:
-        return any(seq.block_table for seq in request.sequences)
-
     def _append(self, seq: Sequence, sample: Sample, now: float) -> None:
         token = sample.token_id
         seq.append(sample)
@@ -189,8 +280,56 @@ class Scheduler:
         elif seq.num_output_tokens == seq.params.max_tokens or len(seq) >= self.limits.max_model_len:
             self._finish(seq, "length", now)
 
+    # ---- ending sequences and requests
+
+    def end_by_string(self, seq: Sequence, stop_string: str, now: float) -> None:
+        """End a sequence whose last token completed a stop string; this takes precedence over its length limit."""
+        seq.stop_reason = stop_string
+        if seq.finished:
+            seq.finish_reason = "stop"
+        else:
+            self._finish(seq, "stop", now)
+
+    def abort(self, request: Request, now: float, reason: str = "abort") -> None:
+        """End a request in any state and free its blocks."""
+        for seq in request.live:
+            self._finish(seq, reason, now)
+
+    def end_by_error(self, request: Request, error: str, now: float) -> None:
+        """End one request with finish_reason "error"."""
+        request.error = error
+        self.abort(request, now, "error")
+
+    def fail(self, now: float, error: str | None = None) -> list[Request]:
+        """End all running requests and forget all cached content, after a step that failed or was interrupted.
+
+        Swapped requests lose their blocks and wait to be recomputed. Returns the requests that were ended.
+        """
+        # An interrupted admission leaves a request that waits and holds blocks.
+        failed = [*self.running, *(r for r in self.waiting if r not in self.running and self._holds_blocks(r))]
+        swapped = [request for request in self.swapped if request not in failed]
+        self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
+        self.running, self.swapped = [], []
+        self.block_manager.reset()
+        for request in [*failed, *swapped]:
+            for seq in request.live:
+                seq.block_table, seq.num_computed = [], 0
+        for request in swapped:
+            request.rewind()
+            request.status = RequestStatus.WAITING
+            _insert(self.waiting, request)
+        for request in failed:
+            request.error = error
+            for seq in request.live:
+                seq.finish_reason = "error"
+            self._end(request, now)
+        return failed
+
+    def _holds_blocks(self, request: Request) -> bool:
+        return any(seq.block_table for seq in request.sequences)
+
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
-        """End one sequence and free its blocks; with its last one the request ends."""
+        """End one sequence and free its blocks; the request ends with its last sequence."""
         seq.finish_reason = reason
         self.block_manager.free(seq)
         if not seq.request.live:
@@ -203,114 +342,6 @@ class Scheduler:
         request.finish()
         request.metrics.finished_time = now
 
-    # ---- admission and preemption
 
-    def _can_swap_in(self, step: SchedulingBudget) -> bool:
-        """Whether the first swapped request has a seat, room for its blocks, and a share of the step."""
-        if not self.swapped or self.swapped[0].num_seqs > step.free_seqs:
-            return False
-        request, manager = self.swapped[0], self.block_manager
-        needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
-        return manager.num_allocatable - needed >= manager.watermark and bool(step.share_of(request))
-
-    def _swap_in(self) -> Request:
-        request = self.swapped[0]
-        self.preemption.resume(request)
-        bisect.insort(self.running, request, key=lambda r: r.order)
-        del self.swapped[0]
-        self.block_manager.grow(request.computing)
-        return request
-
-    def _give_beside_long_prefill(self, step: SchedulingBudget, swapped_out: bool, now: float) -> Request | None:
-        """Give prefills their shares, running and admitted now, but for the long one, of which half is held back."""
-        long = long_prefill(self.running, step.left)
-        if long is not None:
-            if long.computing[0].layerwise is None:
-                plan_layerwise(long.computing[0], self.block_manager, self.limits)
-            step.hold_half()
-        for request in [r for r in self.running if is_prefill(r) and r is not long]:
-            step.give(request)
-        while not swapped_out and self._can_swap_in(step):
-            step.join(self._swap_in())
-        while step.left > 0 and (admissible := self._admissible(step, beside_long=long is not None)) is not None:
-            self._admit(admissible, now)
-            if admissible.computing[0].layerwise is None:
-                step.join(admissible)
-            else:
-                step.free_seqs -= admissible.num_seqs
-                long = admissible
-                step.hold_half()
-        return long
-
-    def _admissible(self, step: SchedulingBudget, beside_long: bool) -> Request | None:
-        """The request to admit next, if it can begin: the first that waits, or the first that passes a long prefill.
-
-        Nobody passes a request of his order that is swapped out.
-        """
-        manager, chunk = self.block_manager, self.limits.chunk
-        request = next((r for r in self.waiting if not beside_long or passes(r, manager, chunk)), None)
-        if request is None or (self.swapped and self.swapped[0].order < request.order):
-            return None
-        if request.num_seqs > step.free_seqs:
-            return None
-        beside = blocks_beside(request, manager.block_size)
-        return request if manager.can_allocate(request.computing[0], beside) is AllocStatus.OK else None
-
-    def _admit(self, request: Request, now: float) -> None:
-        seq = request.computing[0]
-        self.block_manager.allocate(seq)
-        plan_layerwise(seq, self.block_manager, self.limits)
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = now
-            request.metrics.cached_tokens = seq.num_computed
-        request.status = RequestStatus.RUNNING
-        bisect.insort(self.running, request, key=lambda r: r.order)
-        self.waiting.remove(request)  # last, so that a request is in one of the lists whenever an interrupt comes
-
-    def _grow_running(self) -> bool:
-        """Give each running request the blocks of its next tokens, first in order first.
-
-        Returns whether a request was swapped out for that.
-        """
-        swapped_before = self.preemption.stats.swapped
-        for request in list(self.running):
-            if request.status is not RequestStatus.RUNNING:  # preempted for one before it
-                continue
-            while not self.block_manager.can_grow(request.computing):
-                victim = self.running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    break
-            else:
-                self.block_manager.grow(request.computing)
-        return self.preemption.stats.swapped > swapped_before
-
-    def _preempt(self, request: Request) -> None:
-        self.preemption.preempt(request)
-        queue = self.swapped if request.status is RequestStatus.SWAPPED else self.waiting
-        bisect.insort(queue, request, key=lambda r: r.order)
-        self.running.remove(request)
-
-    def _scheduled_part(self, seq: Sequence, layerwise: LayerwisePrefill, tokens: int) -> ScheduledSequence:
-        whole = self._scheduled(seq, layerwise.end - layerwise.begin)
-        return scheduled_part(whole, seq, layerwise, min(tokens, self.limits.chunk), self.limits.num_layers)
-
-    def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
-        end = seq.num_computed + chunk
-        return ScheduledSequence(
-            seq_id=seq.seq_id,
-            token_ids=seq.token_ids[seq.num_computed : end],
-            context_len=seq.num_computed,
-            prompt_len=seq.prompt_len,
-            block_table=self.block_manager.physical_ids(seq, end),
-            samples=self._sampling_rows(seq) if end == seq.end else (),
-            prompt_targets=prompt_targets(seq, chunk),
-        )
-
-    def _sampling_rows(self, seq: Sequence) -> list[SamplingRow]:
-        """What is drawn once the sequence has computed all it can."""
-        if seq.request.forked:
-            return [sampling_row(seq)]
-        if seq.num_output_tokens:  # preempted after its first tokens were drawn
-            return []
-        return [sampling_row(sibling) for sibling in seq.request.live]
+def _insert(queue: list[Request], request: Request) -> None:
+    bisect.insort(queue, request, key=lambda r: r.order)

@@ -1,4 +1,4 @@
-"""What bounds a step of the engine, and how a step's tokens are given to its requests."""
+"""The limits of one engine step, and how its tokens are divided among the requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Budgets of one step, and what ends a sequence.
+    """Limits of one step, and what ends a sequence.
 
-    long_prefill_token_threshold: the most tokens of one prompt in a step, 0 for as many as fit. preemption_mode: None
-    swaps requests of several sequences and recomputes the others. spans: what prompts may go layer by layer.
+    long_prefill_token_threshold: most tokens of one prompt in a step; 0 means max_num_batched_tokens.
+    preemption_mode: None swaps requests of several sequences and recomputes the others.
+    layerwise_memory: device memory for layer-by-layer prefill.
     """
 
     max_num_seqs: int
@@ -28,69 +29,63 @@ class SchedulerLimits:
 
     @property
     def chunk(self) -> int:
-        """The most tokens of one prompt in a step."""
+        """Most tokens of one prompt in a step."""
         return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
 
 
 class SchedulingBudget:
-    """`chunks`: (sequence, tokens to compute), in the order of the step.
+    """Tokens and sequence slots of one step, and what has been scheduled so far.
 
-    `left`: tokens that may still be given; `held`: kept for the long prefill, see `long_prefill.py`.
-    `free_seqs`: sequences that may still join those that run.
+    chunks: (sequence, number of tokens to compute), in batch order. left: tokens not yet scheduled.
+    free_seqs: free sequence slots. long_prefill: the long prefill of this step, for which tokens are reserved.
     """
 
-    def __init__(self, budget: int, free_seqs: int, max_prefill_chunk: int = 0) -> None:
-        """max_prefill_chunk: the most tokens of one sequence that cannot sample yet; 0 for no such limit."""
+    def __init__(self, num_tokens: int, free_seqs: int, max_prefill_chunk: int) -> None:
+        """max_prefill_chunk: most tokens of one sequence that is not decoding."""
         self.chunks: list[tuple[Sequence, int]] = []
-        self.left = budget
+        self.left = num_tokens
         self.free_seqs = free_seqs
-        self.held = 0
-        self._max_prefill_chunk = max_prefill_chunk or budget
+        self.long_prefill: Request | None = None
+        self._reserved = 0
+        self._max_prefill_chunk = max_prefill_chunk
 
-    def share_of(self, request: Request) -> list[tuple[Sequence, int]]:
-        """What the request gets of the rest; nothing if it does not fit.
+    def chunks_for(self, request: Request) -> list[tuple[Sequence, int]]:
+        """The chunks that the request gets of the tokens that are left; empty if it does not fit.
 
-        Sequences of one request sample together. One of several that still has output tokens to recompute therefore
-        stops before its last, and those that have come that far wait for it.
+        The sequences of one request sample in the same step. After a recompute, each of them therefore stops before its
+        last token until all of them have caught up.
         """
         sequences = request.computing
         if len(sequences) == 1:
-            chunk = self._chunk(sequences[0].num_remaining, self.left)
+            chunk = min(sequences[0].num_remaining, self.left, self._max_prefill_chunk)
             return [(sequences[0], chunk)] if chunk else []
         if not is_prefill(request):
             return [(seq, 1) for seq in sequences] if len(sequences) <= self.left else []
-        share, left = [], self.left
+        chunks, left = [], self.left
         for seq in sequences:
-            chunk = self._chunk(seq.num_remaining - 1, left) if seq.num_remaining > 1 else 0
-            if chunk:
-                share.append((seq, chunk))
+            chunk = min(seq.num_remaining - 1, left, self._max_prefill_chunk)
+            if chunk > 0:
+                chunks.append((seq, chunk))
                 left -= chunk
-        return share
+        return chunks
 
-    def join(self, request: Request) -> None:
-        """A request begins to run, or runs again, with a share of this step."""
-        self.free_seqs -= request.num_seqs
-        self.give(request)
+    def schedule(self, request: Request) -> None:
+        """Add the request's chunks to the step."""
+        chunks = self.chunks_for(request)
+        self.chunks += chunks
+        self.left -= sum(chunk for _, chunk in chunks)
 
-    def hold_half(self) -> None:
-        """From now on keep half of what is left."""
-        self.held = self.left // 2
-        self.left -= self.held
+    def reserve_for(self, request: Request) -> None:
+        """Make `request` the long prefill of this step, and reserve half of the tokens that are left for it."""
+        self.long_prefill = request
+        self._reserved = self.left // 2
+        self.left -= self._reserved
 
-    def release(self) -> None:
-        """What was kept may be given."""
-        self.left, self.held = self.left + self.held, 0
-
-    def give(self, request: Request) -> None:
-        """Put the request's share into the step."""
-        share = self.share_of(request)
-        self.chunks += share
-        self.left -= sum(chunk for _, chunk in share)
-
-    def _chunk(self, remaining: int, left: int) -> int:
-        return min(remaining, left, self._max_prefill_chunk)
+    def release_reserved(self) -> None:
+        """Make the reserved tokens available again."""
+        self.left, self._reserved = self.left + self._reserved, 0
 
 
 def is_prefill(request: Request) -> bool:
-    """Whether some of its sequences have more to compute than the token that they sample from."""
+    """Whether any sequence has more to compute than the one token that it samples from."""
     return any(seq.num_remaining > 1 for seq in request.computing)

@@ -11,7 +11,7 @@ from nanovllm.device import Device, PitchedCopy
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.decode_shares import Bandwidths
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.host_attention import empty_task
 from nanovllm.ops.timing import attend_once, call_seconds
 
@@ -57,7 +57,7 @@ def _seconds_of_attention(
     blocks, _, _, block_size, head_dim = pool.shape
     q = torch.zeros(1, geometry.num_heads, head_dim, dtype=pool.dtype, device=pool.device)
     end = blocks * block_size
-    table = AttentionMetadata([KVMetadata(0, 1, end - 1, 0, end, range(blocks))])
+    table = AttentionMetadata([SequenceMetadata(0, 1, end - 1, 0, end, range(blocks))])
 
     return _least_seconds(lambda: attend_once(backend, q, pool, [table]), finish)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Busy, BusyMeter, Device
-from nanovllm.forward_context import SequenceMetadata
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.concurrent_cpu_attention import ConcurrentCpuAttention
 from nanovllm.kvcache.decode_shares import (
@@ -31,7 +30,7 @@ from nanovllm.kvcache.decode_shares import (
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan, cpu_attention_candidates, leading_short
 from nanovllm.ops import select_cpu_backend
-from nanovllm.ops.attention import AttentionBackend, AttentionState
+from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 
 
 def cpu_attention_threads() -> int:

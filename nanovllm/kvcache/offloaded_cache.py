@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.host_block_attention import HostBlockAttention
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens
 from nanovllm.kvcache.step_plan import (
     BlockRead,
@@ -22,7 +21,7 @@ from nanovllm.kvcache.step_plan import (
     group_block_reads,
     plan_block_reads,
 )
-from nanovllm.ops.attention import AttentionBackend, AttentionState
+from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 
 
 class OffloadedKVCache(KVCacheBase):
@@ -42,7 +41,6 @@ class OffloadedKVCache(KVCacheBase):
         self._geometry = geometry
         self._backend = backend
         self._num_gpu_blocks = num_gpu_blocks
-        self.layerwise = LayerwiseKVCache(engine, geometry, backend)
         self._plans: dict[int | None, LayerPlan] = {}  # of this step, by sliding window
 
     # ---- steps
@@ -86,7 +84,7 @@ class OffloadedKVCache(KVCacheBase):
                 self._attend_streamed(layer, item, q, k, v, ctx, state)
         if self.cpu_attention is not None:
             self.cpu_attention.merge(plan, state)
-        return state.output(q)
+        return state.write_output_(q)
 
     def end_step(self) -> None:
         if self.cpu_attention is not None:

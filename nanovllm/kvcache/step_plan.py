@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from nanovllm.forward_context import SequenceMetadata
-from nanovllm.kvcache.base import first_visible_block
-from nanovllm.ops.attention import AttentionMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata, first_visible_block
 
 
 @dataclass(slots=True)
@@ -189,14 +187,14 @@ def _run_table(
     return AttentionMetadata([_segment(sequences[reader], blocks, block_size) for reader, blocks in by_reader.items()])
 
 
-def _segment(seq: SequenceMetadata, blocks: Sequence[tuple[BlockRead, int]], block_size: int) -> KVMetadata:
+def _segment(seq: SequenceMetadata, blocks: Sequence[tuple[BlockRead, int]], block_size: int) -> SequenceMetadata:
     """(visit, index in the pool) pairs as `seq` sees them; rows before a block are left to the causal mask."""
     first = blocks[0][0].first_position
-    return KVMetadata(
+    return SequenceMetadata(
         query_start=seq.query_start,
         query_len=seq.query_len,
-        query_position=seq.context_len,
+        context_len=seq.context_len,
         first_position=first,
         kv_end=min(seq.total_len, first + len(blocks) * block_size),
-        blocks=[index for _, index in blocks],
+        block_table=[index for _, index in blocks],
     )

@@ -73,11 +73,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     worker = tl.program_id(0) % workers
     tile = tl.program_id(0) // workers
     kv_head = tl.program_id(1)
-    row = rows_ptr + tl.program_id(2) * 8
-    query_start, query_len = tl.load(row).to(tl.int64), tl.load(row + 1)
-    first_position, kv_end = tl.load(row + 4), tl.load(row + 5)
-    query_position, rows_before = tl.load(row + 6), tl.load(row + 7).to(tl.int64)
-    end_part = tl.minimum(first_part + parts_here, tl.load(row + 3) * PARTS)
+    sequence = rows_ptr + tl.program_id(2) * 8
+    query_start, query_len = tl.load(sequence).to(tl.int64), tl.load(sequence + 1)
+    first_position, kv_end = tl.load(sequence + 4), tl.load(sequence + 5)
+    query_position, rows_before = tl.load(sequence + 6), tl.load(sequence + 7).to(tl.int64)
+    end_part = tl.minimum(first_part + parts_here, tl.load(sequence + 3) * PARTS)
     if (first_part + worker >= end_part) | (tile * BLOCK_R >= query_len * group):
         return
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -102,7 +102,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if HAS_WINDOW:
             oldest = query_position + (tile * BLOCK_R) // group - window + 1
             begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
-        block = tl.load(blocks_ptr + tl.load(row + 2) + index).to(tl.int64)
+        block = tl.load(blocks_ptr + tl.load(sequence + 2) + index).to(tl.int64)
         keys = pool_ptr + block * block_stride + kv_head * head_stride
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_R], float("-inf"), tl.float32)
@@ -165,18 +165,18 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     feed a matrix product only.
     """
     token, head = tl.program_id(0), tl.program_id(1)
-    row = rows_ptr + tl.program_id(2) * 8
-    count = tl.minimum(tl.load(row + 3) - first_block, blocks_here)
-    if (token >= tl.load(row + 1)) | (count <= 0):
+    sequence = rows_ptr + tl.program_id(2) * 8
+    count = tl.minimum(tl.load(sequence + 3) - first_block, blocks_here)
+    if (token >= tl.load(sequence + 1)) | (count <= 0):
         return
-    query_row = tl.load(row).to(tl.int64) + token
+    query_row = tl.load(sequence).to(tl.int64) + token
     column = tl.arange(0, BLOCK_D)
     out_at = out_ptr + query_row * out_token_stride + head * out_head_stride + column
     lse_at = lse_ptr + head * lse_head_stride + query_row * lse_token_stride + tl.arange(0, 1)
     out = tl.load(out_at, mask=column < head_dim, other=0.0)[None, :]
     lse = tl.load(lse_at)
     part = tl.arange(0, BLOCK_P).to(tl.int64)
-    at = (part * total_rows + tl.load(row + 7) + token) * heads + head
+    at = (part * total_rows + tl.load(sequence + 7) + token) * heads + head
     for _ in tl.range(count, num_stages=STAGES):
         top = tl.load(top_ptr + at, mask=part < PARTS, other=float("-inf"))
         total = tl.load(total_ptr + at, mask=part < PARTS, other=0.0)

@@ -153,21 +153,21 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
     EVEN: a block is a whole number of tiles.
     """
-    row = rows_ptr + tl.program_id(2) * 8
-    query_len = tl.load(row + 1)
+    sequence = rows_ptr + tl.program_id(2) * 8
+    query_len = tl.load(sequence + 1)
     tile = tl.cdiv(query_len, BLOCK_M) - 1 - tl.program_id(0)  # rows that see the most first
     if tile < 0:
         return
     head = tl.program_id(1)
-    first, query_position = tl.load(row + 4), tl.load(row + 6)
+    first, query_position = tl.load(sequence + 4), tl.load(sequence + 6)
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = query_position + token
     lowest = query_position + tile * BLOCK_M
     highest = query_position + tl.minimum(tile * BLOCK_M + BLOCK_M, query_len) - 1
-    limit = tl.minimum(tl.load(row + 5), highest + 1)  # behind the last position that any row sees
+    limit = tl.minimum(tl.load(sequence + 5), highest + 1)  # behind the last position that any row sees
     column = tl.arange(0, BLOCK_D)
     mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
-    row = tl.load(row).to(tl.int64) + token
+    row = tl.load(sequence).to(tl.int64) + token
     q = tl.load(q_ptr + head * q_head_stride + row[:, None] * q_token_stride + column[None, :], mask=mask, other=0.0)
     out_at = out_ptr + head * out_head_stride + row[:, None] * out_token_stride + column[None, :]
     acc = tl.load(out_at, mask=mask, other=0.0)
@@ -175,7 +175,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_at, mask=token < query_len, other=float("-inf"))
     top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
     head_ptr = pool_ptr + head // group * kv_head_stride
-    block_at = blocks_ptr + tl.load(row + 2)
+    block_at = blocks_ptr + tl.load(sequence + 2)
     index, begin = 0, 0
     if HAS_WINDOW:  # tiles that lie before every row's window are left out
         skipped = tl.maximum(lowest - window + 1 - first, 0)
@@ -207,7 +207,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         )
         acc *= factor[:, None]
     # Read again, so that no register holds an address of the output through the loops.
-    row = tl.load(row, volatile=True).to(tl.int64) + token
+    row = tl.load(sequence, volatile=True).to(tl.int64) + token
     out_at = out_ptr + head * out_head_stride + row[:, None] * out_token_stride + column[None, :]
     tl.store(out_at, acc, mask=mask)
     tl.store(lse_ptr + head * lse_head_stride + row * lse_token_stride, lse, mask=token < query_len)

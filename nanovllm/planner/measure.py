@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import CopyKind, Device
-from nanovllm.forward_context import ForwardContext, SequenceMetadata, flat_positions
+from nanovllm.forward_context import ForwardContext, flat_positions
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.host_block_attention import cpu_attention_backend
@@ -27,7 +27,7 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.timing import attend_once, call_seconds
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
@@ -192,7 +192,7 @@ def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bo
     def metadata(group: Sequence[int]) -> AttentionMetadata:
         first = group[0] * layout.block_size
         end = min(keys, first + len(group) * layout.block_size)
-        return AttentionMetadata([KVMetadata(0, rows, keys - rows, first, end, group)])
+        return AttentionMetadata([SequenceMetadata(0, rows, keys - rows, first, end, group)])
 
     groups = [metadata(group) for group in (in_groups(blocks, probe.group_slots) if in_ring_groups else [blocks])]
     return probe.seconds(lambda: attend_once(probe.backend, q, pool, groups))
@@ -214,7 +214,7 @@ def _step(
 ) -> None:
     """A forward pass as the model runner makes it. Without layers, `kv_cache` may be None."""
     model = probe.model
-    slices = (SequenceMetadata(0, rows, context_len, table),)
+    slices = (SequenceMetadata.full(0, rows, context_len, table),)
     if kv_cache is not None:
         kv_cache.begin_step(slices, ())
     positions = upload(flat_positions(slices), model.device)
@@ -286,7 +286,7 @@ def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
     """CPU attention of one row to all layers of the host pool."""
     layout, backend = engine.layout, cpu_attention_backend(engine.device, engine.layout.head_dim)
     keys = engine.num_host_blocks * layout.block_size
-    table = AttentionMetadata([KVMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
+    table = AttentionMetadata([SequenceMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
     q = torch.randn(1, probe.model.spec.num_heads, layout.head_dim).to(probe.model.dtype)
 
     def attend() -> None:
@@ -301,7 +301,7 @@ def _block_read_seconds(probe: Probe) -> float:
     kv_cache = _offloaded_cache(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
     spec, model = probe.model.spec, probe.model
-    slices = (SequenceMetadata(0, 1, context_len, range(TINY_BLOCKS)),)
+    slices = (SequenceMetadata.full(0, 1, context_len, range(TINY_BLOCKS)),)
     positions = upload(flat_positions(slices), model.device)
     ctx = ForwardContext(positions, positions + 1, slices, kv_cache)
     q, k, v = (

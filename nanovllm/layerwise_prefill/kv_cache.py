@@ -12,11 +12,17 @@ from itertools import groupby
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
-from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
+from nanovllm.forward_context import ForwardContext
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.prefill_plan import LayerwiseStep
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    SequenceMetadata,
+    first_visible_block,
+)
 
 
 class LayerwiseKVCache:
@@ -69,7 +75,7 @@ class LayerwiseKVCache:
         self._engine.device.end_kernel()
         if chunk.total_len == self._part.layerwise.end:
             self._end_layer(layer)
-        return state.output(q)
+        return state.write_output_(q)
 
     def end_part(self) -> None:
         """All units of the slice have run."""
@@ -159,12 +165,12 @@ class LayerwiseKVCache:
         return self._tables[key]
 
     def _table(self, chunk: SequenceMetadata, run: list[int], in_buffer: bool) -> AttentionMetadata:
-        segment = KVMetadata(
+        segment = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
-            query_position=chunk.context_len,
+            context_len=chunk.context_len,
             first_position=run[0] * self._block_size,
             kv_end=min(chunk.total_len, (run[-1] + 1) * self._block_size),
-            blocks=run if in_buffer else [self._block_table[index] for index in run],
+            block_table=run if in_buffer else [self._block_table[index] for index in run],
         )
         return AttentionMetadata([segment])

@@ -1,0 +1,79 @@
+"""The step loop: the requests of one caller, from being added until all of them have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.errors import EngineError
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+
+class EngineClient:
+    """Adds requests to an engine, and steps it until they have ended: `while client.pending: client.step()`.
+
+    inboxes: shared by clients that may step the engine within each other's loop. Each step's outputs go to the client
+    that added the request.
+    """
+
+    def __init__(self, engine: LLMEngine, inboxes: dict[str, list[RequestOutput]] | None = None) -> None:
+        self._engine = engine
+        self._inboxes = {} if inboxes is None else inboxes  # by request_id
+        self._inbox: list[RequestOutput] = []
+        self.pending: set[str] = set()  # ids of the requests that have not ended
+
+    def add(self, request_id: str, prompt: str | None, params: SamplingParams, **arguments: Any) -> None:
+        """Add a request; arguments and errors as in `LLMEngine.add_request`."""
+        self.pending.add(request_id)
+        self._inboxes[request_id] = self._inbox
+        try:
+            self._engine.add_request(request_id, prompt, params, **arguments)
+        except Exception:
+            self._forget(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """The next outputs of this client's requests; runs a step of the engine unless another client's step made some.
+
+        Raises EngineError for a failed step, and if the pending requests were aborted by another caller.
+        """
+        try:
+            if not self._inbox:
+                self._deliver(self._engine.step())
+        except EngineError as error:
+            for output in error.outputs:
+                if isinstance(output, RequestOutput):
+                    self._forget(output.request_id)
+            raise
+        outputs = self._inbox.copy()
+        self._inbox.clear()
+        for output in outputs:
+            if output.finished:
+                self._forget(output.request_id)
+        if self.pending and not outputs and not self._engine.has_unfinished_requests():
+            raise EngineError(f"{len(self.pending)} requests of this call were ended by another")
+        return outputs
+
+    def abort(self) -> list[RequestOutput]:
+        """Abort all pending requests. Returns their last outputs."""
+        outputs = [self._engine.abort_request(request_id) for request_id in self.pending]
+        self.close()
+        return [output for output in outputs if output is not None]
+
+    def close(self) -> None:
+        """Abort all pending requests without outputs."""
+        pending = set(self.pending)
+        for request_id in pending:
+            self._forget(request_id)
+        if pending:
+            self._engine.drop_requests(pending)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
+
+    def _forget(self, request_id: str) -> None:
+        self.pending.discard(request_id)
+        self._inboxes.pop(request_id, None)

@@ -1,0 +1,144 @@
+"""The input processor: turns what the user gives into a checked `Request`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from nanovllm.engine.admission import check_num_sequences
+from nanovllm.engine.beams import make_beam_search
+from nanovllm.engine.request import Request
+from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
+from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.errors import RequestError, as_request_error, quoted
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_rules import check_characters
+from nanovllm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The facts about the model that requests are checked against.
+
+    length_dependent_above: above this many tokens, K/V depend on the length of the prompt (dynamic RoPE), and only
+    prompts of equal length may share blocks; None if they never do.
+    """
+
+    vocab_size: int
+    length_dependent_above: int | None = None
+
+
+def shorten_or_raise(num_tokens: int) -> str:
+    """Advice for a prompt of more than max_model_len tokens, where the memory is not known."""
+    return "shorten the prompt or raise max_model_len"
+
+
+class InputProcessor:
+    """Tokenizes and checks prompts and sampling parameters. Every method raises RequestError for invalid input."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        facts: ModelFacts,
+        tokenizer: Tokenizer | None,
+        seed: int,
+        max_logprobs: int,
+        advise: Callable[[int], str],
+    ) -> None:
+        self._limits = limits
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._sampling_facts = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs)
+        self._seed = seed
+        self._advise = advise
+        self._numbers = itertools.count()
+        self._seq_ids = itertools.count()
+
+    def request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        sampling_params: SamplingParams | None,
+        prompt_token_ids: Seq[int] | None,
+        arrival_time: float | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> Request:
+        """The request; arguments as in `LLMEngine.add_request`."""
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
+        if type(priority) is not int:
+            raise RequestError(f"priority={quoted(priority)}: must be a whole number; lower ones run first")
+        is_time = isinstance(arrival_time, int | float) and abs(arrival_time) <= sys.float_info.max
+        if arrival_time is not None and not is_time:
+            raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds on the time.monotonic clock")
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
+        check_num_sequences(request_id, params.num_sequences, self._limits)
+        params = copy.copy(params)  # the caller may change theirs
+        token_ids = self.check_prompt(prompt, prompt_token_ids)
+        number = next(self._numbers)
+        return Request(
+            request_id,
+            token_ids,
+            params,
+            number=number,
+            seq_ids=self._seq_ids,
+            # Without a seed, requests differ from each other, and the engine's seed reproduces all of them.
+            seed=params.seed if params.seed is not None else hash((self._seed, number)),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            priority=priority,
+            prompt=prompt,
+            cache_salt=self._cache_salt(len(token_ids), cache_salt),
+            sampling=resolve_sampling(params, token_ids, self._sampling_facts),
+            beam_search=make_beam_search(params, len(token_ids), self._limits, self._facts.vocab_size),
+        )
+
+    def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
+        """The token ids of a prompt that can be served."""
+        token_ids = self._tokenize(prompt, prompt_token_ids)
+        if not token_ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(token_ids) > self._limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {self._limits.max_model_len}: "
+                f"{self._advise(len(token_ids))}"
+            )
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < self._facts.vocab_size:
+                raise RequestError(
+                    f"token id {quoted(token)} in the prompt is not one of the model's: ids are of type int, from 0 to "
+                    f"{self._facts.vocab_size - 1}"
+                )
+        return token_ids
+
+    def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
+        if prompt is not None and not isinstance(prompt, str):
+            raise RequestError(f"a prompt must be text, and token ids are prompt_token_ids: got {quoted(prompt)}")
+        if prompt is not None:
+            check_characters("the prompt", prompt)
+        if prompt_token_ids is not None:
+            if isinstance(prompt_token_ids, str) or not isinstance(prompt_token_ids, Seq):
+                raise RequestError(f"prompt_token_ids must be a list of token ids, got {quoted(prompt_token_ids)}")
+            return list(prompt_token_ids)
+        if prompt is None:
+            raise RequestError("a request needs a prompt: give text or token ids")
+        if self._tokenizer is None:
+            raise RequestError(
+                "the model directory has no tokenizer files, so a text prompt cannot be read: give token ids, or add "
+                "the tokenizer's files to the directory"
+            )
+        with as_request_error("the tokenizer cannot read the prompt"):
+            return self._tokenizer.encode(prompt)
+
+    def _cache_salt(self, prompt_len: int, salt: str | None) -> bytes:
+        """The user's salt and, where K/V depend on it, the length of the prompt."""
+        threshold = self._facts.length_dependent_above
+        length = 0 if threshold is None or prompt_len <= threshold else prompt_len
+        return length.to_bytes(8, "little") + (salt or "").encode("utf-8", "surrogatepass")
