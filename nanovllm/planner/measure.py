@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanovllm.cpu_attention.host_blocks import cpu_attention_backend
 from nanovllm.device import CopyKind, Device
 from nanovllm.forward_context import ForwardContext, flat_positions
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.host_block_attention import cpu_attention_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -275,7 +275,7 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     groups = in_groups(uses, engine.group_slots)
     engine.begin(groups)
     for group in groups:
-        slots, _ = engine.acquire()
+        slots, _ = engine.acquire(group[0])
         if way == "d2h":
             engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, group, strict=True)])
         engine.release()
