@@ -69,7 +69,7 @@ class Ring:
         with self.device.compute():
             engine.begin(runs)
             for run in runs:
-                slots, _ = engine.acquire()
+                slots, _ = engine.acquire(run[0])
                 for _ in run if computes else ():
                     torch.mm(self._matrix, self._matrix)
                 if stores:

@@ -13,9 +13,9 @@ import torch
 from host_tasks import run
 from torch import Tensor
 
+from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.decode_shares import can_attend_concurrently
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.host_attention import HostAttention, Meter, empty_task

@@ -35,7 +35,7 @@ TORCH_FREE = (
     "nanovllm.template_process",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
-    "nanovllm.kvcache.decode_shares",
+    "nanovllm.cpu_attention.shares",
     "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",

@@ -20,6 +20,7 @@ from nanovllm import LLM
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.offload_engine import RingUse
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -109,8 +110,8 @@ def count_block_reads(llm: LLM) -> list[int]:
     engine = llm._runner.kv_cache.engine  # type: ignore[attr-defined]
     acquire = engine.acquire
 
-    def record() -> tuple[range, Tensor]:
-        slots, blocks = acquire()
+    def record(first: RingUse) -> tuple[range, Tensor]:
+        slots, blocks = acquire(first)
         visits.extend(slots)
         return slots, blocks
 

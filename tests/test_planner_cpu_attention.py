@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from plans import GIB, RATES, sizing_for
 
 from nanovllm import LLM
-from nanovllm.kvcache.budget import predict_transfers
-from nanovllm.kvcache.decode_shares import (
+from nanovllm.cpu_attention.shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
@@ -22,6 +21,7 @@ from nanovllm.kvcache.decode_shares import (
     blocks_of_share,
     layer_seconds,
 )
+from nanovllm.kvcache.budget import predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec

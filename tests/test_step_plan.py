@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
     CpuAttentionGroup,
     ResidentGroup,
     RingGroup,
-    cpu_attention_candidates,
     group_block_reads,
-    leading_short,
     plan_block_reads,
 )
 from nanovllm.ops.attention import SequenceMetadata
@@ -113,7 +112,7 @@ def test_an_arm_beside_the_device_has_runs_of_its_own() -> None:
 def test_the_arm_takes_whole_blocks_of_short_sequences() -> None:
     sequences = [*decodes([11, 12, 13], [14, 15]), SequenceMetadata.full(2, 40, 0, [11, *range(20, 30)])]
     reads = plan_block_reads(sequences, BLOCK, None)
-    assert leading_short(sequences, most_tokens=8, most_rows=512) == 2
+    assert leading_short(sequences, max_query_len=8, max_rows=512) == 2
     found = [reads[i].physical_id for i in cpu_attention_candidates(reads, RESIDENT, 2)]
     assert found == [12, 14], "11 is read by the long chunk too; 13 and 15 are being written"
 

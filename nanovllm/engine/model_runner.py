@@ -127,8 +127,7 @@ class ModelRunner:
         side = sides.cpu_attention() if config.cpu_attention and plan.num_cpu_blocks else None
         cpu_attention = None
         if side is not None:
-            layer_bytes = self.model.layer_weight_bytes
-            cpu_attention = side.make_cpu_attention(engine, spec.head_dim, layer_bytes, geometry, backend)
+            cpu_attention = side.make_cpu_attention(engine, geometry, backend, self.model.layer_weight_bytes)
         layerwise = sides.layerwise_prefill()
         orders = [layerwise.LayerwiseOrder(self.model, engine, geometry, backend)] if layerwise is not None else []
         return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention), orders

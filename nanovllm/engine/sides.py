@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+from nanovllm.kvcache import chunked_attention
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -23,7 +24,6 @@ from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.attention import AttentionBackend
 
 if TYPE_CHECKING:  # for annotations only: the core runs without these modules
-    from nanovllm.kvcache.host_block_attention import HostBlockAttention
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
 
@@ -50,13 +50,8 @@ class CpuAttention(Protocol):
     """Lets CPU cores attend to host blocks. Without it every host block is copied to the device."""
 
     def make_cpu_attention(
-        self,
-        engine: OffloadEngine,
-        head_dim: int,
-        layer_weight_bytes: int,
-        geometry: AttentionGeometry,
-        backend: AttentionBackend,
-    ) -> HostBlockAttention | None: ...
+        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, layer_weight_bytes: int
+    ) -> chunked_attention.CpuAttention | None: ...
 
 
 class Planner(Protocol):
@@ -80,7 +75,7 @@ def layerwise_prefill() -> LayerwisePrefill | None:
 
 
 def cpu_attention() -> CpuAttention | None:
-    return cast("CpuAttention | None", _find("nanovllm.cpu_attention"))
+    return cast("CpuAttention | None", _find("nanovllm.cpu_attention.host_blocks"))
 
 
 def planner() -> Planner | None:

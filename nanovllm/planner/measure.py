@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanovllm.cpu_attention.host_blocks import cpu_attention_backend
 from nanovllm.device import CopyKind, Device
 from nanovllm.forward_context import ForwardContext, flat_positions
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.host_block_attention import cpu_attention_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -287,10 +287,10 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
     groups = in_groups(uses, engine.group_slots)
     engine.begin(groups)
-    for run in groups:
-        slots, _ = engine.acquire()
+    for group in groups:
+        slots, _ = engine.acquire(group[0])
         if way == "d2h":
-            engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, run, strict=True)])
+            engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, group, strict=True)])
         engine.release()
     engine.synchronize()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.decode_shares import can_attend_concurrently
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill, prefill_steps
 from nanovllm.kvcache.sizing import KVPlan, longest_sequence
