@@ -18,10 +18,9 @@ from nanovllm.cpu_attention.shares import (
     HostRead,
     LayerLoad,
     blocks_for_cpu_attention,
-    blocks_of_share,
     layer_seconds,
 )
-from nanovllm.kvcache.budget import predict_transfers
+from nanovllm.kvcache.budget import blocks_of_share, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
