@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import template_worker
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, one_line
 from nanovllm.template_worker import FAILED, LENGTH_BYTES, OUT_OF_MEMORY, RENDERED, TOO_LONG
 
 # Bounds of one rendering, and what is added per byte of the conversation.
@@ -66,7 +66,7 @@ class TemplateProcess:
             {
                 TOO_LONG: f"the chat template writes more than {max_chars:,} characters",
                 OUT_OF_MEMORY: "the chat template takes more memory than it may have",
-                FAILED: f"the chat template cannot take the messages: {_writable(text)}",
+                FAILED: f"the chat template cannot take the messages: {one_line(text, 300)}",
             }.get(status, "the process that renders chat templates gave no answer")
         )
 
@@ -163,8 +163,3 @@ def _how_it_ended(process: subprocess.Popen[bytes], cpu_seconds: float) -> str:
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"took more than {cpu_seconds:.0f} s of CPU time, or more memory than there is"
     return f"ended the process that renders it, with status {status}"
-
-
-def _writable(text: str) -> str:
-    """A template's error message as one line of valid UTF-8."""
-    return " ".join(text.split())[:300].encode("utf-8", "backslashreplace").decode()

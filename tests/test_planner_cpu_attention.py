@@ -98,7 +98,7 @@ def test_one_processor_leaves_every_whole_block_where_it_is(spec: DecoderSpec) -
 
 
 @pytest.mark.parametrize("chunk", [7, 33])
-def test_the_engine_leaves_to_the_arm_what_the_plan_says(model_dir: Path, chunk: int) -> None:
+def test_the_engine_leaves_to_the_cpu_what_the_plan_says(model_dir: Path, chunk: int) -> None:
     """Chunks of few tokens share too; what goes layer by layer does not."""
     with LLM(model_dir, **offloaded(BLOCK, 5, 40, max_num_batched_tokens=chunk)) as llm:
         request = llm.plan().request(150, 20)

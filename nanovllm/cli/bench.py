@@ -138,16 +138,13 @@ def _known(value: float | None) -> float:
 
 
 def _summary(args: argparse.Namespace, prompt_len: int, runs: Sequence[Run]) -> dict[str, Any]:
-    summary: dict[str, Any] = {
-        "prompt_len": prompt_len,
-        "output_len": args.output_len,
-        "num_prompts": args.num_prompts,
-    }
+    work = {"prompt_len": prompt_len, "output_len": args.output_len, "num_prompts": args.num_prompts}
+    spreads: dict[str, Any] = {}
     for name in FIGURES:
         values = [value for run in runs if (value := getattr(run, name)) is not None]
         spread = {"median": statistics.median(values), "low": min(values), "high": max(values)} if values else None
-        summary[name] = spread
-    return summary | {"runs": [asdict(run) for run in runs]}
+        spreads[name] = spread
+    return work | spreads | {"runs": [asdict(run) for run in runs]}
 
 
 def _show(summary: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, told
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 
 
 class Interrupt:
@@ -90,23 +90,17 @@ class Boundary:
         if self._verbose:
             say("".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, OWN_ERRORS):
-            return one_line(str(error))
+            return one_line(str(error), LONGEST)
         if isinstance(error, OSError):
-            return one_line(_system_message(error))
+            return one_line(_system_message(error), LONGEST)
         hint = "" if self._verbose else "; --verbose shows where"
-        return one_line(f"unexpected error: {told(error)}{hint}")
+        return one_line(f"unexpected error: {told(error)}{hint}", LONGEST)
 
 
 def _system_message(error: OSError) -> str:
     """The system's message and the file that it is about."""
     said = error.strerror or str(error) or type(error).__name__
     return said if error.filename is None else f"{os.fsdecode(error.filename)!r}: {said}"
-
-
-def one_line(text: str) -> str:
-    """The text as one line of valid UTF-8, at most LONGEST characters long."""
-    line = " ".join(text[: 2 * LONGEST].split()).encode("utf-8", "backslashreplace").decode()
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
 def say(text: str, end: str = "\n") -> None:

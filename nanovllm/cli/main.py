@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from nanovllm.cli.boundary import Boundary, discard, one_line, open_closed_streams, say
-from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
+from nanovllm.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
+from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, quoted
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong argument in one sentence, without usage lines."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message, LONGEST)}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

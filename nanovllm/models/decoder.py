@@ -169,6 +169,11 @@ class Decoder:
             yield LM_HEAD, slot_of(self.lm_head)
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters. Tied embeddings count once."""
+        return self.spec.num_weights * self.dtype.itemsize
+
+    @property
     def layer_weight_bytes(self) -> int:
         """Bytes of the parameters of one layer; all layers have the same shapes."""
         return self.spec.layer_weights * self.dtype.itemsize
