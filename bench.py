@@ -1,10 +1,10 @@
-"""Prefill and decode with the whole KV cache on the device: random weights, random prompts, no checkpoint needed.
+"""Prefill and decode with all of the KV cache on the device: random weights, random prompts, no checkpoint needed.
 
     python bench.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
     python bench.py --preset h200
 
-Each prompt length is run --repeats times after --warmup runs that do not count; figures are medians with the extremes
-beside them. Shares are of what torch.mm and torch.sum reach in the same run. Defaults take about a minute on two cores.
+Each prompt length is run --repeats times after --warmup runs that do not count. Figures are medians with extremes.
+Shares are relative to torch.mm and torch.sum in the same run. The defaults take about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="bench.py", description="Prefill and decode with the whole KV cache on the device.")
+    parser = Parser(prog="bench.py", description="Prefill and decode with all of the KV cache on the device.")
     add_options(parser, block_size=256)
     add_device_option(parser)
     add_trace_option(parser, "all runs")

@@ -1,21 +1,21 @@
-"""What offload costs: the same prompt with its KV cache on the device and with most of it on the host, in one process.
+"""The cost of offload: the same prompt with its KV cache on the device and with most of it on the host.
 
     python bench_offload.py [--prompt-len 4096 8192] [--device-share 1/8] [--output-json FILE] [--plot FILE.png]
     python bench_offload.py --preset h200
 
-Engines with the same weights take turns, in one order in odd rounds and in the other in even ones, so that
-whatever else the machine does weighs on all alike:
+Engines with the same weights take turns in one process. The order is reversed in every second round, so that other load
+on the machine affects all of them alike:
 
     on device  no offload
-    resident   offload, with room for every block on the device: its code path with nothing to copy
+    resident   offload with every block on the device: the code path of offload with nothing to copy
     offload    --device-share of the blocks on the device, the others on the host
 
-The last runs twice: prefilled the way that the planner chooses, and chunk by chunk. Ratios compare runs of the same
-round. One more run, traced, says how much of the copies was hidden behind computation and what computation waited for;
-on a GPU another one, under torch's profiler, says what time no kernel ran. Then decode by the share of host blocks that
-the CPU attends to (`benchmarks/decode_by_share.py`), unless --decode-steps is 0. --plot draws all of it
-(`benchmarks/offload_plot.py`). Exit status 1 if the outputs differ, or if the bytes and copies counted are not those
-that the formula predicts. Defaults take less than three minutes on one core, less on two.
+The last one runs twice: prefilled in the order that the planner chooses, and chunk by chunk. Ratios compare runs of the
+same round. A traced run then measures how much of the copies computation hid and what computation waited for. On a GPU,
+a run under torch's profiler measures the time in which no kernel ran. Unless --decode-steps is 0, decode follows by the
+share of host blocks that the CPU attends to (`benchmarks/decode_by_share.py`). --plot draws the results
+(`benchmarks/offload_plot.py`). Exit status 1 if outputs differ, or if counted bytes and copies differ from the formula.
+The defaults take less than three minutes on one core.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ from benchmarks.shapes import Shape, open_shape
 
 
 def is_right(result: Result, device: str, cpu_attention: bool) -> bool:
-    """Whether everything is as promised and predicted.
+    """Whether outputs are equal and transfers are as predicted.
 
-    Beside a GPU the CPU's partial state is merged last, so that tokens may part where two are nearly as likely.
+    With a GPU, the CPU's partial state is merged last, so that outputs may differ where two tokens are almost equally
+    likely.
     """
     by_share = result.by_share
     cpu_attention_is_last = device != "cpu"
@@ -67,7 +68,7 @@ def is_right(result: Result, device: str, cpu_attention: bool) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
-        load_pyplot()  # refused before the work, not after it
+        load_pyplot()  # fail before the work, not after it
     with (
         open_shape(args.model, args.num_layers, args.dtype, args.load_format) as shape,
         TemporaryDirectory(prefix="nanovllm-bench-") as directory,
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace, shape: Shape, trace: Path) -> int:
-    """Every prompt length, the longest last. The file is written after each, so that an interrupted run leaves some."""
+    """All prompt lengths, the longest last. The file is written after each, so that an interrupted run keeps some."""
     facts = engine_facts(shape, args.device)
     device = facts["device"]
     print_facts(facts, shape.facts())

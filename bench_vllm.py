@@ -3,8 +3,8 @@
     python bench_vllm.py [--model qwen3-0.6b] [--prompt-len 512 2048] [--output-json FILE]
     python bench_vllm.py --preset h200
 
-Run it in an environment that has vLLM; of nanovllm it needs the source tree alone, not the extensions. The device is
-the one that the installed vLLM was built for. The engine runs in this process, so that the peak memory is its own.
+Run it in an environment with vLLM. It needs nanovllm's source tree but not its extensions. The device is the one for
+which the installed vLLM was built. The engine runs in this process, so that the peak memory is the engine's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOW_TO_GET_IT = (
 
 
 def open_vllm(args: argparse.Namespace, shape: Shape) -> Any:
-    """vllm.LLM, with nothing cached between requests, and statistics of each request kept."""
+    """vllm.LLM without prefix caching and with statistics of each request."""
     from vllm import LLM
 
     sizes = {} if args.block_size is None else {"block_size": args.block_size}
@@ -49,7 +49,7 @@ def open_vllm(args: argparse.Namespace, shape: Shape) -> Any:
 
 
 def generate(llm: Any, prompts: list[list[int]], output_len: int) -> RunTiming:
-    """Greedy, and never shorter than asked."""
+    """Greedy, and always `output_len` tokens long."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)

@@ -1,9 +1,9 @@
-"""Strided copies beside contiguous ones and beside torch's own, over the link or, without a GPU, within the host.
+"""Strided copies compared with contiguous ones and with torch's, over the link or, without a GPU, within the host.
 
     python -m benchmarks.copy_bandwidth [--mib 256] [--row-bytes 65536 1048576] [--output-json FILE]
 
-The host side is strided: every second row of a buffer of twice the size, as one layer of every block of a host pool is.
-All ways to copy the same bytes take turns, round after round; every way's result is compared once. GB are 1e9 bytes.
+The host side is strided: every second row of a buffer of twice the size, like one layer of every block of a host pool.
+All ways to copy the same bytes take turns, and the result of each is checked once. GB are 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.timing import Spread
 from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
 from nanovllm.errors import ConfigError
 
-MOST_CALLS = 8192  # of ways that take one call, or one entry of a batch, for each row
+MOST_CALLS = 8192  # of ways with one call, or one entry of a batch, per row
 CONTIGUOUS = "contiguous"
 
 
@@ -43,7 +43,7 @@ class Result:
 
 
 class Buffers:
-    """`rows` rows of `row_bytes`: side by side in `near`, and every second row of `far`, which is on the host."""
+    """`rows` rows of `row_bytes`: contiguous in `near`, and every second row of `far`, which is on the host."""
 
     def __init__(self, device: str, kind: str, rows: int, row_bytes: int) -> None:
         pin = device == "cuda"
@@ -55,7 +55,7 @@ class Buffers:
         self.stream = torch.cuda.Stream() if pin else None
 
     def ways(self) -> dict[str, Callable[[], object]]:
-        """What each way calls, by name; the contiguous copy first."""
+        """The call of each way, by name; the contiguous copy first."""
         width, rows, size = self.row_bytes, self.rows, self.size
         stream: Any = self.stream or 0
         near_pitch, far_pitch = width, 2 * width
@@ -82,7 +82,7 @@ class Buffers:
         return found
 
     def check(self, way: str, call: Callable[[], object]) -> None:
-        """Copy once, and compare with what torch copies. Raises AssertionError when a byte differs."""
+        """Copy once and compare with torch's copy. Raises AssertionError if a byte differs."""
         side = self.packed.view_as(self.near) if way == CONTIGUOUS else self.far[:, 0]
         dst, src = (side, self.near) if self.kind == "d2h" else (self.near, side)
         src.copy_(torch.randint(0, 256, src.shape, dtype=torch.uint8))
@@ -91,7 +91,7 @@ class Buffers:
         assert torch.equal(dst.cpu(), src.cpu()), f"{way} moved the wrong bytes"
 
     def run(self, call: Callable[[], object]) -> float:
-        """Seconds until everything has arrived."""
+        """Seconds until the copy is complete."""
         device = "cpu" if self.stream is None else "cuda"
         synchronize(device)
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
@@ -113,7 +113,7 @@ def measure(device: str, kind: str, size: int, row_bytes: int, rounds: int) -> l
     results = []
     for way, values in rates.items():
         gb_s = Spread.of(values)
-        share = Spread.of(value / whole for value, whole in zip(values, rates[CONTIGUOUS], strict=True))
+        share = Spread.of(value / contiguous for value, contiguous in zip(values, rates[CONTIGUOUS], strict=True))
         assert gb_s is not None and share is not None
         results.append(Result(kind, way, row_bytes, gb_s, share))
     return results
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     prog = "python -m benchmarks.copy_bandwidth"
-    parser = Parser(prog=prog, description="Strided copies beside contiguous ones and torch's.")
+    parser = Parser(prog=prog, description="Strided copies compared with contiguous ones and torch's.")
     add = parser.add_argument
     add("--mib", type=positive, default=256, help="MiB in each copy (default: %(default)s)")
     add("--row-bytes", type=positive, nargs="+", default=[1 << 16, 1 << 20], help="of a row (default: %(default)s)")

@@ -1,9 +1,9 @@
-"""The CPU attention beside its ceilings, in one run: decode against torch.sum, prefill against torch.mm.
+"""CPU attention compared with its ceilings: decode with torch.sum, prefill with torch.mm.
 
     python -m benchmarks.cpu_attention [--output-json FILE]
 
-Ceilings and figures are measured in turn, round after round, so that a noisy neighbour weighs on both alike;
-each is the median over the rounds. Decode reads a KV cache far larger than the caches of the processor.
+Ceilings and figures are measured in turns, so that other load affects both alike. Each is the median over the rounds.
+Decode reads a KV cache far larger than the caches of the processor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Figures:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Mean seconds of one call, after one that is not counted."""
+    """Mean seconds of one call, after a warm-up call."""
     work()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -64,7 +64,7 @@ def attention_call(rows: int, block_size: int, isa: str) -> Callable[[], None]:
     metadata = AttentionMetadata([SequenceMetadata(0, rows, CONTEXT - rows, 0, CONTEXT, addresses)])
 
     def call() -> None:
-        assert pool is not None  # the addresses are the pool's: it must live as long as the call
+        assert pool is not None  # the addresses point into the pool, which must live as long as the call
         attend_batch(
             q,
             metadata.blocks,
@@ -87,7 +87,7 @@ def prefill_operations() -> float:
 
 
 def measure(rounds: int, block_size: int, isa: str) -> Figures:
-    """All four figures, `rounds` times in turn."""
+    """All four figures in turn, `rounds` times."""
     decode = attention_call(1, block_size, isa)
     prefill = attention_call(PREFILL_ROWS, block_size, isa)
     memory = torch.ones(KV_BYTES // 4)
@@ -118,7 +118,7 @@ def measure(rounds: int, block_size: int, isa: str) -> Figures:
 
 
 def main() -> None:
-    """Measure, print, and write JSON where asked."""
+    """Measure, print, and write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-json", type=Path, help="file to write the figures to")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,12 +1,12 @@
-"""The linear layers of a model on the CPU: this package's kernel beside torch's, and what the machine allows.
+"""The linear layers of a model on the CPU: this package's kernel, torch's, and the limits of the machine.
 
     python -m benchmarks.cpu_linear [--model qwen3-0.6b] [--dtype bfloat16] [--rows 1 8 2048] [--output-json FILE]
 
-For each projection of the model, on --rows rows: the kernel of csrc/cpu_linear, F.linear in the same dtype, F.linear in
-fp32, and torch.sum over as much memory as the weights take, in turns, round after round. With few rows the weights are
-many copies of the projection, far more than the caches hold, and the figure to look at is GB/s of weights against
-reading; with many it is GFLOP/s against the better of torch's. A figure is the median over the rounds of the fastest of
-several passes. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA make both kernels those of a lesser processor.
+For each projection of the model and each number of rows, the following take turns: the kernel of csrc/cpu_linear,
+F.linear in the same dtype, F.linear in fp32, and torch.sum over as much memory as the weights take. With few rows, the
+weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare with reading. With
+many rows, GFLOP/s compare with the better of torch's. A figure is the median over rounds of the fastest of several
+passes. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA restrict the kernels to older instruction sets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.timing import Spread
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import cpu_isa, cpu_linear
 
-MANY_ROWS = 64  # from which a pass takes one copy of the weights: it computes longer than it reads
+MANY_ROWS = 64  # with at least this many, a pass takes one copy of the weights, since it is limited by computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Result:
 
     @property
     def kernel_gb_s(self) -> float:
-        """Rate at which the kernel goes through the weights."""
+        """Rate at which the kernel reads the weights."""
         return self.weight_bytes / self.kernel_seconds.median / 1e9
 
     @property
     def kernel_gflop_s(self) -> float:
-        """A multiply-add being two operations."""
+        """A multiply-add is two operations."""
         return 2.0 * self.rows * self.in_features * self.out_features / self.kernel_seconds.median / 1e9
 
     @property
@@ -114,7 +114,7 @@ def print_result(result: Result) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write JSON where asked."""
+    """Measure, print, and write JSON if requested."""
     with open_shape(args.model, 1, args.dtype) as shape:
         facts, load = machine_facts("cpu"), OtherLoad()
         isa = cpu_isa.choose()

@@ -1,7 +1,7 @@
-"""Decode under offload by the share of host blocks that the CPU attends to, beside decode with all on the device.
+"""Decode with offload by the share of host blocks that the CPU attends to, and decode with all blocks on the device.
 
-Each engine prefills the prompt once. Then shares take turns of a few tokens each, in one order in odd rounds and in the
-other in even ones, all of them in the same engine and on the same sequence, whose length hardly changes.
+Each engine prefills the prompt once. Then the shares take turns of a few tokens each, in reverse order in every second
+round, in the same engine and on the same sequence, whose length hardly changes.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ class ForcedShare:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Some tokens of one engine, one after the other."""
+    """Some consecutive tokens of one engine."""
 
     seconds: float
     tokens: int
     moved: TransferCount
-    predicted: TransferCount  # by the formula; for an automatic share as if nothing had been left to the arm
-    for_cpu_attention: int  # blocks that the arm might have taken, each layer by itself
+    predicted: TransferCount  # by the formula; for the automatic share, without CPU attention
+    for_cpu_attention: int  # blocks that the CPU could have attended to, counted per layer
 
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """What a share costs. Bytes of a token; rates in 1e9 bytes per second of the whole time."""
+    """The cost of a share. Bytes are per token; rates are in 1e9 bytes per second of the total time."""
 
     name: str
     token_ms: Spread
     h2d_bytes: int
     cpu_attention_bytes: int
-    device_bytes: int  # attended where they are on the device
+    device_bytes: int  # attended to on the device
     taken: float | None  # share of the host blocks, as counted
     as_predicted: bool
 
@@ -103,7 +103,7 @@ class Decoding:
         return min(self.context_len, self._resident_blocks * self.layout.block_size)
 
     def turn(self, share: float | None) -> Turn:
-        """share: what the arm is forced to take; None for none, or whatever it takes."""
+        """share: of the host blocks for CPU attention; None for the engine's own choice."""
         contexts = range(self.context_len, self.context_len + self._steps)
         before, start = self._llm.kv_stats().transfers, time.perf_counter()
         for _ in contexts:
@@ -129,7 +129,7 @@ class Decoding:
 
 
 def measure_by_share(work: Work, device_share: Fraction, shares: Sequence[float], steps: int, rounds: int) -> ByShare:
-    """`steps` tokens for each share and round, after a turn of each that does not count."""
+    """`steps` tokens for each share and round, after a warm-up turn of each share."""
     turns = len(shares) + 1
     work = replace(work, num_prompts=1, output_len=1 + steps * turns * (rounds + 1))
     (prompt,) = work.shape.prompts(1, work.prompt_len, work.seed)

@@ -24,7 +24,7 @@ from nanovllm.ops import select_backend
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an engine is opened for. Lengths in tokens; every repeat computes everything, so nothing is cached."""
+    """The work of an engine. Lengths in tokens. Prefix caching is off, so that every repeat computes everything."""
 
     shape: Shape
     prompt_len: int
@@ -37,7 +37,7 @@ class Work:
 
     @classmethod
     def of(cls, shape: Shape, args: argparse.Namespace, prompt_len: int, output_len: int, num_prompts: int = 1) -> Work:
-        """The other sizes as the options that the benchmarks share say."""
+        """The other sizes from the options that all benchmarks share."""
         return cls(
             shape=shape,
             prompt_len=prompt_len,
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that hold all sequences at once, with those that the block manager keeps free."""
+        """KV blocks for all sequences at the same time, including those that the block manager keeps free."""
         total = self.num_prompts * -(-(self.prompt_len + self.output_len) // self.block_size)
         needed = total
         while total - int(WATERMARK * total) < needed:
@@ -59,7 +59,7 @@ class Work:
         return max(total, MIN_GPU_BLOCKS)
 
     def open(self, **placement: Any) -> LLM:
-        """An engine for it; `placement` says where its blocks live."""
+        """An engine for the work. `placement`: engine arguments for the memory of its blocks."""
         return LLM(
             self.shape.path,
             load_format=self.shape.load_format,
@@ -71,7 +71,7 @@ class Work:
             kvcache_block_size=self.block_size,
             enable_prefix_caching=False,
             seed=self.seed,
-            swap_space=0,  # nothing is swapped, and pinned memory takes seconds to be had
+            swap_space=0,  # nothing is swapped, and allocating pinned memory takes seconds
             **placement,
         )
 
@@ -80,7 +80,7 @@ class Work:
         return {"num_gpu_blocks": self.num_blocks}
 
     def resident(self) -> dict[str, Any]:
-        """Everything resident, under offload: its code path with nothing to copy."""
+        """Everything resident, with offload: its code path with nothing to copy."""
         return {
             "enable_cpu_offload": True,
             "num_gpu_blocks": self.num_blocks + self._ring_blocks(),
@@ -107,25 +107,25 @@ class Work:
 
 
 def device_name(device: str | None) -> str:
-    """What --device comes to. Raises ConfigError where it cannot be had."""
+    """The device that --device selects. Raises ConfigError if it is not available."""
     opened = create_device(device)
     opened.close()
     return opened.name
 
 
 def attention_backend(shape: Shape, device: str) -> str:
-    """What computes attention on a device, given by its name. Raises ConfigError where nothing does."""
+    """The attention backend of a device, given by its name. Raises ConfigError if there is none."""
     return select_backend(torch.device(device), shape.spec.head_dim).name
 
 
 def engine_facts(shape: Shape, device: str | None) -> dict[str, Any]:
-    """The machine's, for what --device names, and what computes attention there. Raises ConfigError."""
+    """Facts of the machine with the device of --device and its attention backend. Raises ConfigError."""
     name = device_name(device)
     return machine_facts(name) | {"attention": attention_backend(shape, name)}
 
 
 def generate(llm: LLM, prompts: list[list[int]], output_len: int) -> list[RequestOutput]:
-    """Greedy, and never shorter than asked."""
+    """Greedy, and always --output-len tokens long."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     return llm.generate(prompts, params, use_tqdm=False)
 

@@ -1,8 +1,8 @@
-"""What the GPU check has to reach, beside what it found.
+"""The targets of the GPU check and the values that it measured.
 
     python -m benchmarks.gpu_bars gpu-check.json [more of them]
 
-Reads the reports of one or several runs, a later one's parts before an earlier one's. Exit status 1 where a bar is
+Reads the reports of one or more runs; for each part, the last report that has it counts. Exit status 1 if a target is
 missed or was not measured.
 """
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Parts = Mapping[str, Mapping[str, Any]]  # outcomes by the part's name, as gpu-check.json has them
+Parts = Mapping[str, Mapping[str, Any]]  # outcomes by the name of the part, as in gpu-check.json
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: `value` is None where the part that measures it did not end well, or measured no such thing."""
+    """One target. `value` is None if its part failed or did not measure it."""
 
     name: str
     part: str
@@ -37,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a bar is read from the parts."""
+    """How to read the value of a target from the parts."""
 
     name: str
     part: str
@@ -57,7 +57,7 @@ def _only(parts: Parts, part: str) -> Any:
 
 
 def _strided_share(parts: Parts) -> float:
-    """Of all directions and row sizes the worst."""
+    """The worst of all directions and row sizes."""
     results = _figures(parts, "copies")["results"]
     return float(min(r["of_contiguous"]["median"] for r in results if r["way"] == "strided"))
 
@@ -112,7 +112,7 @@ RULES = (
 
 
 def bars(parts: Parts) -> list[Bar]:
-    """Every bar; of a part that failed, was cut short or did not run there is no value."""
+    """All targets. Those of a part that failed, was stopped or did not run have no value."""
     found = []
     for rule in RULES:
         try:

@@ -1,12 +1,12 @@
-"""Everything that only a GPU can show, in one command, in the order of what would be missed most.
+"""All measurements that need a GPU in one command, the most important ones first.
 
     python -m benchmarks.gpu_check --output-dir DIR [--only PART ...] [--skip PART ...] [--minutes 9] [--dry]
 
-Needs no network, no git and installs nothing. Each part runs in a process of its own with a time limit; what one does
-to itself, or how it fails, does not stop the others, and one that hangs says where before it is ended. DIR gets
-`gpu-check.json`, written anew the moment a part ends, with the outcome, the figures and the end of the output of every
-part, of earlier runs too; and `gpu-check.log`, all output as it comes. --dry walks the same parts on the CPU with tiny
-sizes. Exit status: 0 when every part that ran is good, 1 when one is not, 2 without a GPU. See GPU.md.
+Needs neither network nor git and installs nothing. Each part runs in a separate process with a time limit, so that its
+failure does not stop the others. A part that hangs prints its stacks before it is ended. DIR/gpu-check.json is
+rewritten whenever a part ends, with the outcome, the figures and the end of the output of every part, also of earlier
+runs. DIR/gpu-check.log has all output. --dry runs the same parts on the CPU with tiny sizes. Exit status: 0 if every
+part that ran succeeded, 1 if one failed, 2 without a GPU. See GPU.md.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from benchmarks.report import ROOT, machine_facts, plain
 from benchmarks.tiny import write_tiny_config
 
 KEPT_OUTPUT = 30_000  # characters of a part's output that are kept, from its end
-STACKS_SECONDS = 5  # that a part has to say where it stands before it is killed
-DRY_SECONDS = 300  # for a part of a dry run: machines that test have few cores, and other work
-PRESET = ("--preset", "h200")  # what a part does not say is as in the full table
+STACKS_SECONDS = 5  # in which a part prints its stacks before it is killed
+DRY_SECONDS = 300  # for a part of a dry run, on test machines with few cores and other load
+PRESET = ("--preset", "h200")  # other options are those of the full table
 MODEL = "{model}"  # in arguments of a dry run: the directory of a tiny model
 TINY = ("--device", "cpu", "--model", MODEL, "--num-layers", "2", "--dtype", "float32", "--block-size", "16")
 TINY_RUN = (*TINY, "--max-num-batched-tokens", "128", "--output-len", "5", "--warmup", "0", "--repeats", "1")
@@ -48,12 +48,12 @@ XDIST = importlib.util.find_spec("xdist") is not None
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process. `dry`: arguments behind the others, which they override, in a dry run."""
+    """One process. `dry`: additional arguments of a dry run, which override the others."""
 
     name: str
     command: tuple[str, ...]  # arguments of Python
     seconds: int  # after which it is ended
-    likely: int = 1  # seconds that it will take: it is not begun with less
+    likely: int = 1  # expected seconds: the part does not start with less time left
     dry: tuple[str, ...] = ()
     figures: bool = True  # takes --output-json
 
@@ -124,13 +124,13 @@ PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a part. `status` is the process' exit status, None where it was stopped or never ran."""
+    """The outcome of a part. `status` is the process's exit status, None if it was stopped or never ran."""
 
     part: str
     status: int | None
     seconds: float
     note: str
-    figures: Any  # what it wrote, also where it was stopped in the middle
+    figures: Any  # its output, also if it was stopped
     output: str
     commit: str | None = None
     date: str = ""
@@ -152,7 +152,7 @@ class Check:
         self._log = directory / "gpu-check.log"
 
     def run(self, parts: Sequence[Part], minutes: float, args: argparse.Namespace | None = None) -> list[Outcome]:
-        """All parts in turn within the time given in all; the report is written after each."""
+        """Run the parts in turn within the total time. The report is written after each."""
         end = time.monotonic() + 60 * minutes
         outcomes: list[Outcome] = []
         for part in parts:
@@ -203,13 +203,13 @@ class Check:
             errors="replace",
             start_new_session=True,
         )
-        # A part that is told to say where it stands must not spend minutes on writing its memory to disk.
+        # A part that is aborted must not spend minutes on a core dump.
         with suppress(OSError, ValueError):
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
         return process
 
     def write(self, outcomes: Sequence[Outcome], args: argparse.Namespace | None) -> None:
-        """The report, whole at every moment; parts of earlier runs that did not run now stay in it."""
+        """Write the report atomically. It keeps parts of earlier runs that did not run now."""
         path = self.directory / "gpu-check.json"
         new = {outcome.part: asdict(outcome) for outcome in outcomes if outcome.date}
         earlier = read_json(path) or {"parts": []}
@@ -227,7 +227,7 @@ class Check:
 
 
 class Output:
-    """What a process prints: shown and logged as it comes, its end kept."""
+    """The output of a process: shown and logged immediately, with its end kept."""
 
     def __init__(self, process: subprocess.Popen[str], log: IO[str]) -> None:
         self._process, self._log = process, log
@@ -244,7 +244,7 @@ class Output:
             print(line, end="", flush=True)
 
     def finish(self) -> None:
-        """Wait for what is still on its way; a process that outlived the part does not hold it up."""
+        """Wait for pending output, but not for a process that outlives the part."""
         self._thread.join(STACKS_SECONDS)
 
     def kept(self) -> str:
@@ -252,7 +252,7 @@ class Output:
 
 
 def wait_for(process: subprocess.Popen[str], seconds: float) -> str:
-    """Wait for its end, or end it and all that it started, after all have printed their stacks; then a note says so."""
+    """Wait for the process, or let it and its children print their stacks, end them, and return a note."""
     try:
         process.wait(seconds)
         return ""
@@ -267,7 +267,7 @@ def wait_for(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """None where there is no such file, or half of one."""
+    """The content of a JSON file; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -275,7 +275,7 @@ def read_json(path: Path) -> Any:
 
 
 def facts_now(dry: bool) -> dict[str, Any]:
-    """The machine's, also where the extension has not been built."""
+    """Facts of the machine, also without the built extension."""
     if dry:
         return machine_facts("cpu") | {"gpu": "dry run on the CPU"}
     try:
@@ -285,7 +285,7 @@ def facts_now(dry: bool) -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu_bars.Bar]) -> None:
-    """The tables that end the report, and how to go on where parts are left."""
+    """The tables at the end of the report, and how to continue if parts are left."""
     print(f"\n{facts['gpu']}, torch {facts['torch']}, Python {facts['python']}, commit {facts['commit']}\n")
     if facts["device"] == "cpu":
         print(
@@ -303,7 +303,7 @@ def show(facts: dict[str, Any], outcomes: Sequence[Outcome], found: Sequence[gpu
 
 
 def readable(found: Sequence[gpu_bars.Bar]) -> list[gpu_bars.Bar]:
-    """Those whose figures are there, where they are looked for."""
+    """The parts whose figures are present at the expected path."""
     return [bar for bar in found if bar.value is not None]
 
 
@@ -319,7 +319,7 @@ def run(args: argparse.Namespace) -> int:
     found = gpu_bars.bars(gpu_bars.parts_of([args.output_dir / "gpu-check.json"]))
     show(check.facts, outcomes, found)
     ran_all = len(outcomes) == len(PARTS)
-    if args.dry and ran_all and len(readable(found)) < len(found) - 1:  # only the GPU's own idle time is not there
+    if args.dry and ran_all and len(readable(found)) < len(found) - 1:  # only the GPU's idle time is missing
         print("gpu-check: a bar looks for figures that no part writes.", file=sys.stderr)
         return 1
     return 0 if all(outcome.good for outcome in outcomes) else 1

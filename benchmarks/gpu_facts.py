@@ -1,8 +1,8 @@
-"""What machine this is, in its first seconds: memory as it reads now, limits, driver, packages. Measures nothing.
+"""Facts of the machine: memory, limits, driver, packages. Measures nothing.
 
     python -m benchmarks.gpu_facts [--output-json FILE]
 
-What needs no torch is printed and written before torch is imported, since that may take long on a fresh machine.
+Facts that need no torch are written before torch is imported, since the import may take long on a fresh machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# What the parts of the GPU check import; the last ones are useful, not needed.
+# Imported by the parts of the GPU check; the last ones are optional.
 NEEDED = ("torch", "triton", "pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors")
 NEEDED += ("tokenizers", "xxhash", "numpy", "tqdm")
 USEFUL = ("xdist", "flash_attn", "flash_attn_interface")
@@ -34,7 +34,7 @@ GPU_QUERY = (
 
 
 def memory_facts() -> dict[str, Any]:
-    """Bytes: of /proc/meminfo, of the control group, and what a process may lock."""
+    """Memory in bytes by /proc/meminfo and the control group, and the limit of locked memory."""
     text = Path("/proc/meminfo").read_text()
     found: dict[str, Any] = {
         name: int(match.group(1)) * (1024 if match.group(2) else 1)
@@ -66,7 +66,7 @@ def host_facts() -> dict[str, Any]:
 
 
 def tool_facts() -> dict[str, Any]:
-    """What the driver and the compilers say; None for what is not there."""
+    """Versions reported by the driver and the compilers; None for missing ones."""
     return {
         "nvidia-smi": _first_line(["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]),
         "nvcc": _last_line(["nvcc", "--version"]),
@@ -75,7 +75,7 @@ def tool_facts() -> dict[str, Any]:
 
 
 def package_facts() -> dict[str, str | None]:
-    """Versions by name, None for what cannot be imported."""
+    """Versions by name; None for packages that cannot be imported."""
     found: dict[str, str | None] = {}
     for name in (*NEEDED, *USEFUL):
         found[name] = None

@@ -1,4 +1,4 @@
-"""Timing short work on a GPU without timing the host that launches it."""
+"""Timing of short work on a GPU without the time of launching it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 WARM_UP = 3
 TRIES = 5
-CYCLES_PER_SECOND = 2e9  # at least what a GPU's clock makes; a sleep that is too long costs only its time
+CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate; a sleep that is too long only costs time
 
 
 def queued_seconds(work: Callable[[], object], repeats: int, gpu: Any = torch.cuda) -> float:
     """Median seconds that a call keeps the GPU busy.
 
-    Events around a call measure the host wherever launching takes longer than running. So a kernel that does nothing
-    holds the stream up until every call is in the queue, and they run one behind the other. Raises RuntimeError where
-    the work waits for the GPU itself, which leaves no queue. `gpu` is a stand-in for torch.cuda in tests.
+    Events around a call measure the host if launching takes longer than running. Therefore a sleeping kernel blocks the
+    stream until every call is queued, and the calls then run one after the other. Raises RuntimeError if the work
+    itself waits for the GPU, so that no queue can form. `gpu` replaces torch.cuda in tests.
     """
     for _ in range(WARM_UP):
         work()

@@ -1,10 +1,11 @@
-"""The GPU kernels beside their ceilings and peers, one part after the other: merge, KV write, decode, prefill.
+"""The GPU kernels compared with their ceilings and with other kernels: merge, KV write, decode, prefill.
 
     python -m benchmarks.kernels [--dry] [--output-json FILE]
 
-Each part stands for itself: one that fails says so, the others go on, and the exit status is 1. The file is written
-after each. Times are medians over calls that were queued before the first of them ran, taken by CUDA events. GB are 1e9
-bytes, TFLOP 1e12 operations, a multiply-add being two. --dry runs tiny sizes, without a GPU in Triton's interpreter.
+The parts are independent: a failure is reported, the others continue, and the exit status is 1. The file is written
+after each part. Times are medians over calls that were queued before the first of them ran, measured with CUDA events.
+GB are 1e9 bytes, TFLOP 1e12 operations; a multiply-add is two. --dry runs tiny sizes, without a GPU in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ Figure = dict[str, Any]
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call, after three that are not counted; on a GPU, of the GPU alone."""
+    """Median seconds of a call after three warm-up calls; on a GPU, of the GPU alone."""
     if device.type == "cuda":
         return queued_seconds(work, repeats)
     for _ in range(WARM_UP):
@@ -114,7 +115,7 @@ def ceilings(sizes: Sizes, device: torch.device) -> list[Figure]:
 
 
 def merge(sizes: Sizes, device: torch.device) -> list[Figure]:
-    """One partial result into the running state: our kernel against the same formula operator by operator."""
+    """Merging a partial result into the running state: our kernel against the same formula in torch operators."""
     figures = []
     for tokens in sizes.merge_tokens:
         q = torch.empty(tokens, sizes.heads, sizes.head_dim, device=device)
@@ -171,7 +172,7 @@ def decode(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBacke
     figures = []
     for sequences, context, block_size in sizes.decode:
         q, pool, table, state = problem(sizes, device, sequences, 1, context, block_size)
-        for backend in backends[:1]:  # the others leave decode to the same kernel
+        for backend in backends[:1]:  # the others use the same kernel for decode
             took = _attend_seconds(backend, q, pool, table, state, sizes, device)
             rate = sequences * context * sizes.token_bytes / took / 1e9
             print_row(f"decode, {sequences} x {context}", f"{rate:,.0f} GB/s", f"{took * 1e6:,.1f} us, {backend.name}")
@@ -200,7 +201,7 @@ def prefill(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBack
 
 
 def operations(sizes: Sizes, rows: int, context: int) -> float:
-    """Of causal attention: two products over the keys that each of the last `rows` positions sees."""
+    """Operations of causal attention: two products over the keys that each of the last `rows` positions sees."""
     visible = rows * (context - rows) + rows * (rows + 1) / 2
     return 4.0 * sizes.heads * sizes.head_dim * visible
 
@@ -246,7 +247,7 @@ def measure(
     for name, part in parts.items():
         try:
             found[name] = part()
-        except Exception as error:  # a part may fail in any way, and the others are still worth having
+        except Exception as error:  # a failure of any type does not stop the other parts
             traceback.print_exc()
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
             print_row(name, "failed", str(error).partition("\n")[0])
@@ -255,7 +256,7 @@ def measure(
 
 
 def backends_here(sizes: Sizes, device: torch.device) -> list[AttentionBackend]:
-    """What attends on this device; in a dry run without a GPU the Triton kernels, interpreted."""
+    """The attention backends of this device; in a dry run without a GPU, the interpreted Triton kernels."""
     if device.type == "cuda":
         return cuda_backends(device, sizes.head_dim)
     from nanovllm.ops.triton_attention import TritonAttention
@@ -264,7 +265,7 @@ def backends_here(sizes: Sizes, device: torch.device) -> list[AttentionBackend]:
 
 
 def open_device(prog: str, dry: bool) -> torch.device | None:
-    """The GPU, the CPU for a dry run without one; None, after a sentence, where it cannot be done."""
+    """The GPU, or the CPU for a dry run without one; None, after a message, if neither is possible."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if dry:
@@ -274,7 +275,7 @@ def open_device(prog: str, dry: bool) -> torch.device | None:
 
 
 def kernel_facts(device: torch.device) -> Figure:
-    """The machine's, with what drives the kernels."""
+    """Facts of the machine and versions of the kernels' packages."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     facts = machine_facts(name) | {"triton": triton_runs(), "cuda": torch.version.cuda}
     print(f"{facts['device']}, torch {facts['torch']}, CUDA {facts['cuda']}; {facts['commit'] or 'no git commit'}\n")
@@ -282,7 +283,7 @@ def kernel_facts(device: torch.device) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write JSON where asked. Returns the exit status."""
+    """Measure, print, and write JSON if requested. Returns the exit status."""
     parser = Parser(prog="kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--repeats", type=positive, default=20, help="calls that count (default: %(default)s)")

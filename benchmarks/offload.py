@@ -1,4 +1,4 @@
-"""One prompt length of bench_offload.py: the same prompt in several engines in turns, and what that moved and took."""
+"""One prompt length of bench_offload.py: the same prompt in several engines in turns, with transfers and times."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
 OFFLOAD, CHUNK_MAJOR = "offload", "offload, chunk-major"
-OTHERS = {"on-device": "on device", "resident": "resident", "chunk-major": CHUNK_MAJOR}  # as options say it
+OTHERS = {"on-device": "on device", "resident": "resident", "chunk-major": CHUNK_MAJOR}  # as in the options
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The machine's best with nothing else running, in 1e9 operations and bytes per second."""
+    """The machine's peak rates, in 1e9 operations and bytes per second."""
 
     matmul_gflop_s: float
     copy_gb_s: dict[str, float]  # each way: one large copy on one thread or stream
@@ -44,10 +44,10 @@ class Ceilings:
 
 @dataclass
 class Variant:
-    """One engine, the way it prefills, and what its counted runs gave."""
+    """One engine with its order of prefill and the results of its counted runs."""
 
     llm: LLM
-    layerwise_memory: LayerwiseMemory  # what prompts may go layer by layer
+    layerwise_memory: LayerwiseMemory  # for layer-by-layer prefill
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -70,8 +70,8 @@ class Variant:
 class Traffic:
     """Copies of one request, prefill and decode apart; rates in 1e9 bytes per second of that phase.
 
-    The formula says what is copied when the CPU attends to nothing: what it attends to must make up the difference, and
-    is taken to be decode's.
+    The formula is for a CPU that attends to nothing. CPU attention must account for the difference, which counts as
+    decode's.
     """
 
     counted: TransferCount
@@ -89,7 +89,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Speed under offload over the speed of another engine in the same round; above 1 offload is faster."""
+    """Speed with offload over the speed of another engine in the same round; above 1, offload is faster."""
 
     prefill: Spread | None
     decode: Spread | None
@@ -105,7 +105,7 @@ class Ratios:
 
 
 def take_turns(variants: dict[str, Variant], prompt: list[int], args: argparse.Namespace) -> None:
-    """Warm up, then run every variant in every round, each second round backwards."""
+    """Warm up, then run every variant in every round, in reverse order in every second round."""
     for round_index in range(args.warmup + args.repeats):
         order = list(variants.values())
         for variant in order if round_index % 2 == 0 else reversed(order):
@@ -113,7 +113,7 @@ def take_turns(variants: dict[str, Variant], prompt: list[int], args: argparse.N
 
 
 def traffic_of(offload: Variant, work: Work) -> Traffic:
-    """What the last run moved beside the formula, and how fast."""
+    """The transfers of the last run, their prediction, and their rates."""
     stats, spec = offload.llm.kv_stats(), work.shape.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
 
@@ -140,17 +140,17 @@ def traffic_of(offload: Variant, work: Work) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One prompt length; what is by name is by engine, or by phase."""
+    """One prompt length. The keys of mappings are engines or phases."""
 
     prompt_len: int
     output_len: int
     rates: dict[str, Rates]
-    ratios: dict[str, Ratios]  # of "offload" over each other
+    ratios: dict[str, Ratios]  # of "offload" over each other engine
     kv: dict[str, KVStats]
     traffic: dict[str, Traffic]
     prefill_gflop_s: float  # of "offload"
-    overlap: dict[str, Overlap]  # of one more run of "offload", traced
-    kernel_gaps: dict[str, Gaps | None] | None  # of another one, on a GPU
+    overlap: dict[str, Overlap]  # of an additional, traced run of "offload"
+    kernel_gaps: dict[str, Gaps | None] | None  # of an additional run on a GPU
     outputs_equal: bool
     as_predicted: bool
     by_share: ByShare | None
@@ -158,7 +158,7 @@ class Result:
 
 
 def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, device: str, trace: Path) -> Result:
-    """Run everything; the engine of the last run but those by share leaves its trace in `trace`."""
+    """Run everything. The traced run writes its trace to `trace`."""
     work = Work.of(shape, args, prompt_len, args.output_len)
     (prompt,) = shape.prompts(1, prompt_len, args.seed)
     placement = work.offloaded(args.device_share) | {"cpu_attention": not args.no_cpu_attention}
@@ -217,7 +217,7 @@ def decode_by_share(args: argparse.Namespace, work: Work) -> ByShare | None:
     return measure_by_share(work, args.device_share, SHARES, args.decode_steps, args.repeats)
 
 
-# ---- for people
+# ---- text
 
 
 def show(result: Result, ceilings: Ceilings) -> None:
@@ -253,7 +253,7 @@ def show_engine(name: str, stats: KVStats, rates: Rates) -> None:
 
 
 def show_traffic(name: str, traffic: Traffic, ceilings: Ceilings) -> None:
-    """Print counts beside the formula's, and rates beside the copy peak."""
+    """Print counts with the formula's, and rates with the copy peak."""
     print(name)
     for name in TRANSFER_FIELDS:
         count, formula = getattr(traffic.counted, name), getattr(traffic.predicted, name)
@@ -271,7 +271,7 @@ def show_traffic(name: str, traffic: Traffic, ceilings: Ceilings) -> None:
 
 
 def show_overlap(phase: str, overlap: Overlap, gaps: Gaps | None) -> None:
-    """Print what of a phase's copies was hidden, and what of its time was lost."""
+    """Print how much of a phase's copies was hidden, and how much of its time was lost."""
     hidden, copies = overlap.hidden_share, f"of {overlap.copies_s:,.3f} s in which copies ran"
     if overlap.copies_s:
         copies += f", at {overlap.copied_bytes / overlap.copies_s / 1e9:,.2f} GB/s"

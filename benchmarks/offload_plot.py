@@ -1,8 +1,8 @@
-"""What bench_offload.py found, as a picture: speed over context length, decode by share, and a step's timeline.
+"""Plots the results of bench_offload.py: speed over context length, decode by share, and a step's timeline.
 
     python -m benchmarks.offload_plot RESULT.json PICTURE.png [--trace TRACE.json]
 
-RESULT.json is what `bench_offload.py --output-json` wrote, TRACE.json what its --trace did.
+RESULT.json is the output of `bench_offload.py --output-json`, TRACE.json that of its --trace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINES = {  # by their names in the results: label, and matplotlib's format
     "offload": ("offload, {share} on the device", "C2s-"),
     "offload, chunk-major": ("the same, chunk by chunk", "C3v:"),
 }
-APART = 1.012  # points of engines at one length stand so far beside each other
+APART = 1.012  # factor between the points of engines at the same length
 COLOURS = {
     "h2d copy": "tab:blue",
     "d2h copy": "tab:orange",
@@ -42,7 +42,7 @@ COLOURS = {
 REST = "lightgray"
 
 
-# ---- what is drawn
+# ---- data
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A step, and what lies in it by stream and by name, as (begin, length) in milliseconds since the step began.
+    """A step and its work by stream and name, as (begin, length) in milliseconds since the step began.
 
-    Streams that did something, the compute stream first; what runs beyond the step is cut off at its ends.
+    Only streams with work, the compute stream first. Work that extends beyond the step is cut at its ends.
     """
 
     title: str
@@ -108,7 +108,7 @@ def speeds(results: Sequence[Report], phase: str) -> dict[str, list[Point]]:
 
 
 def shares(results: Sequence[Report]) -> Shares | None:
-    """Of the longest prompt for which they were measured."""
+    """Shares of the longest prompt for which they were measured."""
     measured = [result for result in results if result.get("by_share")]
     if not measured:
         return None
@@ -122,7 +122,7 @@ def shares(results: Sequence[Report]) -> Shares | None:
 
 
 def windows(timeline: Timeline) -> list[Window]:
-    """The step that copies most, and the last one, which decodes a token where the run had more than one."""
+    """The step that copies most, and the last one, which decodes a token if the run had more than one step."""
     busiest = max(timeline.steps, key=timeline.copied_bytes)
     last = timeline.steps[-1]
     found = [_window("the step that copies most", timeline, busiest)]
@@ -131,7 +131,7 @@ def windows(timeline: Timeline) -> list[Window]:
 
 def _window(what: str, timeline: Timeline, step: Slice) -> Window:
     rows: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in timeline.streams}
-    for piece in timeline.within(*step.span):
+    for piece in timeline.within(*step.interval):
         begin, end = max(piece.begin, step.begin), min(piece.end, step.end)
         bars = rows[piece.stream].setdefault(piece.name, [])
         bars.append(((begin - step.begin) * 1e3, (end - begin) * 1e3))
@@ -151,11 +151,11 @@ def title_of(report: Report) -> str:
     return f"{network}, {weights}; {work}\n{device}; torch {machine['torch']}; {machine['date'][:10]}; {commit}"
 
 
-# ---- how
+# ---- drawing
 
 
 def draw(report: Report, trace: Path | None, path: Path) -> None:
-    """Write the picture, with timelines where there is a trace. Raises ConfigError."""
+    """Write the picture, with timelines if there is a trace. Raises ConfigError."""
     pyplot, results = load_pyplot(), results_of(report)
     by_share = shares(results)
     timelines = windows(Timeline.read(trace)) if trace is not None else []
@@ -166,7 +166,7 @@ def draw(report: Report, trace: Path | None, path: Path) -> None:
     on_device = report["arguments"]["device_share"]
     _draw_speeds(figure.add_subplot(grid[0, 0]), speeds(results, "prefill"), "prefill", on_device)
     decode = speeds(results, "decode")
-    decode.pop("offload, chunk-major", None)  # only its prefill goes another way
+    decode.pop("offload, chunk-major", None)  # it differs only in prefill
     _draw_speeds(figure.add_subplot(grid[0, 1]), decode, "decode", on_device)
     if by_share:
         _draw_shares(figure.add_subplot(grid[0, 2]), by_share)
@@ -179,8 +179,8 @@ def draw(report: Report, trace: Path | None, path: Path) -> None:
 def _draw_speeds(axes: Any, found: Mapping[str, list[Point]], phase: str, on_device: str) -> None:
     for index, (name, points) in enumerate(found.items()):
         label, form = ENGINES[name]
-        beside = [replace(point, x=point.x * APART ** (index - len(found) // 2)) for point in points]
-        _draw_points(axes, beside, form, label.format(share=on_device))
+        shifted = [replace(point, x=point.x * APART ** (index - len(found) // 2)) for point in points]
+        _draw_points(axes, shifted, form, label.format(share=on_device))
     lengths = sorted({round(point.x) for points in found.values() for point in points})
     axes.set(title=f"{phase} by context length", xlabel="prompt, tokens", ylabel="tokens/s", xscale="log")
     axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
@@ -215,8 +215,8 @@ def _finish(axes: Any) -> None:
 def _draw_window(axes: Any, window: Window) -> None:
     """A row for each stream."""
     streams = list(window.rows)
-    whole = [(0.0, window.milliseconds)]
-    seen = {"other computation": axes.broken_barh(whole, (streams.index(COMPUTE) - 0.4, 0.8), facecolor=REST)}
+    background = [(0.0, window.milliseconds)]
+    seen = {"other computation": axes.broken_barh(background, (streams.index(COMPUTE) - 0.4, 0.8), facecolor=REST)}
     for row, stream in enumerate(streams):
         for kind, bars in window.rows[stream].items():
             seen[kind] = axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=COLOURS.get(kind, "tab:purple"))

@@ -1,4 +1,4 @@
-"""Command-line options that the benchmarks share. A wrong one costs one sentence and exit status 2."""
+"""Command-line options that the benchmarks share. A wrong one gives a one-sentence error and exit status 2."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nanovllm.errors import ConfigError, ModelError, RequestError
 
 
 class Parser(argparse.ArgumentParser):
-    """Without the usage lines before an error."""
+    """Reports errors without usage lines."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None) -> None:
-    """Which network, in which dtype."""
+    """Options of the network and its dtype."""
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
     kept = "all" if num_layers is None else str(num_layers)
@@ -35,7 +35,7 @@ def add_weights_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, block_size: int | None, max_batched: int) -> None:
-    """How the engine runs it."""
+    """Options of the engine."""
     add = parser.add_argument
     add("--max-num-batched-tokens", type=positive, default=max_batched, help="tokens in a step (default: %(default)s)")
     add("--block-size", type=positive, default=block_size, help="tokens in a KV block (default: %(default)s)")
@@ -50,7 +50,7 @@ def add_trace_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, output_len: int, repeats: int) -> None:
-    """How much is generated, how often, and where the figures go."""
+    """Options of output length, repeats and the report."""
     add = parser.add_argument
     add("--output-len", type=positive, default=output_len, help="tokens to generate (default: %(default)s)")
     add("--repeats", type=positive, default=repeats, help="runs that count (default: %(default)s)")
@@ -83,7 +83,7 @@ def _whole_number(text: str, least: int) -> int:
 
 
 def share(text: str) -> Fraction:
-    """A share of a whole, as 1/8 or 0.125."""
+    """A share between 0 and 1, as 1/8 or 0.125."""
     try:
         value = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -94,7 +94,7 @@ def share(text: str) -> Fraction:
 
 
 def new_file(text: str) -> Path:
-    """Refused before the work is done, not after it."""
+    """A path that can be written, checked before the work begins."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: give a file in a directory that exists")
@@ -102,7 +102,7 @@ def new_file(text: str) -> Path:
 
 
 def exit_status(prog: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 2, after one sentence, when the engine refuses what it was asked."""
+    """The exit status of `run`; 2, after one sentence, if the engine refuses its arguments."""
     try:
         return run()
     except (ConfigError, ModelError, RequestError) as error:

@@ -1,4 +1,4 @@
-"""How much of the processors other processes took while something was measured: what to trust a figure with."""
+"""The share of the processors that other processes used during a measurement, to judge its reliability."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 class OtherLoad:
-    """Counts from when it is made. Linux only."""
+    """Counts from its creation. Linux only."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._others = _others_seconds()
 
     def share(self) -> float:
-        """Of all processors' time since then; 0.5 on two processors is one of them busy with something else."""
+        """Share of all processors' time since then; 0.5 on two processors means that one was busy with other work."""
         elapsed = (time.monotonic() - self._start) * (os.cpu_count() or 1)
         busy = (_others_seconds() - self._others) / elapsed if elapsed else 0.0
-        return min(max(busy, 0.0), 1.0)  # the system counts in ticks, which can be one too many
+        return min(max(busy, 0.0), 1.0)  # the system counts in ticks and can count one too many
 
 
 def _others_seconds() -> float:

@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured now, for figures to stand beside. GB: 1e9 bytes, GFLOP: 1e9 operations."""
+"""The peak rates of the machine, for comparison. GB: 1e9 bytes, GFLOP: 1e9 operations."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Callable
 
 import torch
 
-# A dry run wants to see that everything runs, and no figures (gpu_check.py sets this).
+# A dry run (see gpu_check.py) only tests that everything runs.
 DRY = os.environ.get("NANOVLLM_DRY_RUN") == "1"
 MATRIX = 64 if DRY else 2048
-CUDA_MATRIX = 8192  # a smaller one does not fill a large GPU
+CUDA_MATRIX = 8192  # smaller matrices do not fill a large GPU
 BUFFER_BYTES = 1 << 20 if DRY else 256 << 20  # far larger than the caches of a processor
 CUDA_BUFFER_BYTES = 2 << 30
 ROUNDS = 1 if DRY else 10
 
 
 def matmul_gflop_s(dtype: torch.dtype, device: str = "cpu") -> float:
-    """torch.mm on two square matrices of random numbers, a multiply-add being two operations."""
+    """torch.mm on two square matrices of random numbers, a multiply-add counts as two operations."""
     size = MATRIX if device == "cpu" else CUDA_MATRIX
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2.0 * size**3 / least_seconds(lambda: torch.mm(a, b), device) / 1e9
 
 
 def read_gb_s(device: str = "cpu") -> float:
-    """torch.sum over memory that is in no cache."""
+    """torch.sum over memory larger than the caches."""
     size = BUFFER_BYTES if device == "cpu" else CUDA_BUFFER_BYTES
     memory = torch.ones(size // 4, device=device)
     return memory.nbytes / least_seconds(memory.sum, device) / 1e9
@@ -34,7 +34,7 @@ def read_gb_s(device: str = "cpu") -> float:
 def copy_gb_s(device: str = "cpu", kind: str = "h2d") -> float:
     """One large copy over the link, "h2d" or "d2h", from and to pinned memory; on the CPU from host to host.
 
-    Each byte counts once, though it is read and written.
+    Each byte counts once, although it is read and written.
     """
     from nanovllm.comm import memcpy_2d_async
 
@@ -52,7 +52,7 @@ def copy_gb_s(device: str = "cpu", kind: str = "h2d") -> float:
 
 
 def least_seconds(work: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of the fastest call after a first one: a peak is what the machine can do while nothing else runs."""
+    """Seconds of the fastest call after a first one, since a peak is the rate without other load."""
     work()
     times = []
     for _ in range(ROUNDS):

@@ -1,12 +1,12 @@
-"""What the planner predicts against what is measured: prefill time and decode rate, resident and offloaded.
+"""The planner's predictions against measurements: prefill time and decode rate, resident and offloaded.
 
     python -m benchmarks.plan_accuracy [--num-layers 2 4] [--prompt-len 2048 8192] [--output-json FILE]
 
-In every round of a configuration the machine's rates are measured, as `nanovllm plan` measures them, on layers with
-random weights; then the prediction is made, then the engine runs. A machine that shares its memory with others reads
-half as fast in one minute as in the next, so that a prediction is held against the run that follows it. Offloaded
-decode runs with the CPU's share of it (`offload`) and without (`streamed`). Figures are medians over the rounds.
-Defaults take some ten minutes on two cores.
+In every round of a configuration, the machine's rates are measured as by `nanovllm plan`, on layers with random
+weights. Then the prediction is made and the engine runs. A prediction is compared with the run that follows it, since
+the rates of a shared machine may change by a factor of two within minutes. Offloaded decode runs with CPU attention
+(`offload`) and without it (`streamed`). Figures are medians over the rounds. The defaults take about ten minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from nanovllm.planner.machine import Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.planner.predict import Prediction
 
-PLACEMENTS = ("resident", "offload", "streamed")  # offload with the CPU arm, and without it
+PLACEMENTS = ("resident", "offload", "streamed")  # offload with CPU attention, and without it
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds of a prefill, or of one decoded token."""
+    """Seconds of a prefill or of one decoded token."""
 
     predicted: Spread
     measured: Spread
-    error: Spread  # of the predicted speed, as a share of the measured one: above 0 the prediction is too fast
+    error: Spread  # of the predicted speed, relative to the measured one; above 0, the prediction is too fast
     limit: str
     by_resource: dict[str, float]
 
     @classmethod
     def of(cls, predictions: Sequence[Prediction], measured: Sequence[float]) -> Phase:
-        """A prediction and what was measured after it, in every round."""
+        """A prediction and the measurement after it, in every round."""
         seconds = [prediction.seconds for prediction in predictions]
         limit = predictions[-1].limit
         assert limit is not None, "all rates are measured"
@@ -75,14 +75,14 @@ class Result:
     placement: str
     prompt_len: int
     streamed_bytes: int
-    cpu_attention_bytes: float  # of them, what a decode step leaves to the CPU
+    cpu_attention_bytes: float  # of them, those that the CPU attends to in a decode step
     prefill: Phase
     decode: Phase
     rates: Rates  # of the last round
 
 
 def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
-    """Rates, prediction and run of one configuration, round after round."""
+    """Rates, prediction and run of one configuration, in every round."""
     (prompt,) = work.shape.prompts(1, work.prompt_len, args.seed)
     requests, runs = [], []
     with work.open(**arguments_for(work, placement, args.device_share)) as llm:
@@ -117,14 +117,14 @@ def rates_for(work: Work, *, offload: bool) -> Rates:
 
 
 def arguments_for(work: Work, placement: str, device_share: Fraction) -> dict[str, Any]:
-    """Where the blocks live; under offload, never fewer on the device than the engine takes."""
+    """The numbers of blocks; with offload, at least as many on the device as the engine needs."""
     if placement == "resident":
         return work.on_device()
     blocks = work.offloaded(max(device_share, Fraction(MIN_GPU_BLOCKS, work.num_blocks)))
     return blocks | {"cpu_attention": placement == "offload"}
 
 
-# ---- for people
+# ---- text
 
 COLUMNS = "{:>6}  {:<9}{:>8}   {:>10}{:>10}{:>7}   {:>10}{:>10}{:>7}   {}".format
 

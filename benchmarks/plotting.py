@@ -1,4 +1,4 @@
-"""matplotlib, where there is one: it is an optional part of the package."""
+"""matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanovllm.errors import ConfigError
 
 
 def load_pyplot() -> Any:
-    """matplotlib.pyplot, which then draws into files. Raises ConfigError where it cannot be imported."""
+    """matplotlib.pyplot, set up to draw into files. Raises ConfigError if it cannot be imported."""
     try:
         import matplotlib
     except ImportError as error:

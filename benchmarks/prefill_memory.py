@@ -1,9 +1,9 @@
-"""Peak memory of one prefill in a process of its own, beside weights and KV cache.
+"""Peak memory of one prefill in a separate process, apart from weights and KV cache.
 
     python -m benchmarks.prefill_memory [--prompt-len 32768] [--device-share 1/8] [--output-json FILE]
 
-The KV memory is of exactly the prompt's size. What is left of the peak after weights and KV cache is the interpreter
-with its libraries, which were there before, and what the steps needed: activations and temporary buffers.
+The KV memory has exactly the prompt's size. The rest of the peak is the interpreter with its libraries, which is
+measured at start, and the activations and temporary buffers of the steps.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Memory:
     weights: int
     kv_device: int
     kv_host: int
-    layer_buffer: int  # for layer-major prefill; of the step, as far as it was touched
+    layer_buffer: int  # for layer-by-layer prefill; part of the step, as far as it was touched
 
     @property
     def beyond(self) -> int:
-        """Of the peak, what is neither weights nor KV cache."""
+        """The part of the peak that is neither weights nor KV cache."""
         return self.peak - self.weights - self.kv_device - self.kv_host
 
     @property

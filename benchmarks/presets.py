@@ -1,6 +1,6 @@
-"""Settings for a machine by name, `--preset h200`: the numbers of the full table, and those of the GPU check.
+"""Settings for a machine by name, `--preset h200`: those of the full table and of the GPU check.
 
-Options that are given beside a preset override what it sets.
+Other options override those of the preset.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # Llama-3.1-8B as published; KV of 4 GiB and 16 GiB. One prompt at a time, so that prefill and decode do not overlap.
-# The longer prompt leaves room for the output among the model's 131,072 positions.
+# The longer prompt and its output fit the model's 131,072 positions.
 PROMPT_32K, PROMPT_128K = 32768, 130048
 NETWORK: Mapping[str, Any] = {
     "model": "llama-3.1-8b",
@@ -26,15 +26,15 @@ NETWORK: Mapping[str, Any] = {
 }
 RESIDENT: Mapping[str, Any] = {**NETWORK, "device": "cuda", "block_size": 1024}
 OFFLOAD: Mapping[str, Any] = {**RESIDENT, "device_share": Fraction(1, 8), "decode_steps": 8}
-FOR_A_GPU = ("device", "model", "prompt_len")  # what only a large one can do
+FOR_A_GPU = ("device", "model", "prompt_len")  # options that need a large GPU
 
 
 def parse_with_preset(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, h200: Mapping[str, Any]
 ) -> argparse.Namespace:
-    """The arguments, with `h200` for defaults where --preset asks for it.
+    """The arguments, with the defaults of `h200` if --preset selects it.
 
-    Ends with one sentence where torch sees no CUDA device, unless everything that needs one is overridden.
+    Exits with a message if there is no CUDA device, unless all options that need one are overridden.
     """
     told = f"h200 is {' '.join(as_options(h200))}; other options override it"
     parser.add_argument("--preset", choices=("h200",), help=told)

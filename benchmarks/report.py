@@ -1,4 +1,4 @@
-"""Figures for people, and the same as JSON with all that it takes to read them later."""
+"""Reports as text and as JSON, with the machine and versions that are needed to interpret them later."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def machine_facts(device: str) -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """The GPU, and the versions of what drives it; None for what nobody tells."""
+    """The GPU and the versions of its software; None for what is not reported."""
     from nanovllm.comm import _sgdma
 
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -56,12 +56,12 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def peak_device_bytes(device: str) -> int | None:
-    """Most device memory that torch ever held in this process; None on the CPU, where the process' memory says it."""
+    """Peak of the device memory that torch allocated in this process; None on the CPU."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory that this process ever had. Read here, so that it needs no part of any engine."""
+    """Peak resident memory of this process. Defined here, so that it works without an engine."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None, "/proc/self/status has no VmHWM"
     return int(match.group(1)) * 1024
@@ -73,8 +73,8 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """What NANOVLLM_COMMIT says, for a copy of the tree without git; else the commit that is checked out, marked where
-    files differ from it; None outside a git repository."""
+    """The commit from NANOVLLM_COMMIT, for a copy of the tree without git, or that of the git repository, marked if
+    files were changed; None outside of a repository."""
     told = os.environ.get("NANOVLLM_COMMIT")
     return told or _output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
 
@@ -94,7 +94,7 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-# ---- for people
+# ---- text
 
 
 def print_row(label: str, value: str, note: str = "") -> None:
@@ -125,7 +125,7 @@ def print_rates(rates: Rates) -> None:
 
 
 def print_spread(label: str, spread: Spread | None, form: str, unit: str = "") -> None:
-    """The median, and the extremes where they differ from it; a dash where the work has no such figure."""
+    """The median, and the extremes if they differ from it; a dash if there is no such figure."""
     if spread is None:
         print_row(label, "-")
         return
@@ -141,19 +141,19 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:,.1f} MiB"
 
 
-# ---- for programs
+# ---- JSON
 
 
 def plain(args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
-    """One object of what JSON knows: arguments, machine, and the parts."""
-    # Where files go says nothing about what was measured.
+    """One JSON object of arguments, machine and parts."""
+    # Output paths are not part of the measurement.
     arguments = {name: value for name, value in vars(args).items() if name not in FILE_ARGUMENTS}
     report: dict[str, Any] = json.loads(json.dumps({"arguments": arguments, "machine": facts, **parts}, default=_plain))
     return report
 
 
 def write_json(path: Path | None, args: argparse.Namespace, facts: Mapping[str, Any], **parts: Any) -> None:
-    """What `plain` makes of it; nothing where no path was given."""
+    """Write `plain` of the report, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(plain(args, facts, **parts), indent=2) + "\n")
 

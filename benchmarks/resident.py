@@ -1,4 +1,4 @@
-"""The work of bench.py and bench_vllm.py, whichever engine does it: prompts of some lengths, all KV on the device."""
+"""The work of bench.py and bench_vllm.py for either engine: prompts of several lengths, all KV on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Engine:
     """An engine, loaded. `run` takes prompts as token ids and generates --output-len tokens for each."""
 
     run: Callable[[list[list[int]]], RunTiming]
-    kv_device_bytes: int | None  # allocated, where the engine tells
+    kv_device_bytes: int | None  # allocated, if the engine reports it
     kv_host_bytes: int | None  # the same; on a GPU all of it is pinned
 
 
@@ -50,13 +50,13 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One prompt length. What decode reads is known for one prompt at a time only."""
+    """One prompt length. The bytes that decode reads are only known for one prompt at a time."""
 
     prompt_len: int
     output_len: int
     num_prompts: int
     rates: Rates
-    kv_bytes: int  # that the sequences fill
+    kv_bytes: int  # of all sequences
     prefill_gflop_s: float
     decode_gb_s: float | None
 
@@ -100,8 +100,8 @@ def show(result: Result, peaks: Peaks) -> None:
 def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], open_engine: Callable[[], Engine]) -> None:
     """Measure every prompt length, print, and write JSON.
 
-    On the CPU the peaks are taken before and after, and the better counts; on a GPU after, when its memory is no longer
-    asked for.
+    On the CPU, the peaks are measured before and after, and the better one counts. On a GPU they are measured after,
+    when its memory is free again.
     """
     print_facts(facts, shape.facts())
     device = facts["device"]
@@ -134,7 +134,7 @@ def report(args: argparse.Namespace, shape: Shape, facts: Mapping[str, Any], ope
 
 
 def add_options(parser: argparse.ArgumentParser, *, block_size: int | None) -> None:
-    """Options of the work; `block_size` is the engine's default, None where it chooses."""
+    """Options of the work. `block_size` is the engine's default, or None if the engine chooses."""
     add_model_options(parser, num_layers=None)
     add_weights_option(parser)
     add = parser.add_argument

@@ -1,7 +1,7 @@
 """Networks to measure: published configs, cut to fewer layers if need be, with random weights and prompts.
 
-configs/*.json hold what the config.json of the published checkpoints say. Qwen2.5-7B-1M's dual chunk attention is left
-out: it is plain attention up to 262,144 tokens.
+configs/*.json are those of the published checkpoints, without Qwen2.5-7B-1M's dual chunk attention, which is plain
+attention up to 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Shape:
         return self.network.layout(1).token_bytes
 
     def prefill_operations(self, prompt_len: int) -> float:
-        """Operations of one prompt's prefill, a multiply-add being two: projections, attention, one row of logits."""
+        """Operations of a prompt's prefill: projections, attention, one row of logits. A multiply-add counts as two."""
         network, logits = self.network, 2.0 * self.spec.vocab_size * self.spec.hidden_size
         return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + logits
 
     def decode_bytes(self, context_len: int) -> int:
-        """Bytes that one sequence's decode step reads at the least: weights but the embedding table, and visible KV."""
+        """Bytes that a sequence's decode step must read: weights without the embedding table, and visible KV."""
         network = self.network
         table = 0 if self.spec.tie_word_embeddings else network.head_bytes
         return network.weight_bytes - table + network.attended_bytes(context_len - 1, 1)
 
     def facts(self) -> dict[str, Any]:
-        """What the report says of it."""
+        """The shape in the report."""
         return {
             "name": self.name,
             "architecture": self.spec.architecture,
@@ -87,10 +87,11 @@ class Shape:
 
 @contextmanager
 def open_shape(model: str, num_layers: int | None, dtype: str, load_format: str = "dummy") -> Iterator[Shape]:
-    """The shape called `model`, or that of the directory `model`, in a directory that goes when the context closes.
+    """The shape called `model`, or that of the directory `model`, in a temporary directory.
 
-    num_layers: keep so many layers, or all. dtype: a torch dtype's name, or "auto" for the config's. load_format:
-    "dummy", or "auto" for the directory `model` itself, with its weights. Raises ConfigError or ModelError.
+    num_layers: keep this many layers; None for all. dtype: a torch dtype's name, or "auto" for the config's.
+    load_format: "dummy", or "auto" for the directory `model` itself, with its weights. Raises ConfigError or
+    ModelError.
     """
     if load_format == "auto":
         yield _checkpoint(model, num_layers, dtype)

@@ -1,10 +1,10 @@
-"""Each kernel, copy and way through the engine once, on sizes so small that all of it takes seconds.
+"""Each kernel, copy and execution path of the engine once, with small sizes that take seconds.
 
     python -m benchmarks.smoke [--device cuda] [--output-json FILE]
 
-Each check says what came of it before the next one begins, and the file is written after each, so that a check which
-hangs or kills the process takes nothing with it but those after it: what is most likely to do that comes last. Without
-a GPU the Triton kernels run in the interpreter, if TRITON_INTERPRET=1 is set. Exit status 1 where a check failed.
+Each check prints its result before the next one begins, and the file is written after each, so that a check that hangs
+or kills the process loses only those after it. The checks most likely to do so come last. Without a GPU, the Triton
+kernels run in the interpreter if TRITON_INTERPRET=1 is set. Exit status 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Outcome:
     note: str
 
 
-Check = Callable[[], str | None]  # returns what is worth knowing; raises where something is wrong
+Check = Callable[[], str | None]  # returns a note; raises on an error
 
 
 class Smoke:
@@ -62,7 +62,7 @@ class Smoke:
         self.tokens: list[int] | None = None  # of the engine with everything on the device
 
     def checks(self) -> dict[str, Check]:
-        """By name, what is most likely to hang last."""
+        """By name, those most likely to hang last."""
         found: dict[str, Check] = {"matrix product": self.matrix_product, "pinned memory": self.pinned_memory}
         ways = ("h2d", "d2h", "d2d") if self.device == "cuda" else ("h2h",)
         for way in ways:
@@ -130,7 +130,7 @@ class Smoke:
     # ---- kernels
 
     def kernels(self) -> dict[str, Check]:
-        """The Triton kernels beside the plain versions, which run on the CPU."""
+        """The Triton kernels against the plain versions, which run on the CPU."""
         from nanovllm.ops import triton_rows
         from nanovllm.ops.triton_merge import merge_parts_triton
 
@@ -208,7 +208,7 @@ class Smoke:
         return f"off by {difference:.1e} at most"
 
     def engine(self, placement: dict[str, Any], merged_last: bool = False) -> str:
-        """The same greedy tokens as the first engine; beside a GPU what the CPU attended to is merged last."""
+        """The same greedy tokens as the first engine. With a GPU, the CPU's partial state is merged last."""
         prompt = torch.randint(0, 512, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()
         sizes = {"max_model_len": PROMPT_LEN + OUTPUT_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 128}
         sizes |= {"kvcache_block_size": BLOCK, "swap_space": 0}
@@ -223,7 +223,7 @@ class Smoke:
 
 
 def expect_close(found: Tensor, expected: Tensor, bound: float) -> None:
-    """Raises AssertionError where any element is off by more than `bound`, NaN included."""
+    """Raise AssertionError if any element differs by more than `bound` or is NaN."""
     difference = (found.double() - expected.double()).abs().nan_to_num(torch.inf).max().item()
     assert difference <= bound, f"off by {difference:g}, {bound:g} is allowed"
 
@@ -244,7 +244,7 @@ def outcome_of(name: str, check: Check) -> Outcome:
     start = time.perf_counter()
     try:
         good, note = True, check() or ""
-    except Exception as error:  # whatever is wrong, the other checks are still worth having
+    except Exception as error:  # a failure of any type does not stop the other checks
         traceback.print_exc()
         good, note = False, f"{type(error).__name__}: {error}".partition("\n")[0]
     return Outcome(name, good, time.perf_counter() - start, note)

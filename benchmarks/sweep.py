@@ -1,11 +1,11 @@
-"""The attention kernels with other tiles and pipelines, and cuDNN beside them: which is fastest on this GPU.
+"""Finds the fastest tiles and pipelines of the attention kernels on this GPU, and compares them with cuDNN.
 
     python -m benchmarks.sweep [--head-dim 128 ...] [--keep] [--dry] [--output-json FILE]
 
-Every configuration is timed on the same problems, with the heads of Llama-3.1-8B, in bf16; one that gives other results
-than the default is left out. --keep writes what was fastest to nanovllm/ops/tuned, by the device's name, where engines
-on such a device find it; entries for other head sizes stay. The file with all figures is written after each step.
---dry runs tiny sizes and a few configurations, without a GPU in Triton's interpreter, and keeps nothing.
+Every configuration is timed on the same problems, with the heads of Llama-3.1-8B in bf16. One whose results differ from
+the default's is left out. --keep writes the fastest to nanovllm/ops/tuned under the device's name, for engines on such
+a device; entries for other head sizes are kept. The file with all figures is written after each step. --dry runs tiny
+sizes and a few configurations, without a GPU in Triton's interpreter, and writes no entry.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from nanovllm.ops.kernel_config import (
 )
 
 BOUND = 2e-2  # of outputs and LSE between two configurations
-MARGIN = 0.97  # of the time that our own kernel takes, for another backend to be worth its merges
+MARGIN = 0.97  # of our own kernel's time, below which another backend is worth its merges
 Config = PrefillConfig | DecodeConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """(rows, context, block size) of prefill, also beside cuDNN, and (sequences, context, block size) of decode."""
+    """(rows, context, block size) of prefill, also for cuDNN, and (sequences, context, block size) of decode."""
 
     prefill: tuple[tuple[int, int, int], ...] = ((8192, 16384, 256), (8192, 16384, 4096))
     decode: tuple[tuple[int, int, int], ...] = ((1, 32768, 4096), (8, 32768, 1024), (64, 4096, 256))
@@ -59,7 +59,7 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A configuration: seconds of each problem, or why there are none."""
+    """A configuration: seconds of each problem, or the reason why it was left out."""
 
     config: Config
     seconds: tuple[float, ...]
@@ -135,7 +135,7 @@ class Sweep:
         return Timing(config, tuple(took))
 
     def backends(self, best: PrefillConfig) -> list[dict[str, Any]]:
-        """Our own kernel as tuned and cuDNN, by block size; none where torch does not offer it."""
+        """The tuned kernel and cuDNN, by block size; none if torch does not offer cuDNN."""
         if self.device.type != "cuda" or not cudnn_takes(self.device, self.sizes.head_dim):
             return []
         from nanovllm.ops.triton_attention import TritonAttention
@@ -171,7 +171,7 @@ def fastest(timings: Sequence[Timing]) -> Config:
 
 
 def cudnn_from_block(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The smallest block size from which on cuDNN was faster by a margin, None where it was not with the largest."""
+    """The smallest block size from which cuDNN is always faster by MARGIN; None if it is not with the largest."""
     found = None
     for row in sorted(rows, key=lambda row: -row["block_size"]):
         if row["cudnn"] > MARGIN * row["triton"]:

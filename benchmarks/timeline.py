@@ -1,6 +1,6 @@
-"""What a trace tells of an engine's steps: what ran on which stream and when, what overlapped, what was waited for.
+"""Analysis of traces of an engine's steps: the work of each stream, overlap, and waits.
 
-Traces are the files of `LLM(trace=...)`, and of torch's profiler for the gaps between kernels. Times are in seconds.
+Traces are files of `LLM(trace=...)`, or of torch's profiler for the gaps between kernels. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that a stream did."""
+    """A piece of work of a stream."""
 
     name: str
     stream: str
@@ -36,13 +36,13 @@ class Slice:
         return self.name.endswith(" copy")
 
     @property
-    def span(self) -> Interval:
+    def interval(self) -> Interval:
         return self.begin, self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The forward passes of an engine, in order, and everything else that its streams did."""
+    """The forward passes of an engine, in order, and all other work of its streams."""
 
     streams: list[str]
     steps: list[Slice]
@@ -50,7 +50,7 @@ class Timeline:
 
     @classmethod
     def read(cls, path: Path) -> Timeline:
-        """Raises ConfigError where the file is not a trace of an engine. Steps that measure bandwidths are left out."""
+        """Raises ConfigError if the file is not a trace of an engine. Steps that measure bandwidths are left out."""
         try:
             events = json.loads(path.read_text())["traceEvents"]
             names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -64,12 +64,12 @@ class Timeline:
         return cls(list(names.values()), steps, [piece for piece in found if piece.name != "step"])
 
     def within(self, begin: float, end: float) -> list[Slice]:
-        """What lies in that time at least in part."""
+        """Work that overlaps the interval."""
         return [piece for piece in self.slices if piece.begin < end and piece.end > begin]
 
     def copied_bytes(self, step: Slice) -> int:
-        """Bytes of the copies that lie in a step at least in part."""
-        return sum(piece.num_bytes for piece in self.within(*step.span) if piece.is_copy)
+        """Bytes of the copies that overlap a step."""
+        return sum(piece.num_bytes for piece in self.within(*step.interval) if piece.is_copy)
 
 
 def _slice(event: dict[str, Any], streams: dict[int, str]) -> Slice:
@@ -86,11 +86,11 @@ class Overlap:
     copied_bytes: int  # both ways
     copies_s: float  # in which at least one copy was under way
     hidden_s: float  # of those, within a step in which the compute stream did not wait
-    waits_s: float  # of the compute stream: for copies, and for the CPU where it attends to a share
+    waits_s: float  # of the compute stream: for copies, and for CPU attention
 
     @property
     def hidden_share(self) -> float | None:
-        """None where nothing was copied."""
+        """None if nothing was copied."""
         return self.hidden_s / self.copies_s if self.copies_s else None
 
     @classmethod
@@ -100,11 +100,12 @@ class Overlap:
         found = timeline.within(begin, until)
         copied_bytes = sum(s.num_bytes for s in found if s.is_copy and s.begin >= begin)
         copies = [(max(begin, s.begin), min(until, s.end)) for s in found if s.is_copy]
-        waits = [s.span for s in found if s.stream == COMPUTE and s.name == "wait"]
-        inside = seconds(step.span for step in steps) + seconds(copies) - seconds([*copies, *(s.span for s in steps)])
+        waits = [s.interval for s in found if s.stream == COMPUTE and s.name == "wait"]
+        computing = [step.interval for step in steps]
+        inside = seconds(computing) + seconds(copies) - seconds([*copies, *computing])
         waited = seconds(copies) + seconds(waits) - seconds([*copies, *waits])
         hidden = max(0.0, inside - waited)
-        return cls(seconds(s.span for s in steps), copied_bytes, seconds(copies), hidden, seconds(waits))
+        return cls(seconds(computing), copied_bytes, seconds(copies), hidden, seconds(waits))
 
 
 def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
@@ -116,10 +117,10 @@ def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
     return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
 
 
-def seconds(spans: Iterable[Interval]) -> float:
-    """Seconds that lie in at least one of them."""
+def seconds(intervals: Iterable[Interval]) -> float:
+    """Seconds that at least one interval covers."""
     total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
+    for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total
@@ -138,17 +139,17 @@ class Gaps:
 
     @classmethod
     def read(cls, path: Path) -> Gaps | None:
-        """From a trace of torch's profiler; None where it saw no kernel."""
+        """From a trace of torch's profiler; None if it has no kernel."""
         events = json.loads(path.read_text())["traceEvents"]
-        spans = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e.get("cat") == "kernel"]
-        if not spans:
+        kernels = [(e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e.get("cat") == "kernel"]
+        if not kernels:
             return None
-        span = max(end for _, end in spans) - min(begin for begin, _ in spans)
-        return cls(len(spans), span, span - seconds(spans))
+        total = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
+        return cls(len(kernels), total, total - seconds(kernels))
 
 
 def kernel_gaps(llm: LLM, prompt: list[int], output_len: int) -> dict[str, Gaps | None]:
-    """Prefill and decode of one request on a GPU, each under torch's profiler, which must not see the other."""
+    """Prefill and decode of one request on a GPU, each under torch's profiler, in separate traces."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     llm.engine.add_request("gaps", None, params, prompt)
 

@@ -1,4 +1,4 @@
-"""What one run took, prefill and decode apart, and how much repeated runs differ. Times are in seconds."""
+"""Times of runs, with prefill and decode separate, and their spread over repeats. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """When things happened to one request, on a clock that only moves forward."""
+    """Events of one request, on a monotonic clock."""
 
     prompt_tokens: int
     output_tokens: int
     arrival: float
-    scheduled: float  # the first step that computed something of it began
+    scheduled: float  # begin of its first step
     first_token: float
     finished: float
 
     @property
     def ttft(self) -> float:
-        """Time to the first token, waiting included."""
+        """Time to the first token, including waiting."""
         return self.first_token - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None where there was one only."""
+        """Time per output token after the first; None if there was only one."""
         steps = self.output_tokens - 1
         return (self.finished - self.first_token) / steps if steps > 0 else None
 
@@ -35,8 +35,8 @@ class RunTiming:
     """One batch of requests that arrived together.
 
     Prefill lasts from the first request's first step to the last request's first token, decode from the first
-    request's first token to the end. With one request they follow each other; with several that do not fit into one
-    step they overlap, and the two rates then share the machine.
+    request's first token to the end. With one request they follow each other. With several that do not fit into one
+    step they overlap, and share the machine.
     """
 
     requests: tuple[RequestTiming, ...]
@@ -56,7 +56,7 @@ class RunTiming:
 
     @property
     def decode_rate(self) -> float | None:
-        """Output tokens after each first per second; None where there are none."""
+        """Output tokens per second, without the first of each request; None if there are none."""
         tokens = sum(r.output_tokens - 1 for r in self.requests)
         return tokens / self.decode_seconds if tokens else None
 
@@ -82,14 +82,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """None where the runs have no such figure."""
+        """None if the runs have no such figure."""
         known = [value for value in values if value is not None]
         return cls(statistics.median(known), min(known), max(known)) if known else None
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What repeated runs of the same work come to."""
+    """Rates of repeated runs of the same work."""
 
     prefill_tok_s: Spread | None
     decode_tok_s: Spread | None
@@ -107,7 +107,7 @@ class Rates:
 
 
 def repeat(run: Callable[[], RunTiming], warmup: int, repeats: int) -> list[RunTiming]:
-    """The timings of `repeats` runs, after `warmup` runs that are not counted."""
+    """The timings of `repeats` runs, after `warmup` uncounted ones."""
     for _ in range(warmup):
         run()
     return [run() for _ in range(repeats)]

@@ -1,4 +1,4 @@
-"""A network of a few kilobytes, to see that everything runs."""
+"""A network of a few kilobytes, for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_tiny_config(directory: Path) -> Path:
-    """A directory with nothing but a config.json, made if it is not there; heads and dtype suit every GPU kernel."""
+    """A directory with only a config.json, created if missing. Its heads and dtype suit every GPU kernel."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

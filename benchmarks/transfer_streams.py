@@ -1,10 +1,9 @@
-"""Transfer streams for groups of ring slots, or one for each direction: the same passes through the ring with either.
+"""Transfer streams for groups of ring slots, or one for each direction: the same passes through the ring with both.
 
     python -m benchmarks.transfer_streams [--model llama-3.1-8b] [--blocks 8] [--output-json FILE]
 
-A pass reads every host block of every layer, as a step does. Scenarios: loads alone; loads with every block stored out
-again; loads while the compute stream is kept busy. Both layouts take turns, round after round. GB are 1e9 bytes, of
-all copies of a pass together.
+A pass reads every host block of every layer, as a step does. Scenarios: loads alone; loads with every block stored
+again; loads while the compute stream is busy. The two layouts take turns. GB are 1e9 bytes of all copies of a pass.
 """
 
 from __future__ import annotations

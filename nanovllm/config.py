@@ -8,16 +8,16 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted, unknown_name_message
 
-# Beyond any machine, and small enough for all arithmetic on them and for tensors that hold them.
+# More than any machine has, and small enough for integer tensors.
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
 MOST_GIB = 2**30
 
 MIN_BLOCK_SIZE = 16
-MIN_GPU_BLOCKS = 4  # always enough for a ring that can load, attend and store at once
+MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
 OFFLOAD_BLOCK_SIZE = 4096  # large copies run at the link's peak
 RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for one attention call per block
 
@@ -30,23 +30,27 @@ PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything `LLM(model, **engine_args)` takes.
+    """The arguments of `LLM(model, **engine_args)`.
 
-    Memory is counted in blocks of `kvcache_block_size` tokens over all layers. `num_gpu_blocks` is the device's
-    whole KV memory, ring slots and resident blocks together; on the CPU the device is a bounded arena.
-    `num_cpu_blocks` is the host pool, used when `enable_cpu_offload` is set. -1 sizes either from memory.
-    `cpu_attention` lets the CPU attend to host blocks where they are in decode steps, while others are copied to the
-    device; without offload there are none. `kvcache_block_size=None` means 4096 under offload and 256 without it.
-    `max_logprobs` caps what a request may ask for in logprobs and prompt_logprobs; -1 does not. `trace` names a file
-    for a timeline of all copies and kernels, written when the engine is closed.
-    `long_prefill_token_threshold` is the most tokens of one prompt in a step; 0 does not cap it. `preemption_mode` None
-    swaps requests of several sequences out and recomputes the others; "swap" and "recompute" do the one or the other
-    with all. `swap_space` is GiB of host memory for swapped blocks; None takes up to 4 (vLLM's default), at most half
-    of what is left of host memory, and never more than the whole cache holds.
-    `trust_remote_code` can only be False: nothing that a model directory holds is ever run.
-    `batch_invariant` None computes a request's logits such that they do not depend on its batch, wherever there are
-    kernels for that; True refuses to start where there are none, False takes faster ones where there are some.
-    `enforce_eager` launches decode steps kernel by kernel where they would be replayed as CUDA graphs.
+    KV memory is counted in blocks of `kvcache_block_size` tokens over all layers.
+
+    num_gpu_blocks: the KV memory of the device, ring slots and resident blocks together. On the CPU, the device is a
+        bounded arena. -1 sizes it from memory.
+    num_cpu_blocks: the host pool, used with `enable_cpu_offload`. -1 sizes it from memory.
+    kvcache_block_size: None means 4096 with offload and 256 without it.
+    cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
+        device. Only used with offload.
+    max_logprobs: the most logprobs and prompt_logprobs that a request may ask for; -1 for no limit.
+    long_prefill_token_threshold: the most tokens of one prompt in a step; 0 for no limit.
+    preemption_mode: "swap" or "recompute" for all requests. None swaps requests with several sequences and recomputes
+        the others.
+    swap_space: GiB of host memory for swapped blocks. None takes up to 4 (vLLM's default), at most half of the host
+        memory that is left, and never more than the KV cache holds.
+    batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
+        start without such kernels, and False takes faster kernels if there are any.
+    enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
+    trace: file for a timeline of all copies and kernels, written when the engine is closed.
+    trust_remote_code: only False is allowed. Code in a model directory is never run.
     """
 
     model: str
@@ -75,24 +79,27 @@ class EngineConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        self._check_model()
+        if not _is_dir(Path(self.model)):
+            raise ConfigError(
+                f"model={quoted(self.model)} is not a directory: give the path of a local checkpoint in Hugging Face "
+                "format"
+            )
         for name in ("enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "enforce_eager"):
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
-        if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
-            _refuse("batch_invariant", "must be None, True or False", self.batch_invariant)
+        invariant = self.batch_invariant
+        is_option = invariant is None or isinstance(invariant, bool)
+        _require(is_option, "batch_invariant", "must be None, True or False", invariant)
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
         self._check_sizes()
         self._check_blocks()
-        self._check_trace()
-        if self.trust_remote_code is not False:
-            _refuse(
-                "trust_remote_code",
-                "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none",
-                self.trust_remote_code,
-            )
+        if self.trace is not None:
+            possible = isinstance(self.trace, str | Path) and _can_be_file(Path(self.trace))
+            _require(possible, "trace", "must be a file in a directory that exists", self.trace)
+        never = "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none"
+        _require(self.trust_remote_code is False, "trust_remote_code", never, self.trust_remote_code)
 
     @property
     def block_size(self) -> int:
@@ -100,13 +107,6 @@ class EngineConfig:
         if self.kvcache_block_size is not None:
             return self.kvcache_block_size
         return OFFLOAD_BLOCK_SIZE if self.enable_cpu_offload else RESIDENT_BLOCK_SIZE
-
-    def _check_model(self) -> None:
-        if not _is_dir(Path(self.model)):
-            raise ConfigError(
-                f"model={quoted(self.model)} is not a directory: give the path of a local checkpoint in Hugging Face "
-                "format"
-            )
 
     def _check_sizes(self) -> None:
         if self.max_model_len is not None:
@@ -118,50 +118,29 @@ class EngineConfig:
         if self.max_logprobs != -1:
             _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size != 1:
-            _refuse(
-                "tensor_parallel_size", "only 1 is supported: the engine runs in one process", self.tensor_parallel_size
-            )
-        utilization = self.gpu_memory_utilization
-        is_number = isinstance(utilization, int | float) and not isinstance(utilization, bool)
-        if not is_number or not 0.0 < utilization <= 1.0:
-            _refuse("gpu_memory_utilization", "must be a number above 0 and at most 1", utilization)
-
-        swap = self.swap_space
-        is_number = swap is None or (isinstance(swap, int | float) and not isinstance(swap, bool))
-        if not is_number or (swap is not None and not swap >= 0.0) or swap == math.inf:
-            _refuse("swap_space", "must be None or a number of GiB of at least 0", swap)
-        if swap is not None and swap > MOST_GIB:
-            _refuse("swap_space", f"must be at most {MOST_GIB:,} GiB", swap)
+        size, share, swap = self.tensor_parallel_size, self.gpu_memory_utilization, self.swap_space
+        _require(size == 1, "tensor_parallel_size", "only 1 is supported: the engine runs in one process", size)
+        rule = "must be a number above 0 and at most 1"
+        _require(_is_number(share) and 0.0 < share <= 1.0, "gpu_memory_utilization", rule, share)
+        if swap is not None:
+            rule = "must be None or a number of GiB of at least 0"
+            _require(_is_number(swap) and 0.0 <= swap < math.inf, "swap_space", rule, swap)
+            _require(swap <= MOST_GIB, "swap_space", f"must be at most {MOST_GIB:,} GiB", swap)
 
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
             _require_int("kvcache_block_size", self.kvcache_block_size, MIN_BLOCK_SIZE)
-        # Under offload the ring may do with less, which depends on the model: see `kvcache.sizing`.
+        # With offload, a smaller ring may be enough, depending on the model: see `kvcache.sizing`.
         fewest = 1 if self.enable_cpu_offload is True else MIN_GPU_BLOCKS
         for name, minimum in (("num_gpu_blocks", fewest), ("num_cpu_blocks", 0)):
             value = getattr(self, name)
             if value != -1:
                 _require_int(name, value, minimum, "or -1 to size it from memory")
-        if self.num_cpu_blocks > 0 and not self.enable_cpu_offload:
-            _refuse(
-                "num_cpu_blocks",
-                "needs enable_cpu_offload=True: without offload there is no host pool",
-                self.num_cpu_blocks,
-            )
-        if not self.cpu_attention and not self.enable_cpu_offload:
-            _refuse(
-                "cpu_attention",
-                "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out",
-                self.cpu_attention,
-            )
-
-    def _check_trace(self) -> None:
-        if self.trace is None:
-            return
-        path = Path(self.trace) if isinstance(self.trace, str | Path) else None
-        possible = path is not None and _can_be_file(path)
-        _require(possible, "trace", "must be a file in a directory that exists", self.trace)
+        if not self.enable_cpu_offload:
+            rule = "needs enable_cpu_offload=True: without offload there is no host pool"
+            _require(self.num_cpu_blocks <= 0, "num_cpu_blocks", rule, self.num_cpu_blocks)
+            rule = "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out"
+            _require(self.cpu_attention, "cpu_attention", rule, self.cpu_attention)
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:
@@ -171,10 +150,6 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
         if name not in known:
             raise ConfigError(unknown_name_message("engine argument", name, known))
     return EngineConfig(model=str(model), **engine_args)
-
-
-def _refuse(name: str, rule: str, value: object) -> NoReturn:
-    raise ConfigError(f"{name}={quoted(value)}: {rule}")
 
 
 def _is_dir(path: Path) -> bool:
@@ -195,17 +170,19 @@ def _can_be_file(path: Path) -> bool:
 
 def _require(condition: bool, name: str, rule: str, value: object) -> None:
     if not condition:
-        _refuse(name, rule, value)
+        raise ConfigError(f"{name}={quoted(value)}: {rule}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_int(name: str, value: object, minimum: int, alternative: str = "", most: int = MOST_COUNT) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < minimum:  # type: ignore[operator]
-        _refuse(name, f"must be a whole number of at least {minimum} {alternative}".rstrip(), value)
-    if value > most:  # type: ignore[operator]
-        _refuse(name, f"must be at most {most:,}", value)
+    rule = f"must be a whole number of at least {minimum} {alternative}".rstrip()
+    _require(is_int and value >= minimum, name, rule, value)  # type: ignore[operator]
+    _require(value <= most, name, f"must be at most {most:,}", value)  # type: ignore[operator]
 
 
 def _require_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        _refuse(name, f"must be one of {', '.join(str(c) for c in choices)}", value)
+    _require(value in choices, name, f"must be one of {', '.join(str(c) for c in choices)}", value)

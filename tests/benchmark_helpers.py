@@ -73,7 +73,7 @@ def report_of(script: str, model: Path, *options: str) -> dict[str, Any]:
 
 
 def check_rates(rates: dict[str, Any], prompt_len: int) -> None:
-    """Each figure lies between its extremes, and prefill and TTFT tell of the same seconds."""
+    """Each figure is between its extremes, and prefill and TTFT describe the same time."""
     for name in ("prefill_tok_s", "decode_tok_s", "ttft_s", "tpot_s"):
         assert 0 < rates[name]["low"] <= rates[name]["median"] <= rates[name]["high"]
     assert prompt_len / rates["prefill_tok_s"]["high"] <= rates["ttft_s"]["low"]

@@ -134,7 +134,7 @@ def _family_options(
 def randomize(model: PreTrainedModel, seed: int) -> None:
     """Draw all weights from `seed`: projections keep sizes near 1, logits have a spread of about 4.
 
-    Norm weights lie around 1 and biases around 0, both far enough off that leaving one out shows.
+    Norm weights are around 1 and biases around 0, both far enough from them that omitting one shows.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

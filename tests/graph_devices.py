@@ -30,7 +30,7 @@ from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
-MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")
+MODES = ("full steps", "pieces, resident", "pieces, offloaded", "pieces, no CPU attention")
 PROMPTS = [random_prompt(length, VOCAB, 1) for length in (5, 31, 16, 17, 90, 1, 47, 3, 33, 8, 15, 2, 64)]
 
 
@@ -222,9 +222,9 @@ def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows
 def arguments(mode: str, **others: Any) -> dict[str, Any]:
     """Of an engine that runs its decode steps in one of MODES, or "eager"."""
     sizes = {"max_num_seqs": 9, "max_num_batched_tokens": 40, "max_model_len": 200, "dtype": "float32"}
-    if "resident" in mode or mode in ("whole steps", "eager"):
+    if "resident" in mode or mode in ("full steps", "eager"):
         return {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, **sizes, **others}
-    return {**offloaded(BLOCK, 8, 80, cpu_attention="no arm" not in mode), **sizes, **others}
+    return {**offloaded(BLOCK, 8, 80, cpu_attention="no CPU attention" not in mode), **sizes, **others}
 
 
 def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

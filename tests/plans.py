@@ -9,10 +9,17 @@ from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.models.decoder import Decoder
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
 
 GIB = 1 << 30
+
+
+def parameter_bytes(model: Decoder) -> int:
+    """Bytes of all parameters that the decoder allocated."""
+    return sum(slot.view.nbytes for _, slot in model.slots())
+
 
 RATES = Rates(
     compute=1e9, attention=5e8, weight_bandwidth=1e9, head_bandwidth=2e9, device_bandwidth=4e8, link=Link(1e8, 5e7),

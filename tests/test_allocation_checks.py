@@ -24,7 +24,6 @@ from nanovllm.memory_checks import check_fits, gib
 from nanovllm.models import loader
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.tensor_shapes import tensor_shapes
 
 HUGE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 KNOWN = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -62,8 +61,9 @@ def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[
     make_checkpoint(tmp_path, family, **more)
     spec = load_decoder_spec(tmp_path)
     decoder = Decoder(spec, torch.bfloat16, torch.device("cpu"))
-    assert dict(tensor_shapes(spec)) == {name: slot.shape for name, slot in decoder.slots()}
-    assert loader.weight_bytes(spec, torch.bfloat16) == decoder.weight_bytes
+    assert dict(spec.tensor_shapes()) == {name: slot.shape for name, slot in decoder.slots()}
+    assert spec.num_weights == sum(slot.view.numel() for _, slot in decoder.slots())
+    assert spec.layer_weights == sum(slot.view.numel() for _, slot in decoder.layers[0].slots())
 
 
 @pytest.mark.parametrize("name", HUGE)

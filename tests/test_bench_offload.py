@@ -161,8 +161,8 @@ def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.Capture
     names = [result["name"] for result in results]
     assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
     assert on_device["h2d_bytes"] == on_device["cpu_attention_bytes"] == 0 and on_device["taken"] is None
-    arm = [result["cpu_attention_bytes"] for result in results[:5]]
-    assert arm == sorted(set(arm)) and arm[0] == 0, "more blocks with every share"
+    attended = [result["cpu_attention_bytes"] for result in results[:5]]
+    assert attended == sorted(set(attended)) and attended[0] == 0, "more blocks with every share"
     assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
     assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"
     assert "DIFFERS" not in (shown := capsys.readouterr().out) and "automatic takes 100%" in shown

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import generate as command
 from nanovllm.cli import prompts
-from nanovllm.cli.boundary import Boundary, one_line
+from nanovllm.cli.boundary import LONGEST, Boundary
 from nanovllm.cli.generate import Requests
 from nanovllm.cli.main import main
+from nanovllm.errors import one_line
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +163,8 @@ def test_nan_in_the_weights_is_no_nan_in_the_results(tmp_path: Path, capsys: pyt
 
 
 def test_a_sentence_is_one_line_of_text() -> None:
-    assert one_line("a\n  b\tc") == "a b c" and len(one_line("x" * 10**6)) == 2000
-    assert one_line("\ud800") == "\\ud800"
+    assert one_line("a\n  b\tc", LONGEST) == "a b c" and len(one_line("x" * 10**6, LONGEST)) == 2000
+    assert one_line("\ud800", LONGEST) == "\\ud800"
     assert Boundary().sentence(FileNotFoundError(2, "No such file", "a\udcff")) == "'a\\udcff': No such file"
 
 

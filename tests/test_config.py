@@ -12,7 +12,7 @@ import pytest
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
 
-# The keyword arguments of LLM(model, ...). kvcache_block_size=None stands for 4096 under offload.
+# The keyword arguments of LLM(model, ...). kvcache_block_size=None means 4096 with offload.
 DEFAULTS = {
     "device": None,
     "dtype": "auto",

@@ -135,7 +135,7 @@ def test_real_graphs_give_the_logits_of_eager_steps(
     for rows, ours_of_rows, theirs_of_rows in zip(sizes, replayed, eager, strict=True):
         for ours, theirs in zip(ours_of_rows, theirs_of_rows, strict=True):
             assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= bound
-            if rows in (1, 2, 8, 9) and mode != "pieces, offloaded":  # the arm's share is not the same in both runs
+            if rows in (1, 2, 8, 9) and mode != "pieces, offloaded":  # the CPU's share is not the same in both runs
                 assert torch.equal(ours, theirs)
             if not torch.equal(ours.argmax(-1), theirs.argmax(-1)):
                 assert dtype == "bfloat16"
@@ -143,20 +143,20 @@ def test_real_graphs_give_the_logits_of_eager_steps(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["whole steps", "pieces, offloaded"])
+@pytest.mark.parametrize("mode", ["full steps", "pieces, offloaded"])
 def test_real_graphs_give_the_tokens_of_the_cpu(mode: str, gpu_model_dir: Path) -> None:
     """Requests that end and join, with preemption."""
     params = [greedy(4 + 3 * index) for index in range(len(PROMPTS))]
     with LLM(gpu_model_dir, **arguments("eager", device="cpu")) as llm:
         expected = token_ids(llm, PROMPTS, params)
-    small = {"num_gpu_blocks": 24} if mode == "whole steps" else {"num_gpu_blocks": 8, "num_cpu_blocks": 20}
+    small = {"num_gpu_blocks": 24} if mode == "full steps" else {"num_gpu_blocks": 8, "num_cpu_blocks": 20}
     with LLM(gpu_model_dir, **on_gpu(mode, **small)) as llm:
         assert llm._runner._graphs is not None
         assert token_ids(llm, PROMPTS, params) == expected
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["whole steps", "pieces, no arm"])
+@pytest.mark.parametrize("mode", ["full steps", "pieces, no CPU attention"])
 def test_a_replayed_step_makes_the_host_wait_once(mode: str, gpu_model_dir: Path) -> None:
     """For its sampled tokens. torch warns of every call that makes the host wait for the device."""
     with LLM(gpu_model_dir, **on_gpu(mode)) as llm:

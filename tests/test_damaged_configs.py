@@ -124,13 +124,13 @@ def test_numbers_are_finite(token: str, model: Path) -> None:
 def test_rope_scaling_is_refused_in_one_line(
     rope: dict[str, Any], words: list[str], model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is logged about it beside the error."""
+    """Nothing is logged besides the error."""
     edit_config(model, rope_parameters=rope)
     message_of(model, str(model / "config.json"), "rope_parameters", *words)
     assert capfd.readouterr().err == ""
 
 
-def test_rope_beside_the_mapping_is_read_as_transformers_reads_it() -> None:
+def test_rope_outside_of_the_mapping_is_read_as_transformers_reads_it() -> None:
     assert rope_parameters({"rope_theta": 5e5}, 64, 1e4) == {"rope_type": "default", "rope_theta": 5e5}
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": None, "rope_theta": None}}
     assert rope_parameters(old, 64, 1e4) == {

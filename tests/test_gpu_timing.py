@@ -14,7 +14,7 @@ CYCLES = 1e9  # the GPU's clock
 
 
 class Gpu:
-    """A stream that runs what it is given in order, beside a host whose clock moves only when it launches."""
+    """A stream that runs its work in order, and a host whose clock advances only when it launches."""
 
     def __init__(self) -> None:
         self.host = self.free = 0.0  # now; when the stream has done all that it was given

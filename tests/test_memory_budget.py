@@ -20,7 +20,7 @@ ALL_RESIDENT = 24  # more blocks than the prompts and their answers fill, ring i
 
 
 def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int, way: str) -> tuple[Tensor, bool]:
-    """All logits of prefill and decode, `[sampled rows, vocab]`, request by request; and whether a span was run."""
+    """All logits, `[sampled rows, vocab]`, per request; and whether prefill ran layer by layer."""
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=CHUNK, cpu_attention=False)
     with LLM(model_dir, dtype=dtype, **arguments) as llm:
         set_prefill(llm, way)

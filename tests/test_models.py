@@ -60,7 +60,7 @@ def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None
 def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], forced: int = 0) -> list[Tensor]:
     """Logits at every position of every prompt, all prompts in one flat batch per step.
 
-    splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt stand for
+    splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt represent
     generated ones: they come one per step and do not count as prompt.
     """
     cache = DenseKVCache(decoder.spec.sliding_windows)

@@ -144,7 +144,7 @@ def test_overlap_is_time_in_which_copies_ran_and_computation_did_not_wait(timeli
     prefill, decode = found["prefill"], found["decode"]
     assert prefill.copied_bytes == 1500 and decode.copied_bytes == 50, "the probe is no part of either"
     assert prefill.steps_s == pytest.approx(0.1) and prefill.copies_s == pytest.approx(0.08)
-    # 60 ms under way together, 20 of them waited for; of the last copy's 20 only 10 lie within the step.
+    # 60 ms at the same time, 20 of them waited for; of the last copy's 20, only 10 are within the step.
     assert prefill.hidden_s == pytest.approx(0.05) and prefill.hidden_share == pytest.approx(0.625)
     assert prefill.waits_s == pytest.approx(0.02) and decode.waits_s == 0
     assert decode.hidden_share == pytest.approx(1)

@@ -412,8 +412,8 @@ def test_the_script_from_end_to_end(model: Path, tmp_path: Path, monkeypatch: An
     monkeypatch.setattr(Workshop, "ceilings", lambda self: dict(CEILING))
     out = tmp_path / "out"
     arguments = ["--engines", "nanovllm", "vllm", "transformers", "--prompt-lens", "64", "512", "--output-len", "4"]
-    places = ["--model", str(model), "--work-dir", str(tmp_path / "work"), "--output-dir", str(out)]
-    assert script.main([*arguments, *places]) == 1
+    paths = ["--model", str(model), "--work-dir", str(tmp_path / "work"), "--output-dir", str(out)]
+    assert script.main([*arguments, *paths]) == 1
     report = json.loads((out / "peers.json").read_text())
     assert report["failures"] == dict.fromkeys(("vllm at 64", "vllm at 512"), FAILED)
     measured = [(row["engine"], row["prompt_len"]) for row in report["rows"]]
@@ -430,6 +430,6 @@ def test_wrong_options_cost_one_sentence(capsys: Any, tmp_path: Path) -> None:
         script.main(["--engines", "sglang"])
     assert ended.value.code == 2
     assert "sglang" in capsys.readouterr().err
-    places = ["--work-dir", str(tmp_path), "--output-dir", str(tmp_path)]
-    assert script.main(["--model", "no-such-model", *places]) == 2
+    paths = ["--work-dir", str(tmp_path), "--output-dir", str(tmp_path)]
+    assert script.main(["--model", "no-such-model", *paths]) == 2
     assert "no-such-model" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import offloaded
+from plans import parameter_bytes
 
 from nanovllm import LLM
 from nanovllm.cli import plan as plan_command
@@ -26,7 +27,7 @@ from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
 from nanovllm.planner.machine import Link, Rates
-from nanovllm.planner.measure import Probe, ProbeSizes, beside_computing, measure_rates, random_model
+from nanovllm.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
 from nanovllm.planner.units import (
     parse_byte_rate,
     parse_bytes,
@@ -99,7 +100,7 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert report["engine"]["enable_cpu_offload"] and report["engine"]["kvcache_block_size"] == 4096
     budget = int(48e9 * 0.9) - report["model"]["weight_bytes"] - report["memory"]["activation_peak"]
     block_bytes = 4096 * 57_344
-    # For spans an eighth: one layer of all blocks, and 3584 hidden values and an id of the tokens of each.
+    # An eighth for layer-by-layer prefill: one layer of all blocks, and 3584 hidden values and an id per token.
     layerwise_memory = LayerwiseMemory(cache["layer_buffer_blocks"], cache["max_span_tokens"])
     layerwise_bytes = layerwise_memory.buffer_blocks * block_bytes // 28 + layerwise_memory.max_tokens * (2 * 3584 + 8)
     assert layerwise_memory.buffer_blocks >= 1_000_000 // 4096 and 0.99 * budget < 8 * layerwise_bytes <= budget
@@ -248,7 +249,7 @@ def test_this_machine_is_planned_as_the_engine_runs(
         stats = llm.kv_stats()
         assert report["longest_prompt"]["tokens"] == llm.max_model_len
         assert report["memory"]["device_total"] == llm.plan().sizing.memory.device_total
-        assert report["model"]["weight_bytes"] == llm._runner.model.weight_bytes
+        assert report["model"]["weight_bytes"] == parameter_bytes(llm._runner.model)
     assert report["kv_cache"]["device_bytes"] == stats.device_bytes
     assert report["kv_cache"]["host_bytes"] == stats.host_bytes
     for phase in ("prefill", "decode"):
@@ -365,12 +366,12 @@ def test_rates_are_measured_on_any_network(model_dir: Path, ring_slots: int, loa
         assert not rates.link.duplex, "copies of both directions share the cores"
 
 
-def test_a_link_beside_a_computation() -> None:
-    """100 bytes at 10 bytes/s are 10 s of copying, beside 4 s of computing."""
+def test_the_effective_link_during_a_computation() -> None:
+    """100 bytes at 10 bytes/s are 10 s of copying, during 4 s of computing."""
     lone = Link(h2d=10.0, d2h=20.0)
-    assert beside_computing(lone, 100, 4.0, measured=10.0).overlap == 1.0
-    assert beside_computing(lone, 100, 4.0, measured=9.0).overlap == 1.0
-    assert beside_computing(lone, 100, 4.0, measured=12.0).overlap == pytest.approx(0.5)
-    assert beside_computing(lone, 100, 4.0, measured=14.0).overlap == pytest.approx(0.0)
-    slowed = beside_computing(lone, 100, 4.0, measured=24.0)  # 20 s are left for the copies
+    assert link_during_computation(lone, 100, 4.0, measured=10.0).overlap == 1.0
+    assert link_during_computation(lone, 100, 4.0, measured=9.0).overlap == 1.0
+    assert link_during_computation(lone, 100, 4.0, measured=12.0).overlap == pytest.approx(0.5)
+    assert link_during_computation(lone, 100, 4.0, measured=14.0).overlap == pytest.approx(0.0)
+    slowed = link_during_computation(lone, 100, 4.0, measured=24.0)  # 20 s are left for the copies
     assert (slowed.h2d, slowed.d2h, slowed.overlap) == (pytest.approx(5.0), pytest.approx(10.0), 0.0)

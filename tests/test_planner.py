@@ -13,7 +13,7 @@ from checkpoints import FAMILIES, make_checkpoint
 from engines import greedy, offloaded, random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plans import GIB, RATES, sizing_for
+from plans import GIB, RATES, parameter_bytes, sizing_for
 from torch import Tensor
 
 from nanovllm import LLM
@@ -21,6 +21,7 @@ from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.offload_engine import RingUse
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -54,7 +55,7 @@ def test_weight_bytes_are_the_decoders(tmp_path: Path, family: str, tie: bool) -
     make_checkpoint(tmp_path, family, tie=tie, layers=3, vocab=VOCAB, **biases.get(family, {}))
     network = Network.of(load_decoder_spec(tmp_path), "bfloat16")
     decoder = Decoder(network.spec, torch.bfloat16, torch.device("meta"))
-    assert network.weight_bytes == decoder.weight_bytes
+    assert network.weight_bytes == parameter_bytes(decoder)
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -89,34 +90,34 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     with LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm:
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)
-        visits = count_block_reads(llm)
+        block_reads = count_block_reads(llm)
         llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(output_len), use_tqdm=False)
         stats = llm.kv_stats()
         assert stats.transfers == request.prefill_transfers + request.decode_transfers
         assert (stats.device_bytes, stats.host_bytes) == (plan.device_kv_bytes, plan.host_kv_bytes)
-        assert plan.network.weight_bytes == llm._runner.model.weight_bytes
+        assert plan.network.weight_bytes == parameter_bytes(llm._runner.model)
     resident = plan.kv.split.resident_blocks
     chunks = [(s.begin, s.end - s.begin) for s in plan.prefill_steps(prompt_len) if s.num_chunks == 1]
     steps = [*chunks, *((context, 1) for context in range(prompt_len, prompt_len + output_len - 1))]
     seen = sum(plan.network.num_block_reads(BLOCK, resident, *step) for step in steps)
-    assert len(visits) + stats.transfers.cpu_attention_blocks == seen
+    assert len(block_reads) + stats.transfers.cpu_attention_blocks == seen
     assert cpu_attention or not stats.transfers.cpu_attention_blocks
     assert request.layer_by_layer == prompt_len - sum(size for _, size in chunks)
 
 
 def count_block_reads(llm: LLM) -> list[int]:
-    """The slots of all visits from now on."""
-    visits: list[int] = []
+    """The slots of all block reads from now on."""
+    block_reads: list[int] = []
     engine = llm._runner.kv_cache.engine  # type: ignore[attr-defined]
     acquire = engine.acquire
 
     def record(first: RingUse) -> tuple[range, Tensor]:
         slots, blocks = acquire(first)
-        visits.extend(slots)
+        block_reads.extend(slots)
         return slots, blocks
 
     engine.acquire = record
-    return visits
+    return block_reads
 
 
 def test_a_request_without_offload_moves_nothing_and_takes_whole_blocks(model_dir: Path) -> None:
@@ -287,6 +288,8 @@ def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
 
 # ---- time
 
+CHUNK = LayerwisePrefill(100, 140, 40)
+
 
 def step_model(spec: DecoderSpec, resident: int, ring_slots: int, rates: Rates) -> StepModel:
     return StepModel(Network(spec, "float32"), KVPlacement(BLOCK, resident, ring_slots), rates)
@@ -300,18 +303,18 @@ def test_a_prefill_chunk_is_the_longer_of_computing_and_copying(spec: DecoderSpe
     token = network.layout(BLOCK).token_bytes
     h2d, d2h = (100 - 2 * BLOCK) * token, 40 * token
     copying = max(h2d / 1e8, d2h / 5e7)
-    idle = max(0.0, matrices - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
+    stall = max(0.0, matrices - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
     fixed = 1e-3 + LAYERS * 1e-4 + LAYERS * 7 * 1e-5  # blocks 2 to 8
-    chunk = model.prefill_chunk(100, 40, samples=False)
-    assert chunk.seconds == pytest.approx(max(computing, copying + idle) + fixed)
+    chunk = model.prefill(CHUNK, samples=False)
+    assert chunk.seconds == pytest.approx(max(computing, copying + stall) + fixed)
     assert chunk.terms == pytest.approx({COMPUTE: computing, LINK: copying, FIXED: fixed})
-    last = model.prefill_chunk(100, 40, samples=True)
+    last = model.prefill(CHUNK, samples=True)
     assert last.seconds == pytest.approx(chunk.seconds + VOCAB * spec.hidden_size * 4 / 2e9)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("duplex", [True, False])
-def test_a_decode_step_reads_weights_and_cache_beside_the_link(spec: DecoderSpec, overlap: float, duplex: bool) -> None:
+def test_a_decode_step_reads_while_the_link_copies(spec: DecoderSpec, overlap: float, duplex: bool) -> None:
     model = step_model(spec, 2, 4, replace(RATES, link=Link(1e8, 5e7, duplex, overlap)))
     network, token = model.network, model.network.layout(BLOCK).token_bytes
     weights = LAYERS * network.layer_weight_bytes / 1e9
@@ -319,11 +322,11 @@ def test_a_decode_step_reads_weights_and_cache_beside_the_link(spec: DecoderSpec
     ways = ((100 - 2 * BLOCK) * token / 1e8, token / 5e7)
     copying = max(ways) if duplex else sum(ways)
     quiet = weights + (2 * BLOCK + 1) * token / 4e8
-    idle = max(0.0, quiet - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
-    beside = overlap * max(device, copying + idle) + (1 - overlap) * (device + copying)
+    stall = max(0.0, quiet - LAYERS * 4 * BLOCK * token / LAYERS / 1e8)
+    together = overlap * max(device, copying + stall) + (1 - overlap) * (device + copying)
     head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 5 * 1e-5
     step = model.decode(100)
-    assert step.seconds == pytest.approx(beside + head + fixed)
+    assert step.seconds == pytest.approx(together + head + fixed)
     assert step.terms == pytest.approx({DEVICE: device + head, LINK: copying, FIXED: fixed})
     assert step.limit == max(step.terms, key=lambda name: step.terms[name])
 
@@ -334,7 +337,7 @@ def test_the_limit_is_the_resource_that_is_slow(spec: DecoderSpec, slowed: str) 
     slow: dict[str, Any] = {"link": Link(1e3, 1e3)} if slowed == "link" else {slowed: 1e3}
     model = step_model(spec, 2, 4, Rates(**{"head_bandwidth": 1e15, "link": Link(1e15, 1e15), **fast, **slow}))
     name = {"compute": COMPUTE, "link": LINK}.get(slowed, DEVICE)
-    phase = model.prefill_chunk(100, 50, samples=False) if slowed == "compute" else model.decode(100)
+    phase = model.prefill(LayerwisePrefill(100, 150, 50), samples=False) if slowed == "compute" else model.decode(100)
     assert phase.limit == name
 
 
@@ -345,7 +348,7 @@ def test_a_rate_that_is_not_known_is_named_and_costs_nothing_else(spec: DecoderS
         ("weight_bandwidth", False, True), ("head_bandwidth", False, True), ("host_bandwidth", False, False),
     ):  # fmt: skip
         model = step_model(spec, 2, 4, replace(RATES, **{unknown: None}))
-        chunk, step = model.prefill_chunk(100, 40, samples=True), model.decode(100)
+        chunk, step = model.prefill(CHUNK, samples=True), model.decode(100)
         assert chunk.missing == ((unknown,) if prefill else ()) and (chunk.seconds is None) == prefill
         assert step.missing == ((unknown,) if decode else ()) and (step.seconds is None) == decode
         assert model.transfers(100, 40) == known.transfers(100, 40)

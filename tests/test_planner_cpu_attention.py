@@ -1,4 +1,4 @@
-"""The CPU arm in the plan: its share, its time, what it spares the link, and what is said of it."""
+"""CPU attention in the plan: its share, its time, the transfers that it saves, and how it is reported."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from nanovllm.cpu_attention.shares import (
     HostRead,
     LayerLoad,
     blocks_for_cpu_attention,
-    blocks_of_share,
     layer_seconds,
 )
-from nanovllm.kvcache.budget import predict_transfers
+from nanovllm.kvcache.budget import blocks_of_share, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -99,7 +98,7 @@ def test_one_processor_leaves_every_whole_block_where_it_is(spec: DecoderSpec) -
 
 
 @pytest.mark.parametrize("chunk", [7, 33])
-def test_the_engine_leaves_to_the_arm_what_the_plan_says(model_dir: Path, chunk: int) -> None:
+def test_the_engine_leaves_to_the_cpu_what_the_plan_says(model_dir: Path, chunk: int) -> None:
     """Chunks of few tokens share too; what goes layer by layer does not."""
     with LLM(model_dir, **offloaded(BLOCK, 5, 40, max_num_batched_tokens=chunk)) as llm:
         request = llm.plan().request(150, 20)
@@ -116,7 +115,7 @@ def test_the_engine_leaves_to_the_arm_what_the_plan_says(model_dir: Path, chunk:
 
 
 def test_a_decode_step_shares_its_reading_out(spec: DecoderSpec) -> None:
-    """98 tokens on the host, 6 whole blocks and 2 tokens: at twice the link's rate the arm takes two thirds."""
+    """98 tokens on the host, 6 full blocks and 2 tokens: at twice the link's rate the CPU takes two thirds."""
     model = step_model(spec, CPU_ATTENTION_RATES)
     network, token = model.network, model.network.layout(BLOCK).token_bytes
     moved = model.transfers(2 * BLOCK + 98, 1)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 MAX_TOKENS = 48
 ROWS = 512  # of logits at once: all of them would be more than a gigabyte
-TOSS = 1e-3  # two logits nearer than this may change places with the order of a sum
+TOSS = 1e-3  # two logits nearer than this may change order with the order of a sum
 # torch's float32 softmax, which the engine uses, sums 49,152 tokens to a little too little: all log-probabilities come
 # out some 8e-6 too high, which the mean shows.
 MEAN_TOLERANCE, TOKEN_TOLERANCE = 1e-5, 1e-3

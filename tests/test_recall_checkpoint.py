@@ -168,8 +168,8 @@ def test_word_exam_agrees_with_its_tokenizer(tmp_path: Path) -> None:
     exam = WordExam.write(tmp_path, 400, ANSWER_TOKENS, {"chunk": 128, "block": 64})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert sorted(exam.document) == list(range(FIRST_WORD_ID, len(tokenizer)))
-    assert {1, 63, 64, 127, 128, 392} <= set(exam.places)
-    for position, prompt in zip(exam.places, exam.prompts(), strict=True):
+    assert {1, 63, 64, 127, 128, 392} <= set(exam.positions)
+    for position, prompt in zip(exam.positions, exam.prompts(), strict=True):
         assert tokenizer(prompt)["input_ids"] == make_prompt(exam.document, position)
         assert prompt.split()[-1] == exam.question(position)
         assert exam.expected(position) == tokenizer.decode(exam.document[position : position + ANSWER_TOKENS])

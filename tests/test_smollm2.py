@@ -151,7 +151,7 @@ def test_what_pip_cannot_fetch_is_said_in_a_line(
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="exists and is no checkpoint"):
+    with pytest.raises(ModelError, match="exists and is not a checkpoint"):
         package.checkpoint(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

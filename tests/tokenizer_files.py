@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_symbols() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies."""
+    """The printable character that represents each byte in byte-level vocabularies."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

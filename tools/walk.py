@@ -1,4 +1,4 @@
-"""Follow one offloaded decode step of a tiny random model from `LLM._step` to the kernels: `python -m tools.walk`.
+"""Follow one offloaded decode step of a tiny random model from `LLM` to the kernels: `python -m tools.walk`.
 
 Prints the files and Python functions of the package that the step passes, in the order in which it first enters them,
 and the extension functions that these call; then the sizes of the core and of its sides.
@@ -72,15 +72,15 @@ def walk_decode_step(model: Path, *, cpu_attention: bool) -> Walk:
     walk = Walk()
     with LLM(model, cpu_attention=cpu_attention, **ENGINE) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-        llm.engine.add_request("walk", None, params, PROMPT)
-        outputs = llm.engine.step()
-        while not outputs or len(outputs[0].outputs[0].token_ids) < 3:
-            outputs = llm.engine.step()
+        outputs = llm.stream(PROMPT, params)
+        while len(next(outputs).outputs[0].token_ids) < 3:
+            pass
         sys.setprofile(walk)
         try:
-            llm._step()
+            next(outputs)
         finally:
             sys.setprofile(None)
+        outputs.close()
     return walk
 
 

@@ -1,1 +1,1 @@
-"""nanovllm beside the engines that a user would pick instead, in one run: python -m benchmarks.peers."""
+"""nanovllm compared with other engines: python -m benchmarks.peers."""

@@ -1,12 +1,11 @@
-"""nanovllm beside the engines that a user would pick instead: the same random checkpoint on the CPU, in one run.
+"""nanovllm compared with other engines: the same random checkpoint on the CPU, in one run.
 
     python -m benchmarks.peers [--engines nanovllm vllm] [--prompt-lens 512 8192] [--output-dir DIR]
 
 Engines: nanovllm, vLLM's CPU wheel, llama.cpp through llama-cpp-python, Transformers, each in a virtual environment
-that is made under --work-dir on first use. They take turns, one process at a time; prompts above 8192 tokens are
-nanovllm's alone. An engine that cannot be installed or fails is named with its error, and the others go on; the exit
-status is then 1. With nothing else running, defaults take about 40 minutes on two cores, and 15 more to make the
-environments.
+that is created under --work-dir on first use. They take turns, one process at a time. Only nanovllm runs prompts above
+8192 tokens. An engine that fails or cannot be installed is reported with its error, the others continue, and the exit
+status is 1. The defaults take about 40 minutes on two cores without other load, and 15 more to create the environments.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, shape: Shape, checkpoint: Path, workshop: Workshop) -> Findings:
-    """Install, convert, run, and report after each round, so that an interrupted run leaves what it found."""
+    """Install, convert, run, and report after each round, so that an interrupted run keeps its results."""
     findings, gguf = Findings(), None
     pythons = workshop.pythons(args.engines, findings.failures)
     if "llama.cpp" in pythons:
@@ -71,7 +70,7 @@ def plan_of(args: argparse.Namespace, engines: Sequence[str]) -> Plan:
 
 
 def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
-    """Write the tables, which are returned, the figures and the picture."""
+    """Write tables, figures and picture; returns the tables."""
     plan = plan_of(args, args.engines)
     facts = machine_facts("cpu") | {"cores": len(os.sched_getaffinity(0))}
     found, judged = rows(shape, plan, findings), verdicts(shape, plan, findings)
@@ -86,7 +85,8 @@ def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog=NAME, description="nanovllm beside other engines: the same random checkpoint on the CPU.")
+    description = "nanovllm compared with other engines: the same random checkpoint on the CPU."
+    parser = Parser(prog=NAME, description=description)
     add = parser.add_argument
     add("--engines", nargs="+", choices=list(RUNNERS), default=list(RUNNERS), help="which to run (default: all)")
     add("--prompt-lens", type=positive, nargs="+", default=[512, 2048, 8192, 32768], help="tokens")
@@ -107,5 +107,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running engine is ended too
     sys.exit(main())

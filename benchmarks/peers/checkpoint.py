@@ -14,7 +14,7 @@ from benchmarks.shapes import Shape
 
 
 def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
-    """Write `shape` with weights drawn from `seed` to `directory`, unless it already holds just that; returns it."""
+    """Write `shape` with weights drawn from `seed` to `directory`, unless it is there already; returns it."""
     facts = json.dumps(shape.facts() | {"seed": seed, "config": _config(shape)}, sort_keys=True)
     stamp = directory / "facts.json"
     if not (stamp.is_file() and stamp.read_text() == facts):
@@ -30,8 +30,8 @@ def make_checkpoint(shape: Shape, directory: Path, seed: int) -> Path:
 def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     """Every tensor under its Hugging Face name.
 
-    Matrices have variance 1 / columns, so that a normalized input gives outputs of size 1; norm weights are within 0.1
-    of 1 and biases within 0.1 of 0.
+    Matrices have variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights are within 0.1
+    of 1, and biases within 0.1 of 0.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -46,7 +46,7 @@ def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, torch.Size]:
-    """What Transformers, whose format this is, would save for the config."""
+    """The tensors that Transformers would save for the config."""
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
     with torch.device("meta"):
@@ -63,7 +63,7 @@ def _config(shape: Shape) -> dict[str, object]:
 
 
 def vocabulary(size: int) -> list[str]:
-    """Bytes as byte-level BPE writes them, then names: no merges, so every text has a tokenization."""
+    """The bytes of byte-level BPE, then made-up names. Without merges, every text has a tokenization."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
     return alphabet + [f"token{index}" for index in range(len(alphabet), size)]
 

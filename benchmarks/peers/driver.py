@@ -29,7 +29,7 @@ Run = Callable[[str, Job], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. Lengths in tokens."""
+    """The work of all engines. Lengths in tokens."""
 
     engines: Sequence[str]
     prompt_lens: Sequence[int]
@@ -44,10 +44,10 @@ class Plan:
 
 @dataclass
 class Findings:
-    """All that was measured: results by engine and prompt length, None in rounds without one.
+    """Results by engine and prompt length, None in rounds without one.
 
-    A result's "ceiling" is the better of those measured right before and right after it: what memory can do changes
-    twofold from minute to minute on a machine that others use as well.
+    A result's "ceiling" is the better of those measured right before and after it, since the memory bandwidth of a
+    shared machine may change by a factor of two within minutes.
     """
 
     runs: dict[tuple[str, int], list[dict[str, Any] | None]] = field(default_factory=dict)
@@ -56,18 +56,18 @@ class Findings:
 
     @property
     def ceiling(self) -> dict[str, float]:
-        """The best of the whole run."""
+        """The best ceilings of the run."""
         return best(self.ceilings)
 
 
 def best(ceilings: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The highest of each kind, as a ceiling has to be."""
+    """The highest value of each kind."""
     return {name: max(c[name] for c in ceilings) for name in ("matmul_flop_s", "read_bytes_s")}
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Where environments, checkpoint and caches are, and how many threads every engine gets."""
+    """The directory of environments, checkpoint and caches, and the number of threads of every engine."""
 
     work_dir: Path
     torch: Sequence[str]
@@ -98,7 +98,7 @@ class Workshop:
         return lambda engine, job: run_job(engine, pythons[engine], RUNNERS[engine], job, self.work_dir)
 
     def ceilings(self) -> dict[str, float]:
-        """The machine's best, by this interpreter's torch."""
+        """The machine's peak rates, by this interpreter's torch."""
         arguments = command(Path(sys.executable), "benchmarks.peers.run_ceilings")
         return json_of("ceilings", arguments, self.work_dir, self.threads)
 
@@ -126,10 +126,10 @@ def job_of(shape: Shape, checkpoint: Path, gguf: Path | None, plan: Plan, prompt
 def take_turns(
     plan: Plan, jobs: Mapping[int, Job], run: Run, ceilings: Callable[[], dict[str, float]], findings: Findings
 ) -> Iterator[None]:
-    """One process at a time, every second round backwards, ceilings before the first run and after each.
+    """Run one process at a time, in reverse order in every second round, with ceilings before the first and after each.
 
     Yields after each round, with its results in `findings`. An engine that fails at a prompt length is not run with it
-    again, and all else goes on.
+    again.
     """
     findings.ceilings.append(ceilings())
     for round_index in range(plan.repeats):
@@ -146,7 +146,7 @@ def take_turns(
 def one_run(
     engine: str, prompt_len: int, round_index: int, job: Job, run: Run, findings: Findings
 ) -> dict[str, Any] | None:
-    """Run and keep one result, which is returned, or the failure's sentence."""
+    """Run one job; returns and keeps its result, or the failure's message."""
     name, runs = f"{engine} at {prompt_len}", findings.runs.setdefault((engine, prompt_len), [])
     result = None
     if name not in findings.failures:

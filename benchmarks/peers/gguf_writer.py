@@ -1,7 +1,7 @@
-"""A checkpoint in Hugging Face format as GGUF for llama.cpp, without any rounding. Arguments: the checkpoint, the file.
+"""Converts a checkpoint in Hugging Face format to GGUF for llama.cpp, without rounding. Arguments: checkpoint, file.
 
-Runs in llama.cpp's environment: it needs numpy and gguf. Matrices stay in BF16; vectors become F32, which llama.cpp
-computes norms and biases in. Qwen2 and Qwen3 only: their rotary halves lie as llama.cpp wants them, the rows of other
+Runs in llama.cpp's environment and needs numpy and gguf. Matrices stay in BF16. Vectors become F32, in which llama.cpp
+computes norms and biases. Only Qwen2 and Qwen3: their rotary halves have llama.cpp's order, while the rows of other
 families would have to be permuted.
 """
 
@@ -37,7 +37,7 @@ LAYER_NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls the tensor `name`. Raises ValueError for one that it has no name for."""
+    """llama.cpp's name of the tensor `name`. Raises ValueError if there is none."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
     if match and match[2] in LAYER_NAMES:
         return f"blk.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
@@ -86,12 +86,12 @@ def add_vocabulary(writer: Any, tokenizer: dict[str, Any]) -> None:
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(names)
     writer.add_token_types([NORMAL_TOKEN] * len(names))
-    writer.add_token_merges(["a b"])  # a merge that never happens: the list must not be missing
+    writer.add_token_merges(["a b"])  # never applied; the list must not be empty
     writer.add_eos_token_id(0)
 
 
 def write(checkpoint: Path, target: Path) -> None:
-    """Convert `checkpoint`; `target` is there afterwards only if it is complete."""
+    """Convert `checkpoint`. `target` only appears when it is complete."""
     import gguf
     import numpy as np
 

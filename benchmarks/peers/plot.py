@@ -1,4 +1,4 @@
-"""Both speeds over prompt length, with what the ceilings allow drawn in."""
+"""Plots both speeds and their ceilings over the prompt length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.errors import ConfigError
 
 
 def draw(shape: Shape, plan: Plan, findings: Findings, rows: Sequence[Row], path: Path) -> bool:
-    """Write a picture to `path`; returns False, with nothing written, where there is no matplotlib."""
+    """Write a picture to `path`; returns False, without writing, if matplotlib is missing."""
     try:
         pyplot = load_pyplot()
     except ConfigError:

@@ -1,4 +1,4 @@
-"""One engine, one prompt, one process: nothing of an earlier run is in its memory, and its peak memory is its own."""
+"""Runs one engine with one prompt in a new process, so that its peak memory is that of the run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from benchmarks.peers.failure import EngineFailure, last_line
 from benchmarks.peers.runner import Job
 
 RUN_SECONDS = 3600
-# The source tree comes last on the path, so that nanovllm is the one that its environment holds. Runners are modules
-# with a name, since some engines start processes that import them again.
+# The source tree is last on the path, so that nanovllm is imported from its environment. Runners are named modules,
+# since some engines start processes that import them again.
 LAUNCH = """
 import runpy, sys
 sys.path.append(sys.argv.pop(1))
@@ -31,7 +31,7 @@ def command(python: Path, module: str, *arguments: str) -> list[str]:
 
 
 def run_job(engine: str, python: Path, module: str, job: Job, work_dir: Path) -> dict[str, Any]:
-    """What the runner `module` printed for `job`. Raises EngineFailure."""
+    """The result of the runner `module` for `job`. Raises EngineFailure."""
     with tempfile.NamedTemporaryFile("w", suffix=".json", dir=work_dir) as file:
         json.dump(dataclasses.asdict(job), file)
         file.flush()
@@ -63,7 +63,7 @@ def json_of(engine: str, arguments: list[str], work_dir: Path, threads: int) -> 
 
 
 def parse(engine: str, stdout: str) -> dict[str, Any]:
-    """The result among whatever else was printed. Raises EngineFailure where there is none."""
+    """The result in the output. Raises EngineFailure if there is none."""
     lines = stdout.strip().splitlines()
     try:
         result = json.loads(lines[-1]) if lines else None
@@ -75,7 +75,7 @@ def parse(engine: str, stdout: str) -> dict[str, Any]:
 
 
 def variables(python: Path, work_dir: Path, threads: int) -> dict[str, str]:
-    """The environment: as many threads for all, nothing fetched, nothing reported, caches in the work folder."""
+    """Environment variables: the same threads for all, no downloads or telemetry, caches in the work directory."""
     return os.environ | {
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "OMP_NUM_THREADS": str(threads),
@@ -87,7 +87,7 @@ def variables(python: Path, work_dir: Path, threads: int) -> dict[str, str]:
 
 
 def _end_all(process: subprocess.Popen[str]) -> None:
-    """The runner and what it started: the next engine must have the machine to itself."""
+    """End the runner and its children, so that the next engine runs alone."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

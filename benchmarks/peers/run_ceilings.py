@@ -1,7 +1,7 @@
-"""What the machine can do at best, now: torch.mm on squares in the fastest of three dtypes, torch.sum over memory.
+"""The machine's peak rates: torch.mm on square matrices in the fastest of three dtypes, torch.sum over memory.
 
-Without bf16 instructions torch multiplies bf16 at a fifth of the rate of fp32, which is then the ceiling.
-The memory is in no cache.
+Without bf16 instructions, torch multiplies bf16 at a fifth of the rate of fp32, which is then the ceiling. The memory
+is larger than the caches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def matmul_flop_s(size: int = SIZE, rounds: int = ROUNDS) -> float:
-    """Operations per second of the fastest product in the fastest dtype, a multiply-add being two."""
-    small = size // 4  # enough to tell the dtypes apart
+    """Operations per second of the fastest product in the fastest dtype, a multiply-add counts as two."""
+    small = size // 4  # enough to compare the dtypes
     seconds_of = {dtype: _least_seconds(small, dtype, 3) for dtype in DTYPES}
     return 2.0 * size**3 / _least_seconds(size, min(DTYPES, key=lambda dtype: seconds_of[dtype]), rounds)
 

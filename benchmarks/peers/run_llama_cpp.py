@@ -21,7 +21,7 @@ def load(job: Job) -> Loaded:
     llm = llama_cpp.Llama(model_path=job.gguf, verbose=False, **settings)
 
     def generate(prompt: list[int], output_len: int, emit: Emit) -> None:
-        llm.reset()  # or it would look for the prompt's beginning in its cache
+        llm.reset()  # otherwise it searches its cache for a prefix of the prompt
         tokens = llm.generate(prompt, temp=0.0, repeat_penalty=1.0)
         for _ in range(output_len):
             emit(next(tokens))

@@ -1,4 +1,4 @@
-"""Transformers' generate, with the attention and the cache that it chooses by itself."""
+"""Transformers' generate with its default attention and cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.peers.runner import Emit, Job, Loaded, run
 
 
 class _Stream:
-    """What generate hands its tokens to: first the prompt, then one token after the other."""
+    """A streamer for generate, which passes the prompt first and then each token."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
@@ -20,7 +20,7 @@ class _Stream:
         self._seen_prompt = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def load(job: Job) -> Loaded:

@@ -1,4 +1,4 @@
-"""vLLM's offline engine as it comes: its worker is a process of its own, with the OpenMP settings that it wants."""
+"""vLLM's offline engine with its defaults. Its worker is a separate process with its own OpenMP settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def variables(job: Job) -> dict[str, str]:
-    """Read by vLLM when it is imported: a thread on each core that this process may use, room for the prompt's KV."""
+    """Settings that vLLM reads at import: one thread per available core, and memory for the prompt's KV."""
     cores = sorted(os.sched_getaffinity(0))[: job.threads]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

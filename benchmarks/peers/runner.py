@@ -1,7 +1,7 @@
-"""What every engine's runner does: load, warm up, generate once under the clock, print one JSON line.
+"""Shared by the runners of all engines: load, warm up, generate once with timing, print one JSON line.
 
-Runs in the engine's own environment, so it needs nothing but the standard library. A runner module has a function that
-loads the engine and calls `run` with it; what differs between engines stands there and nowhere else.
+Runs in the engine's environment, so it only uses the standard library. A runner module has a function that loads the
+engine and calls `run` with it. Only the runner modules depend on an engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Job:
     warmup: list[int]  # other tokens, so that no cache helps the prompt
     output_len: int
     threads: int
-    kv_bytes: int  # of the whole sequence
+    kv_bytes: int  # of the complete sequence
 
     @property
     def max_len(self) -> int:
@@ -38,20 +38,20 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine, ready. `generate` runs one prompt greedily, past any end token, for so many tokens.
+    """A loaded engine. `generate` runs one prompt greedily for a number of tokens, past any end-of-sequence token.
 
     It calls `emit` with each token as soon as it is known.
     """
 
     version: str
-    settings: dict[str, Any]  # that are not the engine's defaults
+    settings: dict[str, Any]  # that differ from the engine's defaults
     generate: Callable[[list[int], int, Emit], None]
 
 
 def run(load: Callable[[Job], Loaded]) -> None:
-    """The whole of a runner's process: the job's file is the only argument, the result the only line on stdout."""
+    """The main function of a runner. The job's file is the only argument, the result the only line on stdout."""
     result_file = os.fdopen(os.dup(1), "w")  # not inherited by processes that the engine starts
-    os.dup2(2, 1)  # engines print to stdout as they please
+    os.dup2(2, 1)  # engines also print to stdout
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     start = time.perf_counter()
     loaded = load(job)
@@ -72,7 +72,7 @@ def run(load: Callable[[Job], Loaded]) -> None:
 
 
 def timed_tokens(loaded: Loaded, prompt: list[int], output_len: int) -> tuple[list[int], list[float]]:
-    """The tokens, and when each was there, in seconds after the prompt was handed over."""
+    """The tokens, and the time of each in seconds after the prompt was passed."""
     tokens: list[int] = []
     times: list[float] = []
 
@@ -88,9 +88,9 @@ def timed_tokens(loaded: Loaded, prompt: list[int], output_len: int) -> tuple[li
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory that this process and those that it started ever had, added up.
+    """Sum of the peak resident memory of this process and its children.
 
-    Pages of files, such as libraries, count for the largest process only: the others map the same ones.
+    Pages of files, such as libraries, count only for the largest process, since the others map the same ones.
     """
     parents = {path.name: _status(path, "PPid") for path in Path("/proc").iterdir() if path.name.isdecimal()}
     family = {str(os.getpid())}
@@ -102,7 +102,7 @@ def peak_rss_bytes() -> int:
 
 
 def _status(process: Path, name: str) -> int:
-    """A number of /proc/PID/status; 0 where the process has gone or has no such line."""
+    """A number of /proc/PID/status; 0 if the process has exited or has no such line."""
     try:
         match = re.search(rf"^{name}:\s+(\d+)", (process / "status").read_text(), re.MULTILINE)
     except OSError:

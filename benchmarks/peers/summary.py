@@ -1,4 +1,4 @@
-"""From results to figures: medians, shares of the roofline, ratios within rounds, and the bars."""
+"""Figures from results: medians, shares of the roofline, ratios within rounds, and targets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the ceilings allow at one prompt length, in seconds. Linear and attention operations over the matrix rate;
-    weights and KV bytes over the read bandwidth, the KV being that of the middle of the output."""
+    """The least seconds that the ceilings allow at one prompt length: operations over the matrix rate, and bytes of
+    weights and KV, in the middle of the output, over the read bandwidth."""
 
     prefill_s: float
     tpot_s: float
@@ -33,7 +33,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine at one prompt length. Shares are of the roofline's speed by the ceilings beside each run."""
+    """One engine at one prompt length. Shares are of the roofline's speed, by the ceilings of each run."""
 
     engine: str
     prompt_len: int
@@ -42,7 +42,7 @@ class Row:
     peak_rss_bytes: int
     prefill_share: Spread
     decode_share: Spread | None
-    same_tokens: int | None  # how many output tokens, from the first on, are those of nanovllm
+    same_tokens: int | None  # number of leading output tokens that equal those of nanovllm
 
     @property
     def prefill_tok_s(self) -> Spread:
@@ -51,10 +51,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A speed or a memory that nanovllm is to reach. `against`: an engine, "roofline" or "memory".
+    """A target for nanovllm's speed or memory. `against`: an engine, "roofline" or "memory".
 
-    limit: the least that nanovllm's speed over the other's may be; for "memory", the MiB beside weights and KV cache
-    that the peak has to stay below.
+    limit: the least ratio of nanovllm's speed to the other's; for "memory", the MiB besides weights and KV cache below
+    which the peak must stay.
     """
 
     prompt_len: int
@@ -65,7 +65,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a bar. `value` is None where it was not measured, and so is `reached`."""
+    """The outcome of a target. `value` and `reached` are None if it was not measured."""
 
     bar: Bar
     value: Spread | None
@@ -91,7 +91,7 @@ def spread_of(runs: Sequence[dict[str, Any] | None], name: str) -> Spread | None
 
 
 def ratio(findings: Findings, engine: str, prompt_len: int, phase: str) -> Spread | None:
-    """nanovllm's speed over `engine`'s in each round that has both; above 1 nanovllm is faster."""
+    """nanovllm's speed over `engine`'s in each round that has both; above 1, nanovllm is faster."""
     name = "prefill_s" if phase == "prefill" else "tpot_s"
     ours, theirs = (findings.runs.get((e, prompt_len), []) for e in (SUBJECT, engine))
     pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
@@ -99,7 +99,7 @@ def ratio(findings: Findings, engine: str, prompt_len: int, phase: str) -> Sprea
 
 
 def rows(shape: Shape, plan: Plan, findings: Findings) -> list[Row]:
-    """One for each engine and prompt length that gave results, prompt lengths ascending."""
+    """A summary for each engine and prompt length with results, in order of prompt lengths."""
     found = []
     for prompt_len in sorted(plan.prompt_lens):
         for engine in plan.engines:
@@ -135,13 +135,13 @@ def _tokens(findings: Findings, engine: str, prompt_len: int) -> list[int] | Non
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many elements both begin with."""
+    """The length of the common prefix."""
     differing = (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     return next(differing, min(len(left), len(right)))
 
 
 def verdicts(shape: Shape, plan: Plan, findings: Findings) -> list[Verdict]:
-    """Every bar, reached, missed or not measured; medians decide."""
+    """All targets, by medians: reached, missed or not measured."""
     measured = {(row.engine, row.prompt_len): row for row in rows(shape, plan, findings)}
     return [_verdict(bar, shape, plan, findings, measured.get((SUBJECT, bar.prompt_len))) for bar in BARS]
 
@@ -160,5 +160,5 @@ def _verdict(bar: Bar, shape: Shape, plan: Plan, findings: Findings, row: Row | 
 
 
 def memory_beyond(shape: Shape, prompt_len: int, output_len: int, peak_rss_bytes: int) -> int:
-    """Bytes of the peak that are neither weights nor the sequence's KV, which the last token has none of."""
+    """Bytes of the peak that are neither weights nor the sequence's KV. The last token has no KV."""
     return peak_rss_bytes - shape.weight_bytes - (prompt_len + output_len - 1) * shape.kv_token_bytes

@@ -1,4 +1,4 @@
-"""The run as Markdown."""
+"""The results as Markdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def markdown(
     rows: Sequence[Row],
     verdicts: Sequence[Verdict],
 ) -> str:
-    """Everything that a reader wants of the run."""
+    """The complete report."""
     model = shape.facts()
     parts = [
         f"# {model['name']}, {model['num_layers']} layers, {model['dtype']}, random weights, on the CPU\n",
@@ -31,7 +31,7 @@ def markdown(
         " a process of its own; medians, extremes in brackets. Peak memory adds up the processes of an engine.",
         "Ceilings, measured before the first run and after each: torch.mm in its fastest dtype"
         f" {_range(findings, 'matmul_flop_s', '{:,.0f}')} GFLOP/s, torch.sum"
-        f" {_range(findings, 'read_bytes_s', '{:,.1f}')} GB/s. Shares are of the better of the two beside a run; the"
+        f" {_range(findings, 'read_bytes_s', '{:,.1f}')} GB/s. Shares are of the better of the two around a run; the"
         " roofline's own line is the best of all. Same tokens: how many of the output, from the first on, are"
         f" {SUBJECT}'s; with random weights one rounding can turn all that follow.\n",
         _versions(plan, findings),
@@ -44,7 +44,7 @@ def markdown(
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, so that it reads as plain text too."""
+    """A table with columns of equal width, so that it is also readable as plain text."""
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
     rule = ["-" * width for width in widths]
 
@@ -55,7 +55,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def results(shape: Shape, plan: Plan, findings: Findings, rows: Sequence[Row]) -> str:
-    """A line for each engine and prompt length, and one for what the ceilings allow."""
+    """A line for each engine and prompt length, and one for the ceilings."""
     lines: list[list[str]] = []
     for prompt_len in sorted({row.prompt_len for row in rows}):
         lines += [_result(row) for row in rows if row.prompt_len == prompt_len]
@@ -79,7 +79,7 @@ def _result(row: Row) -> list[str]:
 
 
 def ratios(plan: Plan, findings: Findings) -> str:
-    """How much faster nanovllm is than each peer, round by round."""
+    """The ratio of nanovllm's speed to each peer's in each round."""
     lines = []
     for prompt_len in sorted(plan.prompt_lens):
         for engine in plan.engines:
@@ -90,7 +90,7 @@ def ratios(plan: Plan, findings: Findings) -> str:
 
 
 def bars(verdicts: Sequence[Verdict]) -> str:
-    """What was to be reached, and whether it was."""
+    """The targets and whether they were reached."""
     lines = [[bar_name(v.bar), _wanted(v.bar), _value(v), _word(v.reached)] for v in verdicts]
     return table(("bar", "wanted", "measured", "verdict"), lines)
 
@@ -116,7 +116,7 @@ def _value(verdict: Verdict) -> str:
 
 
 def _range(findings: Findings, name: str, form: str) -> str:
-    """From the lowest to the best, in billions."""
+    """The lowest and the highest value, in billions."""
     low, high = (form.format(pick(c[name] for c in findings.ceilings) / 1e9) for pick in (min, max))
     return f"{low} to {high}"
 
@@ -136,7 +136,7 @@ def _versions(plan: Plan, findings: Findings) -> str:
 
 
 def spread(value: Spread | None, form: str) -> str:
-    """The median, and the extremes where they differ from it as printed."""
+    """The median, and the extremes if they differ from it as printed."""
     if value is None:
         return "-"
     median, low, high = (form.format(v) for v in (value.median, value.low, value.high))

@@ -1,7 +1,7 @@
-"""Flags for every engine argument and sampling parameter, made from their fields; names and defaults are vLLM's.
+"""Flags for every engine argument and sampling parameter, derived from the fields of their classes. Names are vLLM's.
 
-What is not given stays out of the result, so that the defaults are the engine's. The engine's seed is `--seed`, as in
-vLLM, and a request's own is `--sampling-seed`.
+A flag that is not given is left out of the result, so that the engine's default applies. The engine's seed is `--seed`,
+as in vLLM, and the seed of a request is `--sampling-seed`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from nanovllm.errors import quoted
 from nanovllm.sampling_params import SamplingParams
 
 ENGINE, SAMPLING = "engine", "sampling"
-NO_ENGINE_FLAGS = ("model",)  # every command has its own --model
+NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
 NO_SAMPLING_FLAGS = ("output_kind",)  # follows from how the answer is shown
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 HELP = {
-    "device": "cpu or cuda; else CUDA where there is one",
+    "device": "cpu or cuda (default: cuda if available)",
     "dtype": "of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's",
     "max_model_len": "longest sequence in tokens; none: what the model's positions and the KV cache allow",
     "max_num_seqs": "sequences in a step",
     "max_num_batched_tokens": "tokens in a step; longer prompts are computed in chunks",
     "kvcache_block_size": "tokens in a KV block",
     "gpu_memory_utilization": "share of the memory that sizing from memory may use",
-    "enable_cpu_offload": "let the KV cache reach into host memory",
-    "batch_invariant": "insist on logits that do not depend on the batch; without it, kernels that may be faster",
-    "cpu_attention": "let the CPU attend to blocks in host memory where they are, in decode steps",
+    "enable_cpu_offload": "extend the KV cache into host memory",
+    "batch_invariant": "require logits that do not depend on the batch; without it, kernels may be faster",
+    "cpu_attention": "let the CPU attend to blocks in host memory in decode steps",
     "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory",
     "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",
-    "enable_prefix_caching": "find computed prefixes again",
+    "enable_prefix_caching": "reuse the KV blocks of prefixes that were computed before",
     "max_logprobs": "most logprobs that a request may ask for; -1: no limit",
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no cap",
     "preemption_mode": "swap or recompute; else swap for requests of several sequences",
-    "swap_space": "GiB of host memory for KV blocks that are swapped out; none: from memory",
+    "swap_space": "GiB of host memory for swapped KV blocks; none: from memory",
     "load_format": "safetensors, or dummy for random weights from a config alone",
     "enforce_eager": "no CUDA graphs",
     "tensor_parallel_size": "only 1 is supported",
@@ -53,7 +53,7 @@ HELP = {
     "repetition_penalty": "divides logits of tokens in prompt and output",
     "temperature": "0 is greedy",
     "top_p": "keep the most likely tokens up to this share",
-    "top_k": "keep so many tokens; 0 and -1: all",
+    "top_k": "keep this many of the most likely tokens; 0 and -1: all",
     "min_p": "drop tokens less likely than this share of the most likely one",
     "use_beam_search": "beam search, n or best_of wide",
     "length_penalty": "of beam search: scores are divided by length ** penalty",
@@ -61,29 +61,36 @@ HELP = {
     "stop": "text that ends the output; repeat it for several",
     "stop_token_ids": "token that ends the output; repeat it for several",
     "include_stop_str_in_output": "keep the stop text",
-    "ignore_eos": "go on past the model's end token",
+    "ignore_eos": "continue after the model's end-of-sequence token",
     "max_tokens": "most tokens to generate; none: up to max_model_len",
-    "min_tokens": "no end before so many tokens",
+    "min_tokens": "generate at least this many tokens",
     "logprobs": "most likely tokens to report at each output position (JSON); -1: all",
     "prompt_logprobs": "the same for the prompt",
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": "added to a token's logit, such as 42=-inf to ban it; repeat it for several",
     "bad_words": "text that is never generated; repeat it for several",
 }
-HELP_OF_SEEDS = {ENGINE: "of requests that have no seed of their own", SAMPLING: "the same for every prompt"}
+HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for every prompt"}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """--model, and a flag for every other engine argument."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint in Hugging Face format")
-    group = parser.add_argument_group("engine", "as LLM takes them; its defaults where not given")
-    _add_flags(group, ENGINE, EngineConfig, NO_ENGINE_FLAGS)
+    add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
+
+
+def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) -> Any:
+    """A flag for each of the engine arguments `names`; returns their group, to add others."""
+    group = parser.add_argument_group("engine", "as in LLM, with its defaults")
+    _add_flags(group, ENGINE, EngineConfig, names)
+    return group
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """A flag for every sampling parameter but those in `leave_out`."""
-    group = parser.add_argument_group("sampling", "as SamplingParams takes them; its defaults where not given")
-    _add_flags(group, SAMPLING, SamplingParams, (*NO_SAMPLING_FLAGS, *leave_out))
+    group = parser.add_argument_group("sampling", "as in SamplingParams, with its defaults")
+    left_out = (*NO_SAMPLING_FLAGS, *leave_out)
+    _add_flags(group, SAMPLING, SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in left_out])
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def checked_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
-    """What LLM would be made with, without making it. Raises ConfigError."""
+    """The configuration that LLM would have, without creating one. Raises ConfigError."""
     return engine_config(args.model, defaults | engine_arguments(args))
 
 
@@ -109,10 +116,10 @@ def flag_name(kind: str, field: str) -> str:
 # ---- from fields to flags
 
 
-def _add_flags(group: Any, kind: str, described: type, leave_out: Collection[str]) -> None:
+def _add_flags(group: Any, kind: str, described: type, names: Collection[str]) -> None:
     hints = typing.get_type_hints(described)
     for field in fields(described):
-        if field.name not in leave_out:
+        if field.name in names:
             group.add_argument(
                 flag_name(kind, field.name),
                 dest=f"{kind}.{field.name}",
@@ -130,7 +137,7 @@ def _help(kind: str, field: Field[Any]) -> str:
 
 
 def _options(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type. Ranges and choices are checked where the engine checks them."""
+    """How argparse reads a value of this type. The engine itself checks ranges and choices."""
     kinds = set(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else {hint}
     origins = {typing.get_origin(kind): kind for kind in kinds}
     if Mapping in origins:
@@ -188,7 +195,7 @@ class _Pairs(argparse.Action):
 
 
 def text_argument(text: str) -> str:
-    """Bytes on the command line that are no UTF-8 arrive as surrogates, which no tokenizer takes."""
+    """Valid text. Bytes that are not UTF-8 arrive as surrogates, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:

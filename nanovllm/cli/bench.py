@@ -1,7 +1,7 @@
-"""`nanovllm bench`: prefill and decode of one engine, apart, over repeated runs.
+"""`nanovllm bench`: prefill and decode rates of one engine over repeated runs.
 
-Random token ids, so a tokenizer is not needed, nor weights with `--load-format dummy`. bench.py in the repository
-measures the same beside the machine's peaks.
+Prompts are random token ids, so no tokenizer is needed, and with `--load-format dummy` no weights. bench.py in the
+repository also measures the machine's peaks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-DEFAULTS = {"enable_prefix_caching": False}  # every run computes everything
+DEFAULTS = {"enable_prefix_caching": False}  # no run reuses the KV of another
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Run:
     """One batch of requests that arrived together; times in seconds, rates in tokens per second.
 
     Prefill lasts from the first request's first step to the last request's first token, decode from the first
-    request's first token to the end. Of several requests that take more than a step, the two overlap.
+    request's first token to the end. The two overlap if several requests need more than one step.
     """
 
     prefill_rate: float
-    decode_rate: float | None  # of tokens after each first; None where there are none
+    decode_rate: float | None  # of all tokens but the first of each request; None if there are none
     ttft: float  # median over the requests
     tpot: float | None
 
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         "bench",
         help=summary,
         description="Measures prefill and decode with random prompts, each prompt length in turn: medians over the "
-        "runs that count, and the extremes beside them. Prefix caching is off unless it is asked for.",
+        "counted runs, and their extremes. Prefix caching is off unless requested.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -77,8 +77,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--prompt-len", type=positive, nargs="+", default=[512, 2048], metavar="N", help="tokens (default: 512 2048)")
     add("--output-len", type=positive, default=32, metavar="N", help="tokens (default: %(default)s)")
     add("--num-prompts", type=positive, default=1, metavar="N", help="requests at once (default: %(default)s)")
-    add("--repeats", type=positive, default=3, metavar="N", help="runs that count (default: %(default)s)")
-    add("--warmup", type=not_negative, default=1, metavar="N", help="runs before (default: %(default)s)")
+    add("--repeats", type=positive, default=3, metavar="N", help="counted runs (default: %(default)s)")
+    add("--warmup", type=not_negative, default=1, metavar="N", help="warm-up runs (default: %(default)s)")
     add("--json", action="store_true", help="all figures as one JSON object")
     add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add_engine_flags(parser)
@@ -86,7 +86,6 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print."""
     checked_config(args, **DEFAULTS)
     from nanovllm.llm import LLM  # with torch, which takes seconds to import
 
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_lengths(args: argparse.Namespace, llm: LLM) -> None:
-    """Before the first run, not after the last but one."""
+    """Check all lengths before the first run."""
     longest = max(args.prompt_len) + args.output_len
     if longest > llm.max_model_len:
         raise ConfigError(
@@ -139,16 +138,13 @@ def _known(value: float | None) -> float:
 
 
 def _summary(args: argparse.Namespace, prompt_len: int, runs: Sequence[Run]) -> dict[str, Any]:
-    summary: dict[str, Any] = {
-        "prompt_len": prompt_len,
-        "output_len": args.output_len,
-        "num_prompts": args.num_prompts,
-    }
+    work = {"prompt_len": prompt_len, "output_len": args.output_len, "num_prompts": args.num_prompts}
+    spreads: dict[str, Any] = {}
     for name in FIGURES:
         values = [value for run in runs if (value := getattr(run, name)) is not None]
         spread = {"median": statistics.median(values), "low": min(values), "high": max(values)} if values else None
-        summary[name] = spread
-    return summary | {"runs": [asdict(run) for run in runs]}
+        spreads[name] = spread
+    return work | spreads | {"runs": [asdict(run) for run in runs]}
 
 
 def _show(summary: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where an error of one request, or of a whole command, becomes a sentence; and where messages go."""
+"""Turns errors of a request or a command into sentences, writes messages, and handles Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, told
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 
 
 class Interrupt:
@@ -61,7 +61,7 @@ class Interrupt:
 
 
 T = TypeVar("T")
-OWN_ERRORS = (ConfigError, EngineError, ModelError, RequestError)  # each is a sentence for the person who reads it
+OWN_ERRORS = (ConfigError, EngineError, ModelError, RequestError)  # their messages are sentences for the user
 LONGEST = 2000  # characters of a sentence
 
 
@@ -74,10 +74,9 @@ class Boundary:
     def attempt(
         self, action: Callable[[], T], passing: tuple[type[Exception], ...] = ()
     ) -> tuple[T | None, str | None]:
-        """What is done for one request: the action's result, or the sentence that says why there is none.
+        """Run an action for one request: returns its result, or a sentence about the error.
 
-        Whatever the request causes is its own error; the others go on. `passing` are errors that are not of the
-        request, and Ctrl-C passes as well.
+        An error affects only its own request. Errors of the types in `passing` and Ctrl-C are raised.
         """
         try:
             return action(), None
@@ -87,31 +86,25 @@ class Boundary:
             return None, self.sentence(error)
 
     def sentence(self, error: BaseException) -> str:
-        """One line about the error, after its traceback if that is wanted."""
+        """One line about the error, which follows its traceback if `verbose`."""
         if self._verbose:
             say("".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, OWN_ERRORS):
-            return one_line(str(error))
+            return one_line(str(error), LONGEST)
         if isinstance(error, OSError):
-            return one_line(told_by_system(error))
+            return one_line(_system_message(error), LONGEST)
         hint = "" if self._verbose else "; --verbose shows where"
-        return one_line(f"unexpected error: {told(error)}{hint}")
+        return one_line(f"unexpected error: {told(error)}{hint}", LONGEST)
 
 
-def told_by_system(error: OSError) -> str:
-    """What the system says, and of which file."""
+def _system_message(error: OSError) -> str:
+    """The system's message and the file that it is about."""
     said = error.strerror or str(error) or type(error).__name__
     return said if error.filename is None else f"{os.fsdecode(error.filename)!r}: {said}"
 
 
-def one_line(text: str) -> str:
-    """The text in one line that can be written in UTF-8, cut where it is longer than anybody reads."""
-    line = " ".join(text[: 2 * LONGEST].split()).encode("utf-8", "backslashreplace").decode()
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
-
-
 def say(text: str, end: str = "\n") -> None:
-    """Write to standard error. A message that cannot be written costs nobody a result."""
+    """Write to standard error. A message that cannot be written is dropped."""
     try:
         print(text, end=end, file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -119,20 +112,20 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Nobody takes what this stream still holds: Python's own flush at exit must not complain about that."""
-    with suppress(OSError, ValueError, AttributeError):  # not a file of the system
+    """Redirect a stream that cannot be written to the null device, so that Python's flush at exit does not fail."""
+    with suppress(OSError, ValueError, AttributeError):  # without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def open_closed_streams() -> None:
-    """Give closed standard streams a file, so that no other file gets their numbers.
+    """Open the null device for closed standard streams, so that no other file gets their descriptors.
 
-    Python has None for such a stream. Standard error becomes one that forgets; the others stay None.
+    sys.stdin and sys.stdout stay None if they were closed. sys.stderr becomes a stream to the null device.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  as long as the process lives
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process exits

@@ -1,7 +1,7 @@
 """`nanovllm COMMAND ...`: each command is a module with `add_parser`, whose parser's `run` returns the exit status.
 
-0: done. 1: something failed while it ran. 2: refused before anything ran. 130: interrupted. 141: nobody reads the
-output any more.
+Exit statuses: 0 success, 1 failure while running, 2 refused before running, 130 interrupted, 141 output closed by its
+reader.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from nanovllm.cli.boundary import Boundary, discard, one_line, open_closed_streams, say
-from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
+from nanovllm.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
+from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, quoted
 
-COMMANDS = {  # each a module beside this one, imported when it is called for: torch takes seconds
+COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
     "chat": "talk to a model in the terminal, about a document if you like",
     "plan": "what fits, what moves and how long it takes, before anything runs",
@@ -31,19 +31,19 @@ OUTPUT_CLOSED = 141
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong argument costs one sentence, without the usage lines before it."""
+    """Reports a wrong argument in one sentence, without usage lines."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message, LONGEST)}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: the command's own, or after one sentence that of what went wrong."""
+    """Run a command; returns the exit status. An error is reported in one sentence."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verbose = "--verbose" in arguments
     open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # results are UTF-8, whatever the terminal's locale
+        sys.stdout.reconfigure(encoding="utf-8")  # results are UTF-8 in every locale
     try:
         with _log_to_stderr(verbose):
             args = _parse(arguments)
@@ -58,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain(arguments, "interrupted", INTERRUPTED)
     except Exception as error:
-        _drop_what_cannot_be_written()
+        _discard_unwritable_output()
         refused = isinstance(error, (ConfigError, ModelError, RequestError))
         return _complain(arguments, f"error: {Boundary(verbose).sentence(error)}", 2 if refused else 1)
 
 
-def _drop_what_cannot_be_written() -> None:
+def _discard_unwritable_output() -> None:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -78,7 +78,7 @@ def _check_stdout(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _log_to_stderr(verbose: bool) -> Iterator[None]:
-    """Warnings as lines on standard error, unless the program that calls `main` logs in a way of its own."""
+    """Log warnings to standard error, unless the calling program has configured logging."""
     logger, handler = logging.getLogger("nanovllm"), logging.StreamHandler()
     handler.setFormatter(_LineFormatter(verbose))
     if logger.hasHandlers():
@@ -92,7 +92,7 @@ def _log_to_stderr(verbose: bool) -> Iterator[None]:
 
 
 class _LineFormatter(logging.Formatter):
-    """Messages as they are; tracebacks only if `verbose`."""
+    """Plain messages, with tracebacks only if `verbose`."""
 
     def __init__(self, verbose: bool) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     known.add_argument("--verbose", action="store_true", help="show the tracebacks of errors")
     args, unknown = parser.parse_known_args(arguments)
     if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
-        args.prompts += unknown  # argparse takes the first ones that stand side by side
+        args.prompts += unknown  # argparse takes only the first consecutive prompts
     elif unknown:
         known.error(f"unknown argument {quoted(unknown[0])}{_nearest(unknown[0], known)}")
     return args
@@ -126,7 +126,7 @@ def _command(arguments: Sequence[str]) -> str | None:
 
 
 def _nearest(word: str, parser: argparse.ArgumentParser) -> str:
-    """A hint at the option that was meant, where there is one."""
+    """A hint at the most similar option, if there is one."""
     options = re.findall(r"--[\w-]+", parser.format_help())
     near = difflib.get_close_matches(word.partition("=")[0][:100], options, n=1)
     return f": did you mean {near[0]}?" if near else f": see {parser.prog} --help"

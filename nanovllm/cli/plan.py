@@ -1,4 +1,4 @@
-"""`nanovllm plan`: what a prompt takes of a machine, before anything runs. Reads a config and no weights."""
+"""`nanovllm plan`: memory, transfers and time of a prompt, predicted from a config without loading weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.cli.arguments import positive
-from nanovllm.config import DTYPES, EngineConfig, engine_config
+from nanovllm.cli.arguments import add_engine_group, engine_arguments, positive
+from nanovllm.config import EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import check_step_fits, layerwise_token_bytes, measure_memory, step_bytes
@@ -33,7 +33,7 @@ from nanovllm.planner.report import plan_json, plan_table
 from nanovllm.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
 
 T = TypeVar("T")
-ENGINE_OPTIONS = (  # that go to the engine under their own names, where they are given
+ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "dtype",
     "kvcache_block_size",
     "max_model_len",
@@ -59,30 +59,17 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--prompt-len", type=positive, help="tokens (default: the longest that fits)")
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
-    _add_engine_options(parser.add_argument_group("engine", "as LLM takes them; its defaults where not given"))
+    add_engine_group(parser, ENGINE_OPTIONS).add_argument(
+        "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: if the prompt needs it"
+    )
     _add_machine_options(
         parser.add_argument_group(
             "machine",
-            "With --gpu-mem, a machine that is not at hand: what is not given is not known. Without it, this machine: "
-            "rates that are not given are measured, in a few seconds.",
+            "With --gpu-mem, the plan is for another machine, and rates that are not given are unknown. Without it, "
+            "the plan is for this machine, and rates that are not given are measured in a few seconds.",
         )
     )
     return parser
-
-
-def _add_engine_options(group: Any) -> None:
-    group.add_argument("--dtype", choices=DTYPES)
-    for name in ("--kvcache-block-size", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs"):
-        group.add_argument(name, type=positive, metavar="N")
-    for name in ("--num-gpu-blocks", "--num-cpu-blocks"):
-        group.add_argument(name, type=int, metavar="N")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
-    group.add_argument(
-        "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: where the prompt needs it"
-    )
-    group.add_argument(
-        "--cpu-attention", action=argparse.BooleanOptionalAction, help="CPU cores share decode (default: they do)"
-    )
 
 
 def _add_machine_options(group: Any) -> None:
@@ -100,7 +87,7 @@ def _add_machine_options(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
     spec = read_decoder_spec(args.model)
-    network = Network.of(spec, args.dtype or "auto")
+    network = Network.of(spec, engine_arguments(args).get("dtype", "auto"))
     if args.gpu_mem is not None:
         plan = _plan(args, network, None)
     elif args.host_mem is not None:
@@ -119,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, network: Network, device: Device | None) -> Plan:
-    """For `device`, which is here, or for the machine that the arguments describe."""
+    """The plan for `device`, or if it is None, for the machine that the arguments describe."""
     sizing = _choose(args, network, device)
     return make_plan(network, sizing, _rates(args, network, sizing, device))
 
@@ -128,10 +115,10 @@ def _plan(args: argparse.Namespace, network: Network, device: Device | None) -> 
 
 
 def _choose(args: argparse.Namespace, network: Network, device: Device | None) -> KVSizing:
-    """With or without offload: as asked for, else with it where the prompt does not fit the device."""
+    """With or without offload: as requested, else with it if the prompt does not fit the device."""
     if args.enable_cpu_offload is not None:
         return _sizing(args, network, device, args.enable_cpu_offload)
-    if args.num_cpu_blocks is not None:
+    if "num_cpu_blocks" in engine_arguments(args):
         return _sizing(args, network, device, offload=True)
     wanted = args.prompt_len + args.output_len if args.prompt_len else network.spec.max_model_len
     resident = _sizing(args, network, device, offload=False)
@@ -143,7 +130,7 @@ def _choose(args: argparse.Namespace, network: Network, device: Device | None) -
 
 
 def _longest(sizing: KVSizing) -> int:
-    """Tokens of the longest sequence; 0 where the engine would be refused."""
+    """Tokens of the longest sequence; 0 if the engine would refuse the configuration."""
     try:
         return sizing.plan().max_model_len
     except ConfigError:
@@ -151,9 +138,9 @@ def _longest(sizing: KVSizing) -> int:
 
 
 def _sizing(args: argparse.Namespace, network: Network, device: Device | None, offload: bool) -> KVSizing:
-    arguments = {name: value for name in ENGINE_OPTIONS if (value := getattr(args, name)) is not None}
+    arguments = engine_arguments(args)
     if not offload and args.enable_cpu_offload is None:
-        arguments.pop("cpu_attention", None)  # it is about offload, should that be needed
+        arguments.pop("cpu_attention", None)  # only applies to offload
     path = Path(args.model)
     config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
@@ -182,7 +169,7 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
 
 
 def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
-    """As it will be once the weights are loaded. One layer on the device stands for all, on the CPU none is needed."""
+    """Memory as it will be after loading the weights. A GPU runs one layer as a sample of all, the CPU needs none."""
     dtype: torch.dtype = getattr(torch, network.dtype)
     remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
     check_fits("the weights take", network.weight_bytes, device.free_memory(), "the device has", remedy)
@@ -195,7 +182,9 @@ def _this_memory(network: Network, config: EngineConfig, device: Device) -> Memo
     with device.compute():
         model = Decoder(spec, dtype, device.torch_device)
         fill_with_random_weights(model, seed=0)
-    return measure_memory(device, model, backend, config, to_load=network.weight_bytes - model.weight_bytes)
+    return measure_memory(
+        device, model, backend, config, to_load=network.weight_bytes - Network(spec, network.dtype).weight_bytes
+    )
 
 
 # ---- rates
@@ -235,7 +224,7 @@ def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
 
 
 def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser of argparse's kind, which passes the sentence on."""
+    """A parser for argparse that keeps the message of a ValueError."""
 
     def parse_option(text: str) -> T:
         try:

@@ -1,6 +1,6 @@
-"""Prompts from arguments, files, JSON lines and standard input, one after the other, however many there are.
+"""Prompts from arguments, files, JSON lines and standard input, read one at a time.
 
-What cannot be read as a prompt becomes an item with an error, so that one bad line of many loses no other.
+A prompt that cannot be read becomes an item with an error, so that a bad line does not affect the others.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MOST_ID_DIGITS = 18
 READ_AHEAD = 64  # prompts
-PATIENCE = 0.002  # seconds that a step waits for a prompt from a pipe, which mostly has more at once
+PATIENCE = 0.002  # seconds to wait for a prompt from a pipe, which often delivers several at once
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where prompts come from: a text, or a file's path (or STDIN) and how it holds prompts."""
+    """A source of prompts. `kind` is TEXT, or the format of the file at path `value` (or STDIN)."""
 
     kind: str
     value: str
@@ -45,15 +45,15 @@ class Source:
 
     @property
     def can_stall(self) -> bool:
-        """Whether reading may wait for somebody to write."""
+        """Whether reading may wait for another process to write."""
         return self.kind != TEXT and (self.is_stdin or not Path(self.value).is_file())
 
 
 @dataclass(slots=True)
 class PromptItem:
-    """One prompt, given in one of three ways, or the reason why there is none.
+    """One prompt in one of three forms, or the error in place of it.
 
-    `params` are sampling parameters; prompts with a `cache_salt` share cached blocks only with others of the same.
+    `params` are sampling parameters. Prompts share cached blocks only with prompts of the same `cache_salt`.
     """
 
     source: str
@@ -70,14 +70,14 @@ class PromptItem:
 
 
 def check_sources(sources: Sequence[Source]) -> None:
-    """Raises ConfigError for what cannot be opened, before a model is loaded for it."""
+    """Raise ConfigError if a source cannot be opened, before a model is loaded."""
     if sum(source.is_stdin for source in sources) > 1:
         raise ConfigError("standard input can be read once only: name - one time")
     if sys.stdin is None and any(source.is_stdin for source in sources):
         raise ConfigError("standard input is closed, and prompts are to be read from it: redirect it from a file")
     for source in sources:
         path = Path(source.value)
-        # A pipe is left alone: opening it to look would take its writer away.
+        # A pipe is not opened here: closing it again would disconnect its writer.
         if source.kind == TEXT or source.is_stdin or (path.exists() and not path.is_file() and not path.is_dir()):
             continue
         try:
@@ -87,12 +87,12 @@ def check_sources(sources: Sequence[Source]) -> None:
 
 
 def count_prompts(sources: Sequence[Source]) -> int | None:
-    """How many there will be; None where that shows only in the reading."""
+    """The number of prompts; None if it is only known after reading them."""
     if any(source.can_stall and source.kind in (LINES, JSONL) for source in sources):
         return None
     try:
         return sum(map(_count, sources))
-    except OSError:  # said where it is read
+    except OSError:  # reported when the source is read
         return None
 
 
@@ -119,7 +119,7 @@ def read_prompts(sources: Sequence[Source], boundary: Boundary) -> Iterator[Prom
 
 
 def _bytes_of(argument: str) -> bytes:
-    """As the system handed them over. Half a character, which only a caller of `main` can give, is no UTF-8 either."""
+    """The bytes of an argument. A lone surrogate, which only a caller of `main` can pass, gives invalid UTF-8."""
     try:
         return os.fsencode(argument)
     except UnicodeEncodeError:
@@ -130,9 +130,9 @@ def _open(source: Source) -> BinaryIO:
     if not source.is_stdin:
         return open(source.value, "rb")
     try:
-        # A file object of its own: Python's is not safe to leave in a thread that waits while the process ends.
+        # A separate file object: sys.stdin is not safe in a thread that still waits when the process exits.
         return open(os.dup(sys.stdin.fileno()), "rb")
-    except (OSError, ValueError):  # standard input is not a file of the system
+    except (OSError, ValueError):  # standard input has no file descriptor
         return sys.stdin.buffer
 
 
@@ -166,10 +166,10 @@ def _parsed(where: str, kind: str, content: bytes) -> PromptItem:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        if "\\u" in text:  # which can spell half a character
+        if "\\u" in text:  # an escape may be a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise RequestError("it spells half a surrogate pair, which is no character") from None
+        raise RequestError("it has an escape for half a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"it is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -205,12 +205,12 @@ def _prompt_error(prompts: Mapping[str, Any]) -> str | None:
 
 
 def _token_id(key: str) -> int | str:
-    """JSON has no numbers for keys."""
+    """The token id of a key: JSON keys are strings."""
     return int(key) if key.isdecimal() and len(key) <= MOST_ID_DIGITS else key
 
 
 def _can_be_written(value: Any) -> bool:
-    """Python reads NaN and infinity, which are no JSON."""
+    """Whether a value can be written as JSON. Python also reads NaN and infinity, which are not JSON."""
     try:
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -222,9 +222,9 @@ def _can_be_written(value: Any) -> bool:
 
 
 class Feed:
-    """Reads prompts in a thread of its own, so that the engine goes on while a pipe has nothing yet.
+    """Reads prompts in a thread, so that the engine continues while a pipe is empty.
 
-    Files never make it wait for long: then what runs together does not depend on how fast they are read.
+    `take` waits for files, so that the batches do not depend on the speed of reading.
     """
 
     def __init__(self, sources: Sequence[Source], boundary: Boundary | None = None) -> None:
@@ -234,7 +234,7 @@ class Feed:
         Thread(target=self._read, args=(sources, boundary or Boundary()), daemon=True, name="prompts").start()
 
     def take(self, wait: bool) -> PromptItem | None:
-        """The next prompt; None at the end, and without `wait` where a pipe has nothing."""
+        """The next prompt; None at the end, and without `wait` also if a pipe is empty."""
         try:
             item = self._queue.get(timeout=PATIENCE if self._can_stall and not wait else None)
         except Empty:

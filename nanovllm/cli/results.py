@@ -25,7 +25,7 @@ def text_result(output: RequestOutput) -> str:
 
 
 def json_result(index: int, item: PromptItem, output: RequestOutput | None, error: str | None) -> str:
-    """One line of strict JSON: what the request gave, or the error."""
+    """One line of strict JSON: the result of the request, or its error."""
     result: dict[str, Any] = {"index": index}
     if item.given_id is not None:
         result["id"] = item.given_id
@@ -54,13 +54,13 @@ def _completion(output: CompletionOutput) -> dict[str, Any]:
 
 
 def _metrics(metrics: RequestMetrics) -> dict[str, Any]:
-    """Durations and counts; points on the monotonic clock mean nothing outside of the process."""
+    """Durations and counts, without points of the monotonic clock, which are meaningless outside of the process."""
     counts = {name: value for name, value in asdict(metrics).items() if not name.endswith("_time")}
     return {name: getattr(metrics, name) for name in METRICS} | counts
 
 
 class InOrder:
-    """Holds what came early until everything before it has come."""
+    """Restores the order of lines: holds each line until all earlier ones have come."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -71,23 +71,23 @@ class InOrder:
         return len(self._held)
 
     def put(self, index: int, line: str) -> Iterator[str]:
-        """What can be written now."""
+        """Add a line; yields the lines that can be written now."""
         self._held[index] = line
         while self._next in self._held:
             yield self._held.pop(self._next)
             self._next += 1
 
     def rest(self) -> Iterator[str]:
-        """What is left, where nothing more will come."""
+        """The remaining lines, when no more will come."""
         for index in sorted(self._held):
             yield self._held.pop(index)
 
 
-# ---- where results go
+# ---- output
 
 
 def check_output(path: str | None, inputs: list[str]) -> None:
-    """Raises ConfigError for a file that cannot be written, before a model is loaded; leaves its content alone."""
+    """Raise ConfigError if the file cannot be written, before a model is loaded. Its content is kept."""
     if path is None:
         return
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -12,8 +11,9 @@ from nanovllm.cpu_attention.shares import Bandwidths
 from nanovllm.device import Device, PitchedCopy
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.host_attention import empty_task
+from nanovllm.ops.timing import attend_once, call_seconds
 
 _PROBE_BYTES = 32 << 20  # of KV: more than most processor caches hold, and quickly read
 _ROUNDS = 3
@@ -59,11 +59,7 @@ def _seconds_of_attention(
     end = blocks * block_size
     table = AttentionMetadata([SequenceMetadata(0, 1, end - 1, 0, end, range(blocks))])
 
-    def attend() -> None:
-        backend.attend(q, pool, table, AttentionState.empty(q), geometry.scale, None)
-        finish()
-
-    return _least_seconds(attend)
+    return _least_seconds(lambda: attend_once(backend, q, pool, [table]), finish)
 
 
 def _seconds_of_round_trip(device: Device, on_device: Tensor, host: Tensor) -> float:
@@ -85,12 +81,6 @@ def _seconds_of_round_trip(device: Device, on_device: Tensor, host: Tensor) -> f
     return _least_seconds(round_trip)
 
 
-def _least_seconds(work: Callable[[], None]) -> float:
+def _least_seconds(work: Callable[[], None], finish: Callable[[], None] = lambda: None) -> float:
     """Seconds of the fastest call, after one call to warm up."""
-    work()
-    times = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return max(min(times), 1e-9)
+    return max(min(call_seconds(work, _ROUNDS, finish)), 1e-9)

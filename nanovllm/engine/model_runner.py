@@ -117,7 +117,7 @@ class ModelRunner:
         return explain_non_finite_logits(self.model)
 
     def _make_kv_cache(self) -> tuple[KVCacheBase, list[ExecutionOrder]]:
-        """The KV cache of the plan's sizes, with the orders beside chunk by chunk that prompts can be prefilled in."""
+        """The KV cache of the plan's sizes, and the execution orders other than `ChunkOrder` that it allows."""
         spec, plan, config, layout = self.spec, self.plan, self.sizing.config, self.sizing.layout
         geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
         device, dtype, backend, num_swap = self.device, self.dtype, self._backend, self.num_swap_blocks

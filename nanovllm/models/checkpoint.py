@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory: which there are, and which tensor is in which."""
+"""The safetensors files of a model directory, and the tensors in each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.model_files import OBJECT, checked_fields, read_json_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_NAME = 255  # bytes, of a file
-MAPPINGS = 2  # of a file at a time: the safetensors library's own and torch's
+MAPPINGS = 2  # of one file at the same time: by the safetensors library and by torch
 QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
 
 
@@ -32,7 +32,7 @@ class StoredTensor:
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
-    """How many names there are, and the first few, for messages: "3: a, b, c"."""
+    """The number of names and the first few of them, for messages: "3: a, b, c"."""
     listed = [name if name.isprintable() and len(name) <= QUOTED else quoted(name) for name in names]
     more = f", and {len(listed) - limit} more" if len(listed) > limit else ""
     return f"{len(listed)}: {', '.join(listed[:limit])}{more}"
@@ -41,8 +41,7 @@ def some_of(names: Iterable[str], limit: int = 5) -> str:
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, by name. Reads headers only.
 
-    Raises ModelError where there are no safetensors, where a file is truncated or damaged, and where the
-    index and the shards do not agree.
+    Raises ModelError if there are no safetensors files, if one is damaged, or if index and shards do not agree.
     """
     if (directory / SINGLE).is_file():
         return _headers(directory / SINGLE)
@@ -57,10 +56,11 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
-    """A safetensors file, mapped, not read. Raises ModelError, naming it, if it is truncated or damaged.
+    """A safetensors file, mapped into memory but not read.
 
-    framework: whose tensors it gives. With "np" the system need not set memory aside for torch's mapping, which is
-    enough for headers. Raises ConfigError where the file cannot be mapped, as where `ulimit -v` leaves no room for it.
+    framework: of the tensors, "pt" or "np". "np" is enough for headers and needs no second mapping by torch. Raises
+    ModelError if the file is truncated or damaged, and ConfigError if it cannot be mapped, for instance under
+    `ulimit -v`.
     """
     left = address_space_left()
     if left is not None:
@@ -117,7 +117,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether a shard may be called so: the name itself leads nowhere else."""
+    """Whether `name` is a plain file name, which leads to no other directory."""
     if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
         return False
     return len(name.encode()) <= MAX_NAME

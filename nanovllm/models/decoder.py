@@ -1,4 +1,4 @@
-"""One decoder for all dense families. It computes on flat batches and leaves attention to the KV cache."""
+"""One decoder for all dense families. It computes on flat batches; the KV cache computes attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear, NamedSlots, WeightSlot, fastest_linear, linear, slot_of
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_layer import few_row_layer
 from nanovllm.ops.row_kernels import place_heads, silu_and_mul
 
-CPU_CHUNK_ROWS = 1024  # 256 to 4,096 are as fast; temporaries grow with it
+CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
 
 
@@ -27,14 +27,14 @@ def row_chunks(rows: int, size: int) -> Iterator[slice]:
 
 
 def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The tensors cut into parts of at most `size` rows, side by side; as they are where one part holds them."""
+    """The tensors cut into parts of at most `size` rows; one part holds the tensors themselves if they are short."""
     if tensors[0].shape[0] <= size:
         return iter((tensors,))
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 class DecoderLayer:
-    """Attention and gated MLP, each behind an RMS norm and added to the residual stream."""
+    """Attention and gated MLP. Each reads RMS-normalized input, and its output is added to the residual stream."""
 
     def __init__(self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
@@ -44,7 +44,7 @@ class DecoderLayer:
         gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.input_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.qkv = Linear(hidden, qkv, bias=spec.qkv_bias, dtype=dtype, device=device)
-        # A row per head, so that q and k are normalized by one call.
+        # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
         self.o = Linear(spec.q_size, {"o_proj": hidden}, bias=spec.o_bias, dtype=dtype, device=device)
@@ -58,24 +58,24 @@ class DecoderLayer:
         self.few_rows = few_row_layer(norms, products, eps, spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
-        """Advance the residual stream x [tokens, hidden] in place; row-wise work goes by `chunk` rows."""
+        """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
         attended = self._attend(x, cos, sin, ctx, chunk)
         for part, attended_part in row_parts(chunk, x, attended):
             self.finish_(part, attended_part)
 
     def finish_(self, x: Tensor, attended: Tensor) -> None:
-        """All that follows attention over rows of x, in place: its projection and the MLP, each added to x."""
+        """Add the output projection of attention, then the MLP, to rows x of the residual stream, in place."""
         if self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.finish_(x, attended)
         else:
             x += self._mlp(x, self.o(attended))
 
     def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The gated MLP's share of the residual stream, after adding attention's to it in place."""
+        """Add attention's output to x in place; return the gated MLP's output, which is still to be added."""
         return self.down(silu_and_mul(self.gate_up(self.post_norm.add_(x, attended))))
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
-        """Attention over x and what the KV cache holds: [tokens, heads * head_dim], before its projection."""
+        """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
         tokens, spec = x.shape[0], self.spec
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
@@ -84,7 +84,7 @@ class DecoderLayer:
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write q, k and v of the rows of x: normalized where the family does, turned to their positions."""
+        """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms."""
         if self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
@@ -92,7 +92,7 @@ class DecoderLayer:
         place_heads(heads, self.qk_norm, self.spec.rms_norm_eps, cos, sin, q, k, v)
 
     def slots(self) -> NamedSlots:
-        """Where each of this layer's checkpoint tensors lands, by name."""
+        """The parameter view of each of this layer's checkpoint tensors, by name."""
         prefix = f"model.layers.{self.index}."
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm.weight)
         yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm.weight)
@@ -124,8 +124,8 @@ class Decoder:
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the final norm: int64 [tokens] -> [tokens, hidden] in the decoder's dtype.
 
-        The KV cache gets contiguous q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim]. Apart
-        from attention a row depends on its own token alone.
+        The KV cache gets contiguous q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim]. Apart from
+        attention, a row depends only on its own token.
         """
         x = self.embed(input_ids)
         cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
@@ -149,31 +149,31 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> float32 [rows, vocab]; for rows that sample a token, never for all."""
+        """hidden [rows, hidden] -> float32 [rows, vocab]. Called only for rows that sample a token."""
         return self.product(hidden, self.lm_head).float()
 
     def use_torch_products(self) -> None:
-        """Let torch compute the products of many rows, whose last bits then depend on the number of rows."""
+        """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
         self.product = fastest_linear
         for layer in self.layers:
             for each in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 each.product = fastest_linear
 
     def slots(self) -> NamedSlots:
-        """Where each checkpoint tensor lands, by its name in the checkpoint. Tied weights appear once."""
-        yield "model.embed_tokens.weight", slot_of(self.embedding)
+        """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""
+        yield EMBEDDING, slot_of(self.embedding)
         for layer in self.layers:
             yield from layer.slots()
         yield "model.norm.weight", slot_of(self.norm.weight)
         if not self.spec.tie_word_embeddings:
-            yield "lm_head.weight", slot_of(self.lm_head)
+            yield LM_HEAD, slot_of(self.lm_head)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters on the device."""
-        return sum(slot.view.nbytes for _, slot in self.slots())
+        """Bytes of all parameters. Tied embeddings count once."""
+        return self.spec.num_weights * self.dtype.itemsize
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Bytes of the parameters of one layer; all have the same shapes."""
-        return sum(slot.view.nbytes for _, slot in self.layers[0].slots())
+        """Bytes of the parameters of one layer; all layers have the same shapes."""
+        return self.spec.layer_weights * self.dtype.itemsize

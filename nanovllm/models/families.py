@@ -1,67 +1,138 @@
-"""The model families that the engine runs: what each says in its config, and the registry of them by architecture."""
+"""The model families: how each one's config becomes a `DecoderSpec`, and the registry of them by architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nanovllm.errors import ModelError
-from nanovllm.models.family import Family, FamilyFacts, windows_by_layer_type
+from nanovllm.errors import ModelError, quoted
+from nanovllm.models.rope_config import rope_spec
+from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+
+ACTIVATIONS = ("silu", "swish")  # two names of one function
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyFacts:
+    """What a family's code decides from its config; see the fields of `DecoderSpec`."""
+
+    sliding_windows: tuple[int | None, ...]
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: its name in config.json, Transformers' model type, and how to read its facts."""
+
+    architecture: str
+    model_type: str
+    facts: Callable[[Any], FamilyFacts]
+
+
+# ---- the families
 
 
 def _qwen3(config: Any) -> FamilyFacts:
-    return FamilyFacts(
-        qk_norm=True,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=False,
-        sliding_windows=windows_by_layer_type(config),
-    )
-
-
-QWEN3 = Family("Qwen3ForCausalLM", "qwen3", _qwen3)
+    bias = config.attention_bias
+    return FamilyFacts(_windows_by_layer_type(config), qk_norm=True, qkv_bias=bias, o_bias=bias)
 
 
 def _qwen2(config: Any) -> FamilyFacts:
-    return FamilyFacts(
-        qk_norm=False,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-        sliding_windows=windows_by_layer_type(config),
-    )
-
-
-QWEN2 = Family("Qwen2ForCausalLM", "qwen2", _qwen2)
+    return FamilyFacts(_windows_by_layer_type(config), qkv_bias=True)
 
 
 def _llama(config: Any) -> FamilyFacts:
-    return FamilyFacts(
-        qk_norm=False,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
-        sliding_windows=(None,) * config.num_hidden_layers,
-    )
-
-
-LLAMA = Family("LlamaForCausalLM", "llama", _llama)
+    bias = config.attention_bias
+    return FamilyFacts((None,) * config.num_hidden_layers, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
 
 
 def _mistral(config: Any) -> FamilyFacts:
     if len(set(getattr(config, "layer_types", None) or ())) > 1:
         raise ModelError("Several layer_types are not supported: a MistralForCausalLM has one window for all.")
-    return FamilyFacts(
-        qk_norm=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        sliding_windows=(config.sliding_window,) * config.num_hidden_layers,
+    return FamilyFacts((config.sliding_window,) * config.num_hidden_layers)
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.architecture: family
+        for family in (
+            Family("Qwen3ForCausalLM", "qwen3", _qwen3),
+            Family("Qwen2ForCausalLM", "qwen2", _qwen2),
+            Family("LlamaForCausalLM", "llama", _llama),
+            Family("MistralForCausalLM", "mistral", _mistral),
+        )
+    }
+)
+
+
+def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
+    """One entry per layer, from `layer_types`, which Transformers derives from use_sliding_window if absent."""
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    unknown = sorted(set(config.layer_types) - set(windows))
+    if unknown:
+        raise ModelError(f"layer_types holds {', '.join(unknown)}; supported: {', '.join(windows)}.")
+    if "sliding_attention" in config.layer_types and config.sliding_window is None:
+        raise ModelError("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set.")
+    return tuple(windows[kind] for kind in config.layer_types)
+
+
+# ---- the fields that all families share
+
+
+def decoder_spec(family: Family, config: Any) -> DecoderSpec:
+    """The network that Transformers' `config` describes. Raises ModelError, which names the field."""
+    if config.hidden_act not in ACTIVATIONS:
+        raise ModelError(
+            f"Activation {quoted(config.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}."
+        )
+    facts = family.facts(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    spec = DecoderSpec(
+        architecture=family.architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        qk_norm=facts.qk_norm,
+        qkv_bias=facts.qkv_bias,
+        o_bias=facts.o_bias,
+        mlp_bias=facts.mlp_bias,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rope=rope_spec(config.rope_parameters, config.max_position_embeddings, head_dim),
+        sliding_windows=facts.sliding_windows,
+        max_position_embeddings=config.max_position_embeddings,
+        dtype=_dtype_name(config),
     )
+    _check_spec(spec)
+    return spec
 
 
-MISTRAL = Family("MistralForCausalLM", "mistral", _mistral)
+def _dtype_name(config: Any) -> str:
+    """The checkpoint's dtype. float32 if the config names none, as in Transformers."""
+    name = "float32" if config.dtype is None else str(config.dtype).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise ModelError(f"The dtype {name} is not supported; supported: {', '.join(DTYPE_NAMES)}.")
+    return name
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({f.architecture: f for f in (QWEN3, QWEN2, LLAMA, MISTRAL)})
+def _check_spec(spec: DecoderSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelError(
+            f"num_attention_heads={spec.num_heads} must be a multiple of num_key_value_heads={spec.num_kv_heads}."
+        )
+    if spec.head_dim % 2 or spec.head_dim < 2:
+        raise ModelError(f"head_dim must be even and above 0, because RoPE turns pairs, but it is {spec.head_dim}.")
+    if len(spec.sliding_windows) != spec.num_layers:
+        raise ModelError(f"layer_types names {len(spec.sliding_windows)} layers of {spec.num_layers}.")
+    for window in spec.sliding_windows:
+        if window is not None and window < 1:
+            raise ModelError(f"sliding_window must be at least 1, but it is {window}.")

@@ -1,7 +1,7 @@
 """Reading a Hugging Face model directory's config: which network it is, and where its sequences end.
 
-Nothing in the directory is trusted. Every field is checked first (`config_fields.py`). Transformers' config class sees
-only fields that were, and gives the family's defaults.
+Nothing in the directory is trusted. Transformers' config class supplies the family's defaults. It sees only fields that
+`config_fields.py` lists, after they were checked.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from transformers import CONFIG_MAPPING
 from nanovllm.errors import ModelError, quoted, told
 from nanovllm.model_files import checked_fields, read_json_object
 from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS
-from nanovllm.models.families import FAMILIES
-from nanovllm.models.family import Family, decoder_spec
+from nanovllm.models.families import FAMILIES, Family, decoder_spec
 from nanovllm.models.rope_config import rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
-# What generation_config.json may recommend, and the sampling parameter that it is.
+# Fields of generation_config.json and the sampling parameters that they set.
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -28,7 +27,7 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-_DTYPES = ("dtype", "torch_dtype")  # under the newer name and the older one
+_DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 
 
 def load_decoder_spec(model_dir: str | Path) -> DecoderSpec:
@@ -41,12 +40,12 @@ def load_decoder_spec(model_dir: str | Path) -> DecoderSpec:
 
 
 def read_decoder_spec(config: str | Path) -> DecoderSpec:
-    """The network that a model directory, or a config file by itself, describes. Raises ModelError as above."""
+    """The network that a model directory or a single config file describes. Raises ModelError as above."""
     return _spec(Path(config)) if Path(config).is_file() else load_decoder_spec(config)
 
 
 def load_model_type(model_dir: str | Path) -> str:
-    """The family's name in Transformers, which says what its tokenizer is. Raises ModelError as above."""
+    """The family's name in Transformers, which selects its tokenizer class. Raises ModelError as above."""
     path = _config_path(Path(model_dir))
     return _family(path, read_json_object(path)).model_type
 
@@ -54,7 +53,7 @@ def load_model_type(model_dir: str | Path) -> str:
 def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
     """Every end-of-sequence id of config.json and generation_config.json, in that order, each once.
 
-    Where neither file has the key, the family's own default holds (Llama and Mistral: 2).
+    If neither file has the key, the family's default applies (Llama and Mistral: 2).
     """
     path = _config_path(Path(model_dir))
     raw, generation = read_json_object(path), _generation_fields(path.parent)
@@ -66,7 +65,7 @@ def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
 
 
 def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
-    """What generation_config.json recommends, under the names of SamplingParams; as vLLM, whatever its do_sample."""
+    """What generation_config.json recommends, under the names of SamplingParams. do_sample is ignored, as in vLLM."""
     recommended = _generation_fields(Path(model_dir))
     return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
 
@@ -122,11 +121,11 @@ def _family(path: Path, raw: dict[str, Any]) -> Family:
 
 
 def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:
-    """Transformers' config with every default filled in. It reads neither files nor RoPE nor the dtype."""
+    """Transformers' config with all defaults, except of RoPE and the dtype, which it does not read."""
     given = {name: value for name, value in fields.items() if name not in _DTYPES}
     try:
         return CONFIG_MAPPING[family.model_type](**given)
-    # Its validators raise many unrelated types, some outside the standard hierarchy.
+    # Its validators raise many unrelated types.
     except Exception as error:
         raise ModelError(f"it is not valid for a {family.architecture}: {told(error)}.") from error
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.config import LOAD_FORMATS
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.spec import DecoderSpec
-from nanovllm.models.tensor_shapes import EMBEDDING, LM_HEAD, tensor_shapes
+from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_linear import use_huge_pages
 
 
 def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
     """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
 
-    Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1; norm
-    weights are within 0.1 of 1 and biases within 0.1 of 0.
+    Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights
+    are within 0.1 of 1, and biases within 0.1 of 0.
     """
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     for name, slot in decoder.slots():
@@ -33,9 +33,8 @@ def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
         slot.write(values.uniform_(centre - 0.1, centre + 0.1, generator=generator))
 
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
 READABLE = ("F64", "F32", "F16", "BF16")
-# Transformers saved these buffers until 4.3x; the config says the same, and it is what is computed from here.
+# Buffers that Transformers saved until 4.3x. They are computed from the config instead.
 BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
@@ -50,10 +49,10 @@ def load_model(
 ) -> Decoder:
     """A decoder with its weights: "auto" and "safetensors" read `model_dir`, "dummy" draws them from `seed`.
 
-    Strict: every tensor of the network must be in the checkpoint in its shape, and nothing else may be. All headers are
-    checked, and the weights held against `free_bytes` of the device where that is given, before anything is allocated;
-    then one tensor at a time goes from the file to its place. Raises ModelError with the names of what is wrong,
-    ConfigError on an unknown load_format and for weights that do not fit.
+    The checkpoint must hold exactly the tensors of the network, in their shapes. All headers are checked before any
+    allocation. Then the tensors are copied one at a time, so that the host never holds a second copy of the weights.
+    free_bytes: free memory of the device in bytes, if known. Raises ModelError, which names the wrong tensors, and
+    ConfigError for an unknown load_format or weights that do not fit.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}.")
@@ -62,7 +61,9 @@ def load_model(
     names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
-        check_fits(f"model={str(model_dir)!r}: its weights take", weight_bytes(spec, dtype), free_bytes, where, remedy)
+        check_fits(
+            f"model={str(model_dir)!r}: its weights take", spec.num_weights * dtype.itemsize, free_bytes, where, remedy
+        )
     decoder = Decoder(spec, dtype, device)
     for _, slot in decoder.slots():
         use_huge_pages(slot.view)
@@ -70,24 +71,19 @@ def load_model(
         fill_with_random_weights(decoder, seed)
         return decoder
     for name, slot in decoder.slots():
-        # Opened anew for each tensor, or the mapped pages would pile up to a second copy of the weights.
+        # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
         with open_file(stored[names[name]].file) as tensors:
             slot.write(tensors.get_tensor(names[name]))
     _check_tied(directory, spec, stored, decoder)
     return decoder
 
 
-def weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Bytes of all weights on the device."""
-    return spec.num_weights * dtype.itemsize
-
-
 def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, str]:
-    """The network's tensors, each with its name in the file. Raises ModelError unless checkpoint and network match."""
-    shapes = dict(tensor_shapes(spec))
+    """The file's name of each of the network's tensors. Raises ModelError unless checkpoint and network match."""
+    shapes = dict(spec.tensor_shapes())
     names = {name: name for name in shapes}
     if spec.tie_word_embeddings and EMBEDDING not in stored and LM_HEAD in stored:
-        names[EMBEDDING] = LM_HEAD  # tools that drop duplicates by alphabet keep the other name of the one tensor
+        names[EMBEDDING] = LM_HEAD  # some tools keep only the alphabetically first name of a tied tensor
     missing = [name for name in names.values() if name not in stored]
     if missing:
         raise ModelError(f"{directory} lacks tensors of a {spec.architecture} ({some_of(missing)}).")
@@ -100,7 +96,7 @@ def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTe
 
 
 def _harmless(name: str, spec: DecoderSpec) -> bool:
-    """Whether a tensor may be there without being used: old buffers, the second name of a tied embedding."""
+    """Whether the checkpoint may hold a tensor that is not used: an old buffer, or a tied output projection."""
     return bool(BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == LM_HEAD)
 
 
@@ -121,7 +117,7 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
 
 
 def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder) -> None:
-    """A tied checkpoint may hold the output projection too, but then it must equal the embedding."""
+    """Raise ModelError if a tied checkpoint holds an output projection that differs from the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
     with open_file(stored[LM_HEAD].file) as tensors:

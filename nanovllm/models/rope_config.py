@@ -13,28 +13,28 @@ from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
 
 
 def rope_parameters(config: Mapping[str, Any], max_position: int, default_theta: float) -> dict[str, Any]:
-    """The RoPE parameters of a parsed config.json, each checked: of `rope_parameters`, or as older configs have them.
+    """The checked RoPE parameters of a parsed config.json: its `rope_parameters`, or the fields of older configs.
 
-    As Transformers reads them: `rope_theta` and others beside the mapping hold where the mapping has none; yarn and
-    llama3 were trained for max_position_embeddings where nothing else is said. Raises ModelError.
+    They are read as Transformers reads them. `rope_theta` and other fields outside of the mapping apply if the mapping
+    lacks them. For yarn and llama3, the trained length defaults to max_position_embeddings. Raises ModelError.
     """
-    beside = checked_fields("RoPE", config, OTHER_FIELDS)
-    mapping = beside.get("rope_scaling") or beside.get("rope_parameters") or {}
-    where = "rope_scaling" if beside.get("rope_scaling") else "rope_parameters"
+    outer = checked_fields("RoPE", config, OTHER_FIELDS)
+    mapping = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
+    where = "rope_scaling" if outer.get("rope_scaling") else "rope_parameters"
     nested = [name for name, value in mapping.items() if isinstance(value, dict)]
     if nested:
         raise ModelError(f"{where}: {quoted(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
     found = {name: value for name, value in checked_fields(where, mapping, ROPE_FIELDS).items() if value is not None}
     found.setdefault("rope_type", found.get("type", "default"))
-    theta = beside.get("rope_theta")
+    theta = outer.get("rope_theta")
     found.setdefault("rope_theta", default_theta if theta is None else theta)
-    if beside.get("partial_rotary_factor") is not None:
-        found.setdefault("partial_rotary_factor", beside["partial_rotary_factor"])
-    if found["rope_type"] == "yarn" and "factor" not in mapping:  # null stands for the lengths' ratio
+    if outer.get("partial_rotary_factor") is not None:
+        found.setdefault("partial_rotary_factor", outer["partial_rotary_factor"])
+    if found["rope_type"] == "yarn" and "factor" not in mapping:  # null means the ratio of the lengths
         raise ModelError(f"{where}: factor is missing, which yarn needs.")
     if found["rope_type"] in ("llama3", "yarn"):
-        if beside.get("original_max_position_embeddings") is not None:
-            found["original_max_position_embeddings"] = beside["original_max_position_embeddings"]
+        if outer.get("original_max_position_embeddings") is not None:
+            found["original_max_position_embeddings"] = outer["original_max_position_embeddings"]
         found.setdefault("original_max_position_embeddings", max_position)
     return found
 
@@ -45,7 +45,7 @@ def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ModelError(
             f"rope_parameters: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; "
-            "these families rotate the whole head."
+            "these families rotate all features of a head."
         )
     theta = _positive(parameters, "rope_theta")
     if kind == "default":
@@ -111,13 +111,13 @@ def _yarn(parameters: Mapping[str, Any], theta: float, max_position: int) -> Rop
 
 
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    """0.1 ln(factor) + 1, from the YaRN paper, unless the config names it, or both of DeepSeek's mscales."""
+    """The config's attention_factor, else DeepSeek's ratio of mscales, else 0.1 ln(factor) + 1 (YaRN paper)."""
     if parameters.get("attention_factor") is not None:
         return _positive(parameters, "attention_factor")
 
-    def grown(mscale: float) -> float:
+    def scaled(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return grown(_positive(parameters, "mscale")) / grown(_positive(parameters, "mscale_all_dim"))
-    return grown(1.0)
+        return scaled(_positive(parameters, "mscale")) / scaled(_positive(parameters, "mscale_all_dim"))
+    return scaled(1.0)

@@ -1,12 +1,19 @@
-"""Everything that tells one dense decoder from another, as plain data."""
+"""Everything that distinguishes one dense decoder from another, as plain data."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from nanovllm.layers.rope_spec import RopeSpec
 
-DTYPE_NAMES = ("float32", "float16", "bfloat16")
+ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
+DTYPE_NAMES = tuple(ITEMSIZES)
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a checkpoint
+
+NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ class DecoderSpec:
     mlp_bias: bool
     tie_word_embeddings: bool
     rope: RopeSpec
-    sliding_windows: tuple[int | None, ...]  # per layer: keys seen, the query's own among them; None: all
+    sliding_windows: tuple[int | None, ...]  # per layer: keys that a query sees, its own included; None: all
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
 
@@ -44,30 +51,61 @@ class DecoderSpec:
 
     @property
     def layer_matrices(self) -> int:
-        """Weights of one layer that every token is multiplied by: q, k, v, o, gate, up and down."""
+        """Number of weights in the matrices of one layer: q, k, v, o, gate, up and down."""
         return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of one layer with its norms, as they lie in memory, and biases."""
-        norms = 2 * self.hidden_size + self.qk_norm * (self.num_heads + self.num_kv_heads) * self.head_dim
-        biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        return self.layer_matrices + norms + biases
+        """Number of weights of one layer in memory, where every head has its own row of the q and k norms."""
+        norm_rows = self.num_heads + self.num_kv_heads
+        copies = self.qk_norm * (norm_rows - 2) * self.head_dim
+        return sum(math.prod(shape) for _, shape in self._layer_shapes("")) + copies
 
     @property
     def num_weights(self) -> int:
-        """All weights; tied embeddings once."""
+        """Number of all weights in memory. Tied embeddings count once."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * self.layer_weights + tables + self.hidden_size
 
+    def tensor_shapes(self) -> NamedShapes:
+        """Name and shape of every checkpoint tensor, known before anything is allocated.
+
+        `Decoder.slots` gives the same names. The output projection appears only if it is not tied.
+        """
+        yield EMBEDDING, (self.vocab_size, self.hidden_size)
+        if not self.tie_word_embeddings:
+            yield LM_HEAD, (self.vocab_size, self.hidden_size)
+        for index in range(self.num_layers):
+            yield from self._layer_shapes(f"model.layers.{index}.")
+        yield "model.norm.weight", (self.hidden_size,)
+
+    def _layer_shapes(self, prefix: str) -> NamedShapes:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        yield f"{prefix}input_layernorm.weight", (hidden,)
+        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", self.q_size, hidden, self.qkv_bias),
+            ("self_attn.k_proj", self.kv_size, hidden, self.qkv_bias),
+            ("self_attn.v_proj", self.kv_size, hidden, self.qkv_bias),
+            ("self_attn.o_proj", hidden, self.q_size, self.o_bias),
+            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
+            ("mlp.up_proj", inner, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+        ):
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if bias:
+                yield f"{prefix}{name}.bias", (rows,)
+        if self.qk_norm:
+            yield f"{prefix}self_attn.q_norm.weight", (self.head_dim,)
+            yield f"{prefix}self_attn.k_norm.weight", (self.head_dim,)
+
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the checkpoint's positions are made for, in tokens.
+        """The longest sequence, in tokens, that the checkpoint's positions support.
 
-        linear and dynamic: `factor` times max_position_embeddings, which Transformers documents as the
-        length that the factor enables. yarn: `factor` times the trained length, as Qwen's model cards have
-        it, unless max_position_embeddings says more. default and llama3: max_position_embeddings.
+        linear and dynamic RoPE: `factor` times max_position_embeddings, as Transformers documents `factor`. yarn:
+        `factor` times the trained length, as in Qwen's model cards, or max_position_embeddings if that is more.
+        default and llama3: max_position_embeddings.
         """
         trained = self.max_position_embeddings
         if self.rope.kind in ("linear", "dynamic"):

@@ -1,4 +1,4 @@
-"""How fast a machine is: measured (`measure.py`) or given. A rate that is neither is None, and never guessed."""
+"""The speed of a machine: measured (`measure.py`) or given. An unknown rate is None and never guessed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nanovllm.kvcache.budget import TransferCount
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link between host and device as a step finds it, in bytes per second each way.
+    """The link between host and device during a step, in bytes per second each way.
 
-    overlap: the share of the shorter of copying and computing that hides behind the longer one. 1 where copy engines
-    work on their own; less where copies take cores and memory bandwidth from the computation, as on the CPU.
+    overlap: the share of the shorter of copying and computing that the longer one hides. 1 with copy engines; less if
+    copies take cores and memory bandwidth from the computation, as on the CPU.
     """
 
     h2d: float
@@ -28,9 +28,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates per second, and what every step costs whatever its size. None: not known."""
+    """Rates per second, and fixed costs of a step in seconds. None: unknown."""
 
-    compute: float | None = None  # operations of projections and MLPs on many rows, what lies between them included
+    compute: float | None = None  # operations of projections and MLPs on many rows, with norms and activations
     attention: float | None = None  # operations of attention on many rows
     weight_bandwidth: float | None = None  # bytes of a layer's weights that a step of few rows reads
     head_bandwidth: float | None = None  # bytes of the output projection

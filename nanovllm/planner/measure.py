@@ -1,7 +1,7 @@
 """Rates of this machine, measured in a few seconds by running parts of the engine on a few layers of the network.
 
-Every figure is a median after a run that does not count. What is measured is what runs: the decoder's own layers, the
-rooms of the KV cache, the ring and its streams, the attention backend.
+The parts are those that the engine runs: the decoder's layers, the KV caches, the ring and its streams, the attention
+backend. Every figure is a median, after a first call that does not count.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,22 +27,23 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
+from nanovllm.ops.timing import attend_once, call_seconds
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
 
-TINY_BLOCK, TINY_BLOCKS = 16, 32  # blocks whose bytes cost nothing: what is left is the cost of a visit
-MOST_BLOCKS = 64  # in the ring's measurement
+TINY_BLOCK, TINY_BLOCKS = 16, 32  # blocks so small that only the fixed cost of a block read counts
+MOST_BLOCKS = 64  # in the measurement of the ring
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeSizes:
-    """How much is run. The bytes are well above what processors cache."""
+    """The sizes of the measurements. The bytes are well above the caches of processors."""
 
     weight_bytes: int = 256 << 20
     kv_bytes: int = 128 << 20
-    keys: int = 8192  # that rows of a prefill attend to
+    keys: int = 8192  # that the rows of a prefill chunk attend to
     rounds: int = 5
     seconds: float = 0.3  # of one figure, after which no further round begins
 
@@ -66,7 +66,7 @@ class Probe:
 
     @property
     def group_slots(self) -> int:
-        """The most host blocks that the engine loads and attends together."""
+        """The most host blocks in a group that the engine loads and attends to together."""
         return DeviceSplit(self.ring_slots, resident_blocks=0).group_slots(self.layout.block_layer_bytes)
 
     @property
@@ -75,28 +75,21 @@ class Probe:
 
     @property
     def rows(self) -> int:
-        """Of a product as a prefill makes them."""
+        """Rows of a matrix product in prefill."""
         return min(self.chunk, self.model.chunk_rows)
 
     def cut(self, num_layers: int) -> Probe:
-        """With its first layers only, which are shared."""
+        """The probe with the first layers only, which both share."""
         return replace(self, model=first_layers(self.model, num_layers))
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Median time of one call."""
-        times: list[float] = []
-        work()
-        self.device.compute_stream.synchronize()
-        while len(times) < self.sizes.rounds and sum(times) < self.sizes.seconds:
-            start = time.perf_counter()
-            work()
-            self.device.compute_stream.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        finish = self.device.compute_stream.synchronize
+        return statistics.median(call_seconds(work, self.sizes.rounds, finish, self.sizes.seconds))
 
 
 def first_layers(model: Decoder, num_layers: int) -> Decoder:
-    """A decoder of the first layers, all of them with full attention, sharing the model's weights."""
+    """A decoder of the model's first layers with full attention. It shares the model's weights."""
     part = copy.copy(model)
     part.layers = model.layers[:num_layers]
     part.spec = replace(model.spec, num_layers=num_layers, sliding_windows=(None,) * num_layers)
@@ -104,12 +97,12 @@ def first_layers(model: Decoder, num_layers: int) -> Decoder:
 
 
 def probe_layers(network: Network, sizes: ProbeSizes) -> int:
-    """So many that their weights are in no cache."""
+    """Number of layers whose weights together exceed the processor's caches."""
     return min(network.spec.num_layers, math.ceil(sizes.weight_bytes / network.layer_weight_bytes))
 
 
 def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: ProbeSizes) -> Decoder:
-    """As much of the network as is measured, with random weights, where there is no checkpoint loaded."""
+    """The measured part of the network with random weights, for use without a loaded checkpoint."""
     network = Network(spec, str(dtype).removeprefix("torch."))
     rows = max(1, sizes.weight_bytes // (spec.hidden_size * network.itemsize))
     layers = probe_layers(network, sizes)
@@ -122,7 +115,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
 
 @torch.inference_mode()
 def measure_rates(probe: Probe) -> Rates:
-    """All rates. `probe.model` may be the whole model: as many of its layers as it takes are used."""
+    """All rates. Only the first layers of `probe.model` are used; see `probe_layers`."""
     with probe.device.compute():
         return _measure(probe.cut(min(len(probe.model.layers), probe_layers(probe.network, probe.sizes))))
 
@@ -135,7 +128,7 @@ def _measure(probe: Probe) -> Rates:
     rates = Rates(
         attention=attention,
         device_bandwidth=device_bandwidth,
-        weight_bandwidth=layers * probe.network.layer_matrices * probe.network.itemsize / weights,
+        weight_bandwidth=layers * probe.network.spec.layer_matrices * probe.network.itemsize / weights,
         head_bandwidth=probe.network.head_bytes / head,
         step_seconds=max(0.0, bare - head),
         layer_seconds=max(0.0, (step - bare - weights) / layers),
@@ -144,17 +137,17 @@ def _measure(probe: Probe) -> Rates:
     return _ring(probe, rates, step) if probe.ring_slots else rates
 
 
-# ---- what the device does
+# ---- the device
 
 
 def _compute(probe: Probe, rates: Rates) -> float:
     """Operations per second of one layer on a chunk's rows, without attention and fixed costs."""
     rows, network = probe.rows, probe.network
-    whole, bare = _resident_step(probe, rows), probe.seconds(lambda: _step(probe.cut(0), None, rows))
+    step, bare = _resident_step(probe, rows), probe.seconds(lambda: _step(probe.cut(0), None, rows))
     assert rates.attention is not None
     others = bare + rates.layer_seconds + network.attention_operations(0, rows) / rates.attention
-    # What noise leaves of a network too small to be measured.
-    return network.matrix_operations(rows) / max(whole - others, whole / 10)
+    # The lower bound is for a network so small that noise exceeds the difference.
+    return network.matrix_operations(rows) / max(step - others, step / 10)
 
 
 def _weights_seconds(probe: Probe) -> tuple[float, float]:
@@ -176,7 +169,7 @@ def _weights_seconds(probe: Probe) -> tuple[float, float]:
 
 
 def _prefill_attention(probe: Probe) -> float:
-    """Operations per second of a chunk's rows on earlier keys, called as the room calls it."""
+    """Operations per second of a chunk's rows on earlier keys, in the groups in which the KV cache attends."""
     keys = max(probe.rows, probe.sizes.keys)
     seconds = _attention_seconds(probe, probe.rows, keys, in_ring_groups=probe.ring_slots > 0)
     return probe.cut(1).network.attention_operations(keys - probe.rows, probe.rows) / seconds
@@ -196,23 +189,17 @@ def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bo
     pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), model.dtype))
     q = torch.randn(rows, model.spec.num_heads, layout.head_dim, device=model.device).to(model.dtype)
 
-    def table(group: Sequence[int]) -> AttentionMetadata:
+    def metadata(group: Sequence[int]) -> AttentionMetadata:
         first = group[0] * layout.block_size
         end = min(keys, first + len(group) * layout.block_size)
         return AttentionMetadata([SequenceMetadata(0, rows, keys - rows, first, end, group)])
 
-    tables = [table(run) for run in (in_groups(blocks, probe.group_slots) if in_ring_groups else [blocks])]
-
-    def attend() -> None:
-        state = AttentionState.empty(q)
-        for part in tables:
-            probe.backend.attend(q, pool, part, state, layout.head_dim**-0.5, None)
-
-    return probe.seconds(attend)
+    groups = [metadata(group) for group in (in_groups(blocks, probe.group_slots) if in_ring_groups else [blocks])]
+    return probe.seconds(lambda: attend_once(probe.backend, q, pool, groups))
 
 
 def _resident_step(probe: Probe, rows: int) -> float:
-    """A step of `rows` first tokens with everything on the device; with one row, the token is chosen."""
+    """A step of `rows` first tokens with all KV on the device. With one row, it samples a token."""
     blocks = -(-rows // probe.block_size)
     if probe.ring_slots:
         kv_cache: KVCacheBase = _offloaded_cache(probe, probe.layout, resident_blocks=blocks, host_blocks=0)
@@ -225,7 +212,7 @@ def _resident_step(probe: Probe, rows: int) -> float:
 def _step(
     probe: Probe, kv_cache: KVCacheBase | None, rows: int, table: Sequence[int] = (), context_len: int = 0
 ) -> None:
-    """A forward pass as the executor makes it. `room` may be missing where there are no layers."""
+    """A forward pass as the model runner makes it. Without layers, `kv_cache` may be None."""
     model = probe.model
     slices = (SequenceMetadata.full(0, rows, context_len, table),)
     if kv_cache is not None:
@@ -239,10 +226,10 @@ def _step(
 
 class _NoKVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        raise AssertionError("there is no layer to attend")
+        raise AssertionError("a model without layers does not attend")
 
 
-# ---- what the ring does
+# ---- the ring
 
 
 def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
@@ -259,18 +246,18 @@ def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
     step = probe.seconds(lambda: _step(probe, kv_cache, 1, range(blocks), context_len))
     assert rates.device_bandwidth is not None
     computing = resident_step + moved / rates.device_bandwidth
-    beside = step - layout.num_layers * blocks * read
+    overlapped = step - layout.num_layers * blocks * read
     duplex = probe.device.torch_device.type != "cpu"
     link = Link(h2d=moved / loads, d2h=moved / stores, duplex=duplex)
-    link = beside_computing(link, moved, computing, beside)
+    link = link_during_computation(link, moved, computing, overlapped)
     return replace(rates, block_read_seconds=read, link=link, host_bandwidth=host)
 
 
-def beside_computing(link: Link, moved: int, computing: float, measured: float) -> Link:
-    """The link as it shows beside a computation: `moved` bytes and `computing` seconds took `measured` seconds.
+def link_during_computation(link: Link, moved: int, computing: float, measured: float) -> Link:
+    """The effective link, if copying `moved` bytes during `computing` seconds of work took `measured` seconds.
 
-    Between hiding all of the shorter one and none of it, `overlap` says how much; beyond that, copies are slower than
-    they are alone.
+    `overlap` is the hidden share of the shorter of the two. If they took longer than one after the other, the overlap
+    is 0 and the link is slower than alone.
     """
     copying = moved / link.h2d
     if measured <= computing + copying:
@@ -281,7 +268,7 @@ def beside_computing(link: Link, moved: int, computing: float, measured: float) 
 
 
 def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
-    """Every block of the host pool through the ring once, and nothing else."""
+    """Load or store every block of the host pool through the ring once."""
     layout, tokens = engine.layout, engine.layout.block_size
     stored = tokens if way == "h2d" else 0
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
@@ -296,7 +283,7 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
 
 
 def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
-    """Attention of one row to all layers of the host pool where it lies, as the CPU arm makes it."""
+    """CPU attention of one row to all layers of the host pool."""
     layout, backend = engine.layout, cpu_attention_backend(engine.device, engine.layout.head_dim)
     keys = engine.num_host_blocks * layout.block_size
     table = AttentionMetadata([SequenceMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
@@ -304,14 +291,13 @@ def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
 
     def attend() -> None:
         for layer in range(layout.num_layers):
-            state = AttentionState.empty(q)
-            backend.attend(q, engine.host[:, layer], table, state, layout.head_dim**-0.5, None)
+            attend_once(backend, q, engine.host[:, layer], [table])
 
     return probe.seconds(attend)
 
 
 def _block_read_seconds(probe: Probe) -> float:
-    """Cost of a visit to a block of next to no bytes."""
+    """Fixed cost of the read of one block."""
     kv_cache = _offloaded_cache(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
     spec, model = probe.model.spec, probe.model
@@ -332,7 +318,7 @@ def _block_read_seconds(probe: Probe) -> float:
 
 def _offloaded_cache(probe: Probe, layout: KVLayout, resident_blocks: int, host_blocks: int) -> OffloadedKVCache:
     split = DeviceSplit(probe.ring_slots, resident_blocks)
-    groups = probe.group_slots  # of the engine, however small the blocks are here
+    groups = probe.group_slots  # as in the engine, though the blocks may be smaller here
     engine = OffloadEngine(probe.device, layout, probe.model.dtype, split, host_blocks, group_slots=groups)
     for memory in (engine.resident, engine.ring, engine.host):
         _written(memory)
@@ -340,7 +326,7 @@ def _offloaded_cache(probe: Probe, layout: KVLayout, resident_blocks: int, host_
 
 
 def _written(memory: Tensor) -> Tensor:
-    """Memory that was never written reads as one page of zeros, out of a cache."""
+    """The memory, filled. Memory that was never written would be read as one cached page of zeros."""
     return memory.copy_(memory[:1].clone().normal_())
 
 

@@ -1,4 +1,4 @@
-"""What a dense decoder weighs and computes, from its config alone. A multiply-add counts as two operations."""
+"""The bytes and operations of a dense decoder, from its config alone. A multiply-add counts as two operations."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from nanovllm.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionModel:
-    """`weight_bytes`: of a layer; `most_tokens`: see `cpu_attention.shares.cpu_attention_query_len`."""
+    """Chooses the CPU's share of attention as the engine does.
+
+    weight_bytes: of a layer. most_tokens: see `cpu_attention.shares.cpu_attention_query_len`.
+    """
 
     rates: Bandwidths
     weight_bytes: int
     most_tokens: int
 
     def use(self, layout: KVLayout, resident_blocks: int, context_len: int, window: int | None) -> CpuAttentionUse:
-        """The share that makes a layer with `context_len` stored tokens shortest, in whole blocks.
+        """The number of blocks, as a share, that makes a layer with `context_len` stored tokens shortest.
 
-        A layer's time is convex in the arm's blocks, so the best count is next to the best share of all bytes, or none.
+        A layer's time is convex in the number of blocks, so the best number is one of the two next to the best share of
+        the bytes, or 0.
         """
         one = replace(layout, num_layers=1)
         host = predict_transfers(one, resident_blocks, context_len, 1, window).h2d_bytes
         seen = 0 if window is None else max(0, context_len - window + 1) // one.block_size * one.block_size
         resident = max(0, min(context_len, resident_blocks * one.block_size) - seen) * one.token_bytes
-        whole = host // one.block_bytes
-        if not whole:
+        num_blocks = host // one.block_bytes
+        if not num_blocks:
             return CpuAttentionUse(0.0, self.most_tokens)
 
         def seconds(blocks: int) -> float:
@@ -42,11 +46,8 @@ class CpuAttentionModel:
             )
 
         best = best_share(host, resident, self.weight_bytes, self.rates) * host / one.block_bytes
-        blocks = min((0, min(whole, math.floor(best)), min(whole, math.ceil(best))), key=seconds)
-        return CpuAttentionUse(blocks / whole, self.most_tokens)
-
-
-ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+        blocks = min((0, min(num_blocks, math.floor(best)), min(num_blocks, math.ceil(best))), key=seconds)
+        return CpuAttentionUse(blocks / num_blocks, self.most_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +78,25 @@ class Network:
     # ---- weights
 
     @property
-    def layer_matrices(self) -> int:
-        """Weights of one layer that every token is multiplied by."""
-        return self.spec.layer_matrices
-
-    @property
     def layer_weight_bytes(self) -> int:
         """One layer with its norms and biases."""
         return self.spec.layer_weights * self.itemsize
 
     @property
     def head_bytes(self) -> int:
-        """The output projection, which a step reads once for the rows that sample a token."""
+        """The output projection, which a step reads once if it samples tokens."""
         return self.spec.vocab_size * self.spec.hidden_size * self.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """All weights as they lie on the device; tied embeddings once."""
+        """All weights on the device. Tied embeddings count once."""
         return self.spec.num_weights * self.itemsize
 
     # ---- a step of one sequence: `query_len` new tokens after `context_len` stored ones
 
     def matrix_operations(self, tokens: int) -> int:
         """Projections and MLPs of all layers."""
-        return 2 * self.layer_matrices * self.spec.num_layers * tokens
+        return 2 * self.spec.layer_matrices * self.spec.num_layers * tokens
 
     def visible_keys(self, context_len: int, query_len: int) -> int:
         """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""
@@ -111,7 +107,7 @@ class Network:
         return 4 * self.spec.q_size * self.visible_keys(context_len, query_len)
 
     def attended_bytes(self, context_len: int, query_len: int) -> int:
-        """K and V that the new rows see, each counted once per layer."""
+        """Bytes of K and V that the new rows see, each counted once per layer."""
         total = context_len + query_len
         tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.sliding_windows)
         return tokens * 2 * self.spec.kv_size * self.itemsize
@@ -124,7 +120,7 @@ class Network:
         query_len: int,
         cpu_attention: CpuAttentionModel | None = None,
     ) -> TransferCount:
-        """`predict_transfers`, each layer with its own window, and with the share of the arm that it makes best."""
+        """`predict_transfers`, with each layer's own window and its best share of CPU attention."""
         total = TransferCount()
         for window, num_layers in Counter(self.spec.sliding_windows).items():
             layout = KVLayout(num_layers, self.spec.num_kv_heads, self.spec.head_dim, block_size, self.itemsize)
@@ -142,5 +138,5 @@ class Network:
 def _keys(context_len: int, query_len: int, window: int | None) -> int:
     """Sum of min(p + 1, window) over positions p of [context_len, context_len + query_len)."""
     end = context_len + query_len
-    full = max(context_len, min(end, window or end))  # positions below it see everything before them
+    full = max(context_len, min(end, window or end))  # positions below it see all earlier positions
     return (full * (full + 1) - context_len * (context_len + 1)) // 2 + (end - full) * (window or 0)

@@ -1,4 +1,4 @@
-"""The plan: what an engine allocates, the longest prompt that fits, and what one prompt takes, moves and lasts."""
+"""The plan: what an engine allocates, the longest prompt that fits, and the memory, copies and time of one prompt."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 from nanovllm.planner.predict import KVPlacement, Prediction, StepModel, total
 
-MAX_DECODE_SAMPLES = 64  # contexts at which the decode rate of a long output is worked out
+MAX_DECODE_SAMPLES = 64  # contexts at which the decode time of a long output is computed
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """One prompt that fits, alone in the engine. `output_len` is cut where the longest sequence ends."""
+    """One prompt that fits, alone in the engine. `output_len` is cut at the longest sequence.
+
+    cpu_attention_bytes: KV that the CPU attends to in a decode step, on average; None if it is unknown.
+    no_cpu_attention: the rates that are missing for it. Transfers and times are then without CPU attention.
+    """
 
     prompt_len: int
     output_len: int
     num_blocks: int
-    kv_bytes: int  # of all tokens that are computed: the last output token is not
-    resident_bytes: int  # of those, what stays on the device; the rest is streamed
+    kv_bytes: int  # of all computed tokens: all but the last output token
+    resident_bytes: int  # of kv_bytes, what stays on the device; the rest is streamed
     prefill_transfers: TransferCount
     decode_transfers: TransferCount  # of all output tokens after the first
     prefill: Prediction
     decode: Prediction  # of one token, on average
-    layer_by_layer: int  # tokens of the prompt that go so
-    cpu_attention_bytes: (
-        float | None
-    )  # of a decode step, on average, that the CPU reads where they lie; None: not known
-    no_cpu_attention: tuple[str, ...]  # the rates that this takes; transfers and times are then those without the CPU
+    layer_by_layer: int  # tokens of the prompt that are prefilled layer by layer
+    cpu_attention_bytes: float | None
+    no_cpu_attention: tuple[str, ...]
 
     @property
     def streamed_bytes(self) -> int:
@@ -68,30 +70,30 @@ class Plan:
 
     @property
     def device_tokens(self) -> int:
-        """Tokens whose KV the device alone holds for good."""
+        """Tokens whose KV stays on the device."""
         return self.kv.split.resident_blocks * self.sizing.layout.block_size
 
     @property
     def cache_tokens(self) -> int:
-        """The longest sequence that both tiers hold."""
+        """The longest sequence that device and host hold together."""
         return longest_sequence(self.kv.num_sequence_blocks, self.sizing.layout.block_size, self.sizing.watermark)
 
     @property
     def longest_limit(self) -> str:
-        """What ends the longest prompt."""
+        """What limits the longest prompt."""
         return self.sizing.longest_limit(self.kv)
 
     @property
     def cpu_attention(self) -> bool:
-        """Whether CPU cores attend to a share of the host blocks."""
+        """Whether the CPU attends to a share of the host blocks."""
         can = self.sizing.memory.tiers_share_memory or can_attend_concurrently(self.sizing.layout.head_dim)
         return can and self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
 
     @property
     def hiding_chunk(self) -> int | None:
-        """Query tokens in a chunk from which on attention to a streamed block takes as long as its copy.
+        """The smallest chunk, in query tokens, for which attention to a streamed block takes as long as its copy.
 
-        4 * q_size operations for each query and key against the bytes of a key and a value.
+        Attention takes 4 * q_size operations for each query and key, the copy the bytes of a key and a value.
         """
         link, attention = self.rates.link, self.rates.attention
         if link is None or attention is None:
@@ -108,7 +110,7 @@ class Plan:
         return self.sizing.changes_for(prompt_len)
 
     def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
-        """Spans and chunks of a lone prompt with nothing cached; see `kvcache.prefill_plan`."""
+        """The prefill steps of a lone prompt with nothing cached; see `kvcache.prefill_plan`."""
         block_size, first = self.sizing.layout.block_size, self.kv.split.resident_blocks
         on_host = range(first, -(-prompt_len // block_size))
         return prefill_steps(on_host, block_size, prompt_len, self.chunk, self.kv.layerwise_memory)
@@ -121,12 +123,6 @@ class Plan:
         model = self._steps()
         computed = prompt_len + output_len - 1
         steps = self.prefill_steps(prompt_len)
-        prefill = [
-            model.prefill_part(step, step.end == prompt_len)
-            if step.num_chunks > 1
-            else model.prefill_chunk(step.begin, step.end - step.begin, step.end == prompt_len)
-            for step in steps
-        ]
         contexts = range(prompt_len, computed)
         decode = [model.transfers(context, 1) for context in contexts or [prompt_len]]
         return RequestPlan(
@@ -137,7 +133,7 @@ class Plan:
             resident_bytes=min(computed, self.device_tokens) * layout.token_bytes,
             prefill_transfers=sum(map(model.prefill_transfers, steps), TransferCount()),
             decode_transfers=sum(decode[: len(contexts)], TransferCount()),
-            prefill=total(prefill),
+            prefill=total([model.prefill(step, step.end == prompt_len) for step in steps]),
             layer_by_layer=sum(step.end - step.begin for step in steps if step.num_chunks > 1),
             decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
             cpu_attention_bytes=None
@@ -159,14 +155,14 @@ class Plan:
 
 
 def _mean_decode(model: StepModel, contexts: range) -> Prediction:
-    """The mean over contexts, taken at evenly spaced ones where there are many: it is all but linear in them."""
+    """The mean over contexts. Evenly spaced samples are enough for many, since time is almost linear in the context."""
     step = -(-len(contexts) // MAX_DECODE_SAMPLES)
     sampled = [model.decode(context) for context in contexts[step // 2 :: step]]
-    whole = total(sampled)
-    if whole.seconds is None:
-        return whole
+    summed = total(sampled)
+    if summed.seconds is None:
+        return summed
     count = len(sampled)
-    return Prediction(whole.seconds / count, {name: seconds / count for name, seconds in whole.terms.items()})
+    return Prediction(summed.seconds / count, {name: seconds / count for name, seconds in summed.terms.items()})
 
 
 def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan:
@@ -175,5 +171,5 @@ def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rat
 
 
 def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:
-    """Raises ConfigError where the engine would be refused."""
+    """Raises ConfigError if the engine would refuse its configuration."""
     return Plan(network, sizing, rates, sizing.plan())

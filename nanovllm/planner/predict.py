@@ -1,19 +1,20 @@
-"""How long a step takes, and which resource it waits for, from sizes and rates. Pure arithmetic.
+"""How long a step takes, and which resource limits it, from sizes and rates. Pure arithmetic.
 
-A layer's work on the device and its copies go on at the same time. With `overlap` o of the link,
+The device computes a layer while the link copies KV. With the link's `overlap` o, the layers take
 
-    beside(device, link) = o * max(device, link + idle) + (1 - o) * (device + link)
+    together(device, link) = o * max(device, link + stall) + (1 - o) * (device + link)
 
-idle: loads run ahead only as far as the ring is deep. While a layer computes what needs no slot, the link fills the
-`ring_slots` slots and then waits, so that max(0, quiet - ring_slots * slot bytes / h2d) of the layer's quiet time is
-lost to it. Not hidden at all are the output projection and the fixed costs:
+stall: loads run ahead of attention only as far as the ring is deep. While a layer computes what needs no ring slot
+("slot-free" work, such as projections), the link fills the `ring_slots` slots and then waits. Each layer thus costs the
+link max(0, slot-free seconds - ring_slots * slot bytes / h2d). The output projection and the fixed costs are not
+overlapped:
 
-    step = beside(device, link) + head + step + layers * layer + visits * visit
+    step = together(device, link) + head + step + layers * layer + block reads * block read
 
-Blocks that the CPU arm attends to take neither link nor device. The arm works beside the device's attention, or in turn
-with it where both are one processor:
+Host blocks that the CPU attends to take neither link nor device. CPU attention runs at the same time as attention on
+the device, or after it if both are one processor:
 
-    device = products + max(attention, arm), or products + attention + arm
+    device = products + max(attention, CPU attention), or products + attention + CPU attention
 """
 
 from __future__ import annotations
@@ -38,37 +39,41 @@ COMPUTE, DEVICE, HOST, LINK, FIXED = (
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a phase takes. Where a rate is missing that it depends on, `seconds` and `limit` are None."""
+    """The time of a phase. `seconds` and `limit` are None if a rate that they depend on is missing."""
 
     seconds: float | None = None
     terms: dict[str, float] = field(default_factory=dict)  # seconds by resource, overlapped or not, where known
-    missing: tuple[str, ...] = ()  # rates that are not known, as fields of Rates
+    missing: tuple[str, ...] = ()  # unknown rates, as fields of Rates
 
     @property
     def limit(self) -> str | None:
-        """The resource that works longest."""
+        """The resource that is busy longest."""
         return max(self.terms, key=lambda name: self.terms[name]) if self.seconds is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlacement:
-    """Where a lone sequence's blocks are: the first `resident_blocks` on the device, the others behind the ring."""
+    """The blocks of a lone sequence: the first `resident_blocks` are on the device, the others stream through the ring.
+
+    cpu_attention: the CPU attends to a share of the others. one_processor: device and host are the same cores and
+    memory.
+    """
 
     block_size: int
     resident_blocks: int
     ring_slots: int
-    cpu_attention: bool = False  # the CPU arm attends to a share of the latter
-    one_processor: bool = False  # device and host are the same cores and memory
+    cpu_attention: bool = False
+    one_processor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Seconds that a step takes on the device, and on the CPU arm."""
+    """Seconds of a step's work on the device and on the CPU."""
 
-    resource: str  # that the device waits for
+    resource: str  # that limits the device
     products: float
     attention: float
-    quiet: float  # of both, in which no ring slot is needed
+    slot_free: float  # of both, work that needs no ring slot
     head: float  # the output projection, after the layers
     cpu: float = 0.0
 
@@ -87,7 +92,7 @@ class StepModel:
 
     @property
     def no_cpu_attention(self) -> tuple[str, ...]:
-        """Rates without which the arm's share is not known. Transfers and times are then those without the arm."""
+        """Missing rates without which the CPU's share is unknown. Predictions are then without CPU attention."""
         if not self.placement.cpu_attention or self.placement.one_processor:
             return ()
         names = ("link", "host_bandwidth", "device_bandwidth")
@@ -100,56 +105,42 @@ class StepModel:
         )
 
     def prefill_transfers(self, step: LayerwisePrefill) -> TransferCount:
-        """Of one of `Plan.prefill_steps`. The arm has no part in what goes layer by layer."""
+        """Of one of `Plan.prefill_steps`. The CPU attends to nothing of a layer-by-layer prefill."""
+        placement, query_len = self.placement, step.end - step.begin
         if step.num_chunks == 1:
-            return self.transfers(step.begin, step.end - step.begin)
-        placement = self.placement
-        return self.network.transfers(
-            placement.block_size, placement.resident_blocks, step.begin, step.end - step.begin
-        )
+            return self.transfers(step.begin, query_len)
+        return self.network.transfers(placement.block_size, placement.resident_blocks, step.begin, query_len)
 
-    def prefill_chunk(self, context_len: int, query_len: int, samples: bool) -> Prediction:
-        """A chunk of the prompt; `samples`: the last one, after which the first token is due.
+    def prefill(self, step: LayerwisePrefill, samples: bool) -> Prediction:
+        """A chunk of the prompt, or several chunks layer by layer. `samples`: the first token follows.
 
-        device = max(operations / compute, weights / weight bandwidth) + attention operations / attention.
+        device = max(operations / compute, weights / weight bandwidth) + attention operations / attention. In
+        layer-by-layer prefill, the layer buffer holds a layer's KV, so that the link never waits for a ring slot.
         """
-        moved = self.transfers(context_len, query_len)
+        query_len, moved = step.end - step.begin, self.prefill_transfers(step)
         missing = self._missing(moved, "compute", "attention")
         net, rates = self.network, self.rates
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
-        products = self._matrix_seconds(query_len, rates.compute)
-        operations, cpu = net.attention_operations(context_len, query_len), 0.0
-        if not self.placement.one_processor:  # there the arm's operations take the same cores
-            cpu_attention_keys = moved.cpu_attention_bytes // (2 * net.spec.kv_size * net.itemsize)
-            operations = max(0, operations - 4 * net.spec.q_size * query_len * cpu_attention_keys)
+        lengths = [len(step.positions(chunk)) for chunk in range(step.num_chunks)]
+        products = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
+        operations, cpu = net.attention_operations(step.begin, query_len), 0.0
+        if not self.placement.one_processor:  # on one processor, CPU attention takes the same operations
+            cpu_keys = moved.cpu_attention_bytes // (2 * net.spec.kv_size * net.itemsize)
+            operations = max(0, operations - 4 * net.spec.q_size * query_len * cpu_keys)
             cpu = self._cpu_attention_seconds(moved)
-        # Attention to resident blocks needs no slot either, but next to a chunk's products it is short.
-        head = self._head_seconds(samples)
-        work = StepWork(COMPUTE, products, operations / rates.attention, quiet=products, head=head, cpu=cpu)
-        return self._step(work, moved, context_len, query_len)
-
-    def prefill_part(self, layerwise: LayerwisePrefill, samples: bool) -> Prediction:
-        """A part of the prompt that goes layer by layer: the work of all its chunks, beside the copies of one step.
-
-        The layer buffer holds all that a layer needs, so that the link never waits for a slot.
-        """
-        query_len, moved = layerwise.end - layerwise.begin, self.prefill_transfers(layerwise)
-        missing = self._missing(moved, "compute", "attention")
-        rates = self.rates
-        if rates.compute is None or rates.attention is None or missing:
-            return Prediction(missing=missing)
-        lengths = [len(layerwise.positions(unit)) for unit in range(layerwise.num_chunks)]
-        matrices = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
-        attention = self.network.attention_operations(layerwise.begin, query_len) / rates.attention
-        work = StepWork(COMPUTE, matrices, attention, quiet=0.0, head=self._head_seconds(samples))
-        return self._step(work, moved, layerwise.begin, query_len, steps=layerwise.num_chunks)
+        # Attention to resident blocks needs no slot either, but is short compared with a chunk's products.
+        slot_free = products if step.num_chunks == 1 else 0.0
+        work = StepWork(
+            COMPUTE, products, operations / rates.attention, slot_free, head=self._head_seconds(samples), cpu=cpu
+        )
+        return self._step(work, moved, step.begin, query_len, steps=step.num_chunks)
 
     def decode(self, context_len: int) -> Prediction:
         """One token after `context_len` stored ones.
 
-        products = weights / weight bandwidth, attention = KV bytes / device bandwidth, streamed bytes being attended
-        too, and arm = its bytes / host bandwidth.
+        products = weights / weight bandwidth, attention = KV bytes that the device attends to, resident or streamed,
+        / device bandwidth, and CPU attention = its bytes / host bandwidth.
         """
         moved = self.transfers(context_len, 1)
         missing = self._missing(moved, "weight_bandwidth", "head_bandwidth", "device_bandwidth")
@@ -164,7 +155,7 @@ class StepModel:
             DEVICE,
             products=weights,
             attention=on_device / rates.device_bandwidth,
-            quiet=weights + resident / rates.device_bandwidth,
+            slot_free=weights + resident / rates.device_bandwidth,
             head=net.head_bytes / rates.head_bandwidth,
             cpu=self._cpu_attention_seconds(moved),
         )
@@ -186,9 +177,9 @@ class StepModel:
     def _cpu_attention_seconds(self, moved: TransferCount) -> float:
         if not moved.cpu_attention_bytes:
             return 0.0
-        # One processor reads all memory at one rate, so either measurement of it will do.
+        # One processor reads all memory at one rate, so either measurement serves.
         rate = self.rates.host_bandwidth or self.rates.device_bandwidth
-        assert rate is not None, "the arm takes nothing before its rate is known"
+        assert rate is not None, "CPU attention is only predicted with known rates"
         return moved.cpu_attention_bytes / rate
 
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
@@ -203,7 +194,7 @@ class StepModel:
     def _step(
         self, work: StepWork, moved: TransferCount, context_len: int, query_len: int, steps: int = 1
     ) -> Prediction:
-        """The work of device and arm beside the copies, and what nothing hides."""
+        """The formula for a step in the module's docstring."""
         net, placement, rates = self.network, self.placement, self.rates
         num_layers = net.spec.num_layers
         block_reads = (
@@ -218,10 +209,10 @@ class StepModel:
             return Prediction(layers + work.head + fixed, terms)
         copying = terms[LINK] = link.seconds(moved)
         ahead = placement.ring_slots * net.layout(placement.block_size).block_layer_bytes / link.h2d
-        idle = num_layers * max(0.0, work.quiet / num_layers - ahead)
-        hidden, in_turn = max(layers, copying + idle), layers + copying
-        beside = link.overlap * hidden + (1 - link.overlap) * in_turn
-        return Prediction(beside + work.head + fixed, terms)
+        stall = num_layers * max(0.0, work.slot_free / num_layers - ahead)
+        overlapped, in_turn = max(layers, copying + stall), layers + copying
+        together = link.overlap * overlapped + (1 - link.overlap) * in_turn
+        return Prediction(together + work.head + fixed, terms)
 
     def _missing(self, moved: TransferCount, *needed: str) -> tuple[str, ...]:
         names = [*needed, "link"] if moved else needed
@@ -229,7 +220,7 @@ class StepModel:
 
 
 def total(parts: Sequence[Prediction]) -> Prediction:
-    """Steps one after the other."""
+    """The sum of consecutive steps."""
     missing = tuple(dict.fromkeys(name for part in parts for name in part.missing))
     if missing:
         return Prediction(missing=missing)

@@ -1,4 +1,4 @@
-"""A plan for people, for programs and for the log."""
+"""A plan as a table, as JSON and as lines for the log."""
 
 from __future__ import annotations
 
@@ -10,27 +10,19 @@ from nanovllm.planner.plan import Plan, RequestPlan
 from nanovllm.planner.predict import Prediction
 from nanovllm.planner.units import show_bytes, show_rate, show_seconds
 
-RATE_OPTIONS = {  # what gives a rate for a machine that is not at hand
-    "compute": "--compute",
-    "attention": "--compute",
-    "weight_bandwidth": "--device-bandwidth",
-    "head_bandwidth": "--device-bandwidth",
-    "device_bandwidth": "--device-bandwidth",
-    "host_bandwidth": "--host-bandwidth",
-    "link": "--link",
-}
-RATE_UNITS = {
-    "compute": "FLOPS",
-    "attention": "FLOPS",
-    "weight_bandwidth": "B/s",
-    "head_bandwidth": "B/s",
-    "device_bandwidth": "B/s",
-    "host_bandwidth": "B/s",
+RATES = {  # option of the command line, and unit
+    "compute": ("--compute", "FLOPS"),
+    "attention": ("--compute", "FLOPS"),
+    "weight_bandwidth": ("--device-bandwidth", "B/s"),
+    "head_bandwidth": ("--device-bandwidth", "B/s"),
+    "device_bandwidth": ("--device-bandwidth", "B/s"),
+    "host_bandwidth": ("--host-bandwidth", "B/s"),
+    "link": ("--link", "B/s"),
 }
 
 
 def engine_arguments(plan: Plan) -> dict[str, Any]:
-    """What `LLM` takes to be as planned, sizes from memory in numbers."""
+    """Arguments for `LLM` that reproduce the plan, with sizes from memory as numbers."""
     config = plan.sizing.config
     arguments = {
         "dtype": plan.network.dtype,
@@ -45,11 +37,11 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
     return arguments
 
 
-# ---- for programs
+# ---- JSON
 
 
 def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
-    """Everything in bytes, tokens, seconds and rates per second; null for what is not known or does not fit."""
+    """In bytes, tokens, seconds and rates per second; null for what is unknown or does not fit."""
     spec, memory, kv = plan.network.spec, plan.sizing.memory, plan.kv
     fits = plan.fits(prompt_len)
     return {
@@ -112,7 +104,7 @@ def _phase_json(phase: Prediction, tokens: int) -> dict[str, Any]:
     }
 
 
-# ---- for people
+# ---- text
 
 
 def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
@@ -134,7 +126,7 @@ def _row(label: str, value: str, note: str = "") -> str:
 def _memory(plan: Plan) -> list[str]:
     memory, kv, layout = plan.sizing.memory, plan.kv, plan.sizing.layout
     rows = [
-        _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free beside the weights"),
+        _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free besides the weights"),
         _row("weights", show_bytes(plan.network.weight_bytes)),
     ]
     if memory.activation_peak:
@@ -154,18 +146,21 @@ def _memory(plan: Plan) -> list[str]:
 
 def _rates(plan: Plan) -> list[str]:
     rows = []
-    for name, unit in RATE_UNITS.items():
+    for name, (option, unit) in RATES.items():
+        if name == "link":
+            continue
         rate = getattr(plan.rates, name)
         shown = "not given" if rate is None else show_rate(rate, unit)
         needed = rate is None and (name != "host_bandwidth" or plan.cpu_attention)
-        rows.append(_row(name.replace("_", " "), shown, f"({RATE_OPTIONS[name]})" if needed else ""))
+        rows.append(_row(name.replace("_", " "), shown, f"({option})" if needed else ""))
     link = plan.rates.link
     if link is None:
-        rows.append(_row("link", "not given", f"({RATE_OPTIONS['link']})" if plan.kv.num_cpu_blocks else ""))
+        rows.append(_row("link", "not given", "(--link)" if plan.kv.num_cpu_blocks else ""))
     else:
         note = f"back {show_rate(link.d2h, 'B/s')}; {link.overlap:.0%} of the shorter hides behind the longer"
         rows.append(_row("link", show_rate(link.h2d, "B/s"), note))
-    fixed = {"step": plan.rates.step_seconds, "layer": plan.rates.layer_seconds, "visit": plan.rates.block_read_seconds}
+    rates = plan.rates
+    fixed = {"step": rates.step_seconds, "layer": rates.layer_seconds, "block read": rates.block_read_seconds}
     each = ", ".join(f"{show_seconds(seconds)} a {name}" for name, seconds in fixed.items())
     return [*rows, _row("fixed costs", "", each if any(fixed.values()) else "not given: speeds are upper bounds")]
 
@@ -183,22 +178,20 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
     ]
     if request.layer_by_layer:
         rows.append(_row("goes layer by layer", f"{request.layer_by_layer:,}", "tokens of the prompt"))
-    prefill, decode = request.prefill, request.decode
-    if prefill.seconds is not None:
-        rate = f"{request.prompt_len / prefill.seconds:,.1f} tok/s"
-        rows.append(_row("prefill", show_seconds(prefill.seconds), f"{rate}; {_limit(prefill)}"))
-    else:
-        rows.append(_row("prefill", "not known", _missing(prefill)))
-    if decode.seconds is not None:
-        note = f"{show_seconds(decode.seconds)} a token; {_limit(decode)}"
-        rows.append(_row("decode", f"{1 / decode.seconds:,.1f} tok/s", note))
-    else:
-        rows.append(_row("decode", "not known", _missing(decode)))
+    for name, phase in (("prefill", request.prefill), ("decode", request.decode)):
+        if phase.seconds is None:
+            rows.append(_row(name, "not known", f"not given: {_options(phase.missing)}"))
+        elif name == "prefill":
+            rate = f"{request.prompt_len / phase.seconds:,.1f} tok/s"
+            rows.append(_row(name, show_seconds(phase.seconds), f"{rate}; {_limit(phase)}"))
+        else:
+            note = f"{show_seconds(phase.seconds)} a token; {_limit(phase)}"
+            rows.append(_row(name, f"{1 / phase.seconds:,.1f} tok/s", note))
     return rows
 
 
 def _moves(phase: str, moved: TransferCount, steps: int) -> list[str]:
-    """What one of `steps` steps moves, on average."""
+    """Transfers of one of `steps` steps, on average."""
     ways = (("in", moved.h2d_bytes, moved.h2d_copies), ("out", moved.d2h_bytes, moved.d2h_copies))
     return [
         _row(f"{phase} moves {way}", show_bytes(size / steps), f"{copies / steps:,.0f} copies")
@@ -212,7 +205,7 @@ def _cpu_attention(request: RequestPlan) -> str:
     label = "the CPU attends to"
     if request.cpu_attention_bytes is None:
         return _row(label, "not given", f"({_options(request.no_cpu_attention)}): what follows is without the CPU")
-    return _row(label, show_bytes(request.cpu_attention_bytes), "of these for a decoded token, where they lie")
+    return _row(label, show_bytes(request.cpu_attention_bytes), "of these for a decoded token, in host memory")
 
 
 def _limit(phase: Prediction) -> str:
@@ -221,9 +214,5 @@ def _limit(phase: Prediction) -> str:
     return f"limit: {phase.limit} ({parts})"
 
 
-def _missing(phase: Prediction) -> str:
-    return f"not given: {_options(phase.missing)}"
-
-
 def _options(rates: tuple[str, ...]) -> str:
-    return ", ".join(dict.fromkeys(RATE_OPTIONS[name] for name in rates))
+    return ", ".join(dict.fromkeys(RATES[name][0] for name in rates))

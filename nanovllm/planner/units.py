@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them: 80GB, 16GiB, 50GB/s, 400TFLOPS, 20us."""
+"""Parsing and formatting of sizes, rates and times: 80GB, 16GiB, 50GB/s, 400TFLOPS, 20us."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. Raises ValueError, as all of these do."""
+    """Bytes of a size: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. All parsers here raise ValueError."""
     return int(_parse(text, r"([kmgtp]i?)?b", SI | BINARY, "a size such as 80GB or 16GiB"))
 
 
@@ -39,7 +39,7 @@ def _parse(text: str, unit: str, scales: dict[str, float] | dict[str, int], exam
 
 
 def show_bytes(size: float) -> str:
-    """In GiB or the largest smaller unit that leaves something before the point."""
+    """In the largest of GiB, MiB and KiB that gives at least 1, else in bytes."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:,.1f} {unit}"
@@ -47,7 +47,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_rate(rate: float, unit: str) -> str:
-    """In the largest decimal unit that leaves something before the point, such as 3.4 TB/s."""
+    """In the largest decimal unit that gives at least 1, such as 3.4 TB/s."""
     for letter, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if rate >= scale:
             return f"{rate / scale:,.1f} {letter}{unit}"

@@ -1,4 +1,4 @@
-"""The recall checkpoint: a constructed model whose every answer hangs on one position, and its words."""
+"""The recall checkpoint: a constructed model, each of whose answers depends on a single position, and its words."""
 
 from __future__ import annotations
 

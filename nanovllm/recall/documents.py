@@ -1,4 +1,4 @@
-"""Documents for the recall network: their words, their questions, and how its answers are checked."""
+"""Documents for the recall network: their words, questions about them, and the right answers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def make_words(count: int, seed: int = 0) -> list[str]:
 def write_word_tokenizer(path: str | Path, vocab_size: int, seed: int = 0) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` for `vocab_size` ids into the directory `path`.
 
-    Ids 0 and 1 are `<unk>` and `<eos>`; all others are distinct words. Text is split at white space, encoding
-    adds no token of its own, and decoding joins words by single spaces.
-    Errors: ConfigError for a vocabulary without room for a word, or beyond what three syllables can spell.
+    Ids 0 and 1 are `<unk>` and `<eos>`; all others are distinct words. Text is split at white space, encoding adds no
+    special tokens, and decoding joins words by single spaces. Raises ConfigError for a vocabulary without a word, or
+    with more words than three syllables can spell.
     """
     if vocab_size <= FIRST_WORD_ID:
         raise ConfigError(
@@ -78,7 +78,7 @@ def make_document(vocab_size: int, length: int, seed: int = 0) -> list[int]:
 
 
 def make_prompt(document: Sequence[int], position: int) -> list[int]:
-    """The prompt whose answer starts at `document[position]`: the document, then the token before there."""
+    """The prompt whose answer starts at `document[position]`: the document, then the token before that position."""
     _check_position(document, position, 1)
     return [*document, document[position - 1]]
 
@@ -92,12 +92,11 @@ def expected_answer(document: Sequence[int], position: int, count: int) -> list[
 def notable_positions(
     length: int, answer_tokens: int, pieces: Mapping[str, int], max_edges: int | None = None
 ) -> dict[int, str]:
-    """Positions of a document of `length` tokens where a mistake would show, in order, with what is there.
+    """Positions in a document of `length` tokens at which errors are likely, in order, each with a description.
 
-    Position 1, the middle and the end; and for pieces of each named size ("block", "chunk") the last token
-    before and the first after the edges between them: all edges, or `max_edges` evenly spread. Positions with
-    less than `answer_tokens` tokens of document from there on are left out.
-    Errors: RequestError for a document without room for any answer.
+    These are position 1, the middle and the end, and for each named piece size ("block", "chunk") the last token before
+    and the first token after the edges between pieces: all edges, or `max_edges` evenly spread ones. Positions with
+    fewer than `answer_tokens` tokens of document after them are left out. Raises RequestError if none are left.
     """
     last = length - answer_tokens
     if last < 1:
@@ -105,12 +104,12 @@ def notable_positions(
             f"a document of {length} tokens has no room for an answer of {answer_tokens}: it must"
             f" have at least {answer_tokens + 1}"
         )
-    places = {1: "start", length // 2: "middle", last: "end"}
+    found = {1: "start", length // 2: "middle", last: "end"}
     for name, size in pieces.items():
         for edge in _spread((length - 1) // size, max_edges):
-            places.setdefault(edge * size - 1, f"last token of {name} {edge - 1}")
-            places.setdefault(edge * size, f"first token of {name} {edge}")
-    return {position: places[position] for position in sorted(places) if 1 <= position <= last}
+            found.setdefault(edge * size - 1, f"last token of {name} {edge - 1}")
+            found.setdefault(edge * size, f"first token of {name} {edge}")
+    return {position: found[position] for position in sorted(found) if 1 <= position <= last}
 
 
 def _spread(count: int, limit: int | None) -> list[int]:
@@ -131,11 +130,11 @@ def _check_position(document: Sequence[int], position: int, count: int) -> None:
 
 @dataclass(frozen=True)
 class WordExam:
-    """A document of token ids, the word of each id, and the positions asked for with what is there."""
+    """A document of token ids, the word of each id, and the positions that are asked for with their descriptions."""
 
     document: list[int]
     words: dict[int, str]
-    places: dict[int, str]
+    positions: dict[int, str]
     answer_tokens: int
 
     @classmethod
@@ -148,16 +147,16 @@ class WordExam:
         max_edges: int | None = None,
         seed: int = 0,
     ) -> WordExam:
-        """Write a model with exactly `document_tokens` words into `path`; the document has each of them once.
+        """Write a model with exactly `document_tokens` words into `path`; the document holds each word once.
 
-        pieces and max_edges choose what is asked, as in `notable_positions`.
-        Errors: those of the two writers, and RequestError for a document without room for an answer.
+        pieces and max_edges choose the questions, as in `notable_positions`. Raises the errors of `write_demo_model`,
+        and RequestError for a document that is too short for an answer.
         """
         vocab_size = write_demo_model(path, document_tokens, answer_tokens, seed)
         return cls(
             document=make_document(vocab_size, document_tokens, seed),
             words=dict(enumerate(make_words(document_tokens, seed), FIRST_WORD_ID)),
-            places=notable_positions(document_tokens, answer_tokens, pieces, max_edges),
+            positions=notable_positions(document_tokens, answer_tokens, pieces, max_edges),
             answer_tokens=answer_tokens,
         )
 
@@ -170,8 +169,8 @@ class WordExam:
         return self._text(expected_answer(self.document, position, self.answer_tokens))
 
     def prompts(self) -> list[str]:
-        """The document and a question word, for each place in order."""
-        return [self._text(make_prompt(self.document, position)) for position in self.places]
+        """The document and a question word, for each position in order."""
+        return [self._text(make_prompt(self.document, position)) for position in self.positions]
 
     def _text(self, tokens: list[int]) -> str:
         return " ".join(self.words[token] for token in tokens)
@@ -180,8 +179,8 @@ class WordExam:
 def write_demo_model(path: str | Path, document_tokens: int, answer_tokens: int, seed: int = 0) -> int:
     """Write a bfloat16 recall checkpoint and its word tokenizer; returns the vocabulary size.
 
-    The vocabulary has exactly `document_tokens` words, and the model positions for a document of them all, a
-    question word and `answer_tokens` of answer. Errors: those of the two writers.
+    The vocabulary has exactly `document_tokens` words. The model has positions for a document of all words, a question
+    word and an answer of `answer_tokens`. Raises the errors of `write_recall_checkpoint` and `write_word_tokenizer`.
     """
     vocab_size = FIRST_WORD_ID + document_tokens
     write_recall_checkpoint(path, vocab_size, document_tokens + 1 + answer_tokens, seed)

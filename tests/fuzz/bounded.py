@@ -153,8 +153,8 @@ def _kind(error: BaseException) -> str:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    place = f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else ""
-    return f"{type(error).__name__} {place}"
+    location = f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else ""
+    return f"{type(error).__name__} {location}"
 
 
 def encode(value: Any) -> Any:

@@ -65,7 +65,7 @@ class Judge:
         self._refused = 0
 
     def outcome(self, file: str, content: bytes) -> str:
-        """Put `content` in the place of a file of the directory and load it."""
+        """Replace a file of the directory by `content` and load it."""
         with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
             model = Path(name)
             for path in original().iterdir():

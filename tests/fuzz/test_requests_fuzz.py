@@ -122,7 +122,7 @@ def check_engine_arguments(arguments: dict[str, Any]) -> str:
 
 
 def dumped(value: Any) -> bytes:
-    """As JSON, in which whole numbers of any length can stand."""
+    """As JSON, which can hold integers of any length."""
     try:
         return json.dumps(value).encode()
     except ValueError:
