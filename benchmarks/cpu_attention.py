@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import machine_facts
-from nanovllm.ops.cpu_attention import KVSpan, attend_batch, block_addresses, metadata_rows
+from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata
+from nanovllm.ops.cpu_attention import attend_batch
 from nanovllm.ops.cpu_isa import instruction_sets
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -59,15 +60,15 @@ def attention_call(rows: int, block_size: int, isa: str) -> Callable[[], None]:
     q = torch.randn(rows, HEADS, HEAD_DIM).to(torch.bfloat16)
     out = torch.empty(rows, HEADS, HEAD_DIM)
     lse = torch.empty(HEADS, rows)
-    blocks = block_addresses(pool)
-    rows = metadata_rows([KVSpan(0, rows, 0, blocks.numel(), 0, CONTEXT, CONTEXT - rows)])
+    addresses = [block.data_ptr() for block in pool]
+    metadata = AttentionMetadata([SequenceMetadata(0, rows, CONTEXT - rows, 0, CONTEXT, addresses)])
 
     def call() -> None:
         assert pool is not None  # the addresses are the pool's: it must live as long as the call
         attend_batch(
             q,
-            blocks,
-            rows,
+            metadata.blocks,
+            metadata.rows,
             kv_heads=KV_HEADS,
             block_size=block_size,
             scale=HEAD_DIM**-0.5,

@@ -15,13 +15,27 @@ from benchmarks.engine import Work
 from benchmarks.report import mib, print_row
 from benchmarks.timing import Spread
 from nanovllm import LLM, SamplingParams
-from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
-from nanovllm.kvcache.decode_shares import cpu_attention_query_len
-from nanovllm.kvcache.host_block_attention import ForcedShare, HostBlockAttention
+from nanovllm.cpu_attention.host_blocks import HostBlockAttention
+from nanovllm.cpu_attention.shares import LayerLoad, cpu_attention_query_len
+from nanovllm.device import Busy
+from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, blocks_of_share, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 
 AUTOMATIC = "automatic"
 BAR = 40  # characters of the longest
+
+
+class ForcedShare:
+    """A `SharePolicy` that gives the CPU the same share of the blocks in every step."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
+        return blocks_of_share(len(load.reads), self.share)
+
+    def observe(self, link: Busy, cpu: Busy) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks.gpu_timing import WARM_UP, queued_seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.merge import merge_states_, merge_states_torch_
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.triton_support import triton_runs
 
 
@@ -160,7 +160,7 @@ def problem(
     pool = torch.randn(shape, device=device, dtype=sizes.dtype)
     q = torch.randn(sequences * rows, sizes.heads, sizes.head_dim, device=device).to(sizes.dtype)
     segments = [
-        KVMetadata(i * rows, rows, context - rows, 0, context, range(i * per_sequence, (i + 1) * per_sequence))
+        SequenceMetadata(i * rows, rows, context - rows, 0, context, range(i * per_sequence, (i + 1) * per_sequence))
         for i in range(sequences)
     ]
     return q, pool, AttentionMetadata(segments), AttentionState.empty(q)

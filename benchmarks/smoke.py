@@ -30,15 +30,12 @@ from benchmarks.tiny import write_tiny_config
 from nanovllm import LLM
 from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
 from nanovllm.device import create_device
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.heads import place_heads
-from nanovllm.layers.norm import add_rms_norm_, rms_norm
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
 from nanovllm.ops.merge import merge_states_torch_
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
 PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64
@@ -134,21 +131,14 @@ class Smoke:
 
     def kernels(self) -> dict[str, Check]:
         """The Triton kernels beside the plain versions, which run on the CPU."""
-        from nanovllm.ops.triton_gumbel import draw_triton
+        from nanovllm.ops import triton_rows
         from nanovllm.ops.triton_merge import merge_parts_triton
-        from nanovllm.ops.triton_rows import (
-            add_rms_norm_triton_,
-            place_heads_triton,
-            rms_norm_triton,
-            silu_and_mul_triton,
-        )
-        from nanovllm.ops.triton_store import store_kv_triton
 
         def store() -> None:
             pool, k, v = self.random(3, 2, KV_HEADS, 16, HEAD_DIM), *self.random(2, ROWS, KV_HEADS, HEAD_DIM)
             slots, plain = torch.tensor([40, -1, 3, 16, 15]), pool.cpu().clone().clone()
             store_kv(plain, k.cpu(), v.cpu(), slots)
-            store_kv_triton(pool, k, v, slots.to(self.device))
+            triton_rows.store_kv(pool, k, v, slots.to(self.device))
             expect_close(pool.cpu(), plain, 0.0)
 
         def merge() -> None:
@@ -163,9 +153,9 @@ class Smoke:
         def norms() -> None:
             x, residual, weight = self.random(ROWS, 96), self.random(ROWS, 96), self.random(96)
             plain = residual.cpu().clone()
-            expect_close(rms_norm_triton(x, weight, 1e-6).cpu(), rms_norm(x.cpu(), weight.cpu(), 1e-6), 4e-2)
+            expect_close(triton_rows.rms_norm(x, weight, 1e-6).cpu(), rms_norm(x.cpu(), weight.cpu(), 1e-6), 4e-2)
             expected = add_rms_norm_(plain, x.cpu(), weight.cpu(), 1e-6)
-            expect_close(add_rms_norm_triton_(residual, x, weight, 1e-6).cpu(), expected, 4e-2)
+            expect_close(triton_rows.add_rms_norm_(residual, x, weight, 1e-6).cpu(), expected, 4e-2)
             expect_close(residual.cpu(), plain, 0.0)
 
         def heads() -> None:
@@ -175,20 +165,20 @@ class Smoke:
             weight = self.random(HEADS + KV_HEADS, HEAD_DIM)
             placed, plain = ([x.new_empty(ROWS, n, HEAD_DIM, device=where) for n in (HEADS, KV_HEADS, KV_HEADS)]
                              for where in (self.device, "cpu"))  # fmt: skip
-            place_heads_triton(x, weight, 1e-6, cos.to(self.device), sin.to(self.device), *placed)
+            triton_rows.place_heads(x, weight, 1e-6, cos.to(self.device), sin.to(self.device), *placed)
             place_heads(x.cpu(), weight.cpu(), 1e-6, cos, sin, *plain)
             for ours, theirs in zip(placed, plain, strict=True):
                 expect_close(ours.cpu(), theirs, 5e-2)
 
         def activation() -> None:
             x = self.random(ROWS, 192)
-            expect_close(silu_and_mul_triton(x).cpu(), silu_and_mul(x.cpu()), 4e-2)
+            expect_close(triton_rows.silu_and_mul(x).cpu(), silu_and_mul(x.cpu()), 4e-2)
 
         def draw() -> None:
             scores = torch.zeros(ROWS, 3000)
             scores[torch.arange(ROWS), torch.arange(ROWS) * 500] = 1e4
             starts, tokens = torch.arange(ROWS), torch.arange(3000)
-            drawn = draw_triton(*(x.to(self.device) for x in (scores, tokens, starts)))
+            drawn = triton_rows.draw(*(x.to(self.device) for x in (scores, tokens, starts)))
             assert drawn.tolist() == [500 * row for row in range(ROWS)], drawn
 
         return {

@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer_streams [--model llama-3.1-8b] [--blocks 8] [--output-json FILE]
 
-A pass visits every host block of every layer, as a step does. Scenarios: loads alone; loads with every block stored out
+A pass reads every host block of every layer, as a step does. Scenarios: loads alone; loads with every block stored out
 again; loads while the compute stream is kept busy. Both layouts take turns, round after round. GB are 1e9 bytes, of
 all copies of a pass together.
 """
@@ -24,6 +24,7 @@ from benchmarks.other_load import OtherLoad
 from benchmarks.peaks import copy_gb_s
 from benchmarks.report import machine_facts, print_other_load, print_row, print_spread, write_json
 from benchmarks.shapes import open_shape
+from benchmarks.shared_streams import SharedStreams
 from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
@@ -68,7 +69,7 @@ class Ring:
         with self.device.compute():
             engine.begin(runs)
             for run in runs:
-                slots, _ = engine.acquire()
+                slots, _ = engine.acquire(run[0])
                 for _ in run if computes else ():
                     torch.mm(self._matrix, self._matrix)
                 if stores:
@@ -107,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
         layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, args.block_size, shape.dtype.itemsize)
         rings = {}
         for streams, shared in LAYOUTS.items():
-            opened = stack.enter_context(closing(create_device(device, shared_lanes=shared)))
-            rings[streams] = Ring(opened, layout, shape.dtype, args.blocks)
+            opened = stack.enter_context(closing(create_device(device)))
+            rings[streams] = Ring(SharedStreams(opened) if shared else opened, layout, shape.dtype, args.blocks)
         print(f"{args.blocks} host blocks of {layout.num_layers} x {layout.block_layer_bytes:,} bytes")
         load = OtherLoad()
         results = []

@@ -1,4 +1,4 @@
-"""What one forward pass knows beyond its token ids. It is passed to the model, never kept in a global."""
+"""The inputs of one forward pass beyond its token ids. They are passed to the model, never kept in a global."""
 
 from __future__ import annotations
 
@@ -9,43 +9,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class SequenceMetadata:
-    """One sequence's rows in the flat batch, and where its KV cache lives.
-
-    Rows `[query_start, query_start + query_len)` of the batch are the tokens at positions
-    `[context_len, context_len + query_len)` of the sequence; `[0, context_len)` is already in the cache.
-    """
-
-    query_start: int
-    query_len: int
-    context_len: int
-    block_table: Sequence[int]  # physical block of each logical block, covering context_len + query_len tokens
-
-    @property
-    def total_len(self) -> int:
-        """Tokens in the cache once this step has run."""
-        return self.context_len + self.query_len
+from nanovllm.ops.attention import SequenceMetadata
 
 
 class KVCache(Protocol):
-    """The one door between a layer and its KV memory. Layers do not know which room is behind it."""
+    """What an attention layer needs of the KV cache. Layers do not know where blocks are stored."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """Store the new K/V of `layer`, attend causally over history and self, return the output.
+        """Store the new K/V of `layer`, attend causally over the history and the new tokens, return the output.
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]; returns the shape and dtype of q,
-        and may use q's memory for it.
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns the shape and dtype of q, and may
+        overwrite q with it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedKVCache:
-    """A KV cache that says how far a step is: the share of the layers that have come and gone.
+    """A KV cache that reports the progress of a step: the share of the layers that have begun.
 
-    On a GPU, layers come as they are issued, ahead of what has been computed.
+    On a GPU a layer begins when it is issued, ahead of its computation.
     """
 
     kv_cache: KVCache
@@ -60,7 +43,7 @@ class WatchedKVCache:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Everything the layers of one forward pass need: where each token stands and where its KV lives."""
+    """The inputs of all layers of one forward pass."""
 
     positions: Tensor  # int64 [tokens]
     rope_lengths: Tensor  # int64 [tokens]: max(prompt length, position + 1), which dynamic RoPE scales by

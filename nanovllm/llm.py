@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import engine_config
+from nanovllm.engine import sides
 from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
@@ -28,8 +29,6 @@ from nanovllm.models.hf_config import (
     load_sampling_defaults,
 )
 from nanovllm.outputs import RequestOutput
-from nanovllm.planner.machine import Rates
-from nanovllm.planner.plan import Plan
 from nanovllm.progress_bar import ProgressBar
 from nanovllm.prompts import (
     ChatTemplate,
@@ -45,6 +44,10 @@ from nanovllm.prompts import (
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
+if TYPE_CHECKING:  # for annotations only: the planner is a side
+    from nanovllm.planner.machine import Rates
+    from nanovllm.planner.plan import Plan
+
 CHAT_ARGUMENTS = (
     "messages",
     "sampling_params",
@@ -58,7 +61,7 @@ CHAT_ARGUMENTS = (
 
 
 class _Call(NamedTuple):
-    """A request as it will be added."""
+    """A checked request, with its id."""
 
     request_id: str
     prompt: PromptParts
@@ -67,7 +70,7 @@ class _Call(NamedTuple):
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """The outputs of `LLM.stream`. A use that is refused, since another thread uses the LLM, leaves it as it was."""
+    """The outputs of `LLM.stream`. A use that is refused because another thread uses the LLM changes nothing."""
 
     def __init__(self, guard: EngineGuard, outputs: Generator[RequestOutput, None, None]) -> None:
         self._guard = guard
@@ -156,17 +159,18 @@ class LLM:
         priority: Sequence[int] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
-        """Run prompts to their end; outputs stand in the order of the prompts and are complete, whatever `output_kind`.
+        """Run prompts to their end. Returns their complete outputs, in the order of the prompts, for any `output_kind`.
 
-        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the dicts with a
-        "cache_salt" if wanted (see `LLMEngine.add_request`); give one or a sequence of them, with one SamplingParams
-        for all or one for each (`get_default_sampling_params` if none), and a priority for each if wanted, of which
-        lower ones run first. Every prompt is checked before any is run: RequestError means that nothing was started.
-        If the call is interrupted, its requests are aborted.
+        prompts: one or several; each is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the
+        dicts optionally with a "cache_salt" (see `LLMEngine.add_request`). sampling_params: one for all prompts or one
+        for each; None takes `get_default_sampling_params`. priority: one for each prompt; lower values run first.
+
+        Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
+        call's requests.
         """
         refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "priority"))
         with self.engine.guard.call("generate"):
-            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, whole=True)
+            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, final_only_outputs=True)
             return self._complete(calls, use_tqdm)
 
     def chat(
@@ -182,12 +186,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, made into prompts by the tokenizer's chat template.
+        """Answer a conversation, or each of several, rendered to prompts by the tokenizer's chat template.
 
-        A conversation is a list of messages with a "role" and a "content". chat_template: the text of a template that
-        is used instead. add_generation_prompt ends the prompt with the beginning of an answer, continue_final_message
-        leaves the last message open instead. tools and chat_template_kwargs are handed to the template. All else is as
-        in `generate`; the rendered text is the output's `prompt`.
+        A conversation is a list of messages with a "role" and a "content". chat_template: the text of a template to use
+        instead. add_generation_prompt appends the beginning of an answer; continue_final_message leaves the last
+        message open instead. tools and chat_template_kwargs are passed to the template. Everything else is as in
+        `generate`; the rendered text is the output's `prompt`.
         """
         refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
         with self.engine.guard.call("chat"):
@@ -199,7 +203,7 @@ class LLM:
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
-            calls = self._calls(lambda: template.prompts(messages), sampling_params, None, whole=True)
+            calls = self._calls(lambda: template.prompts(messages), sampling_params, None, final_only_outputs=True)
             return self._complete(calls, use_tqdm)
 
     def stream(
@@ -209,13 +213,13 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> OutputStream:
-        """As `generate`, but with the outputs of every step as they come, as `output_kind` asks for them.
+        """As `generate`, but yields the outputs of every step as they come, in the form of `output_kind`.
 
-        The requests start when the first output is asked for, and are aborted when the iterator is closed or let go.
-        In between, the thread that took the last output may use the LLM for other calls, and other threads may not.
+        The requests start with the first `next`, and are aborted when the iterator is closed or deleted. Between two
+        outputs the thread that took the last one may use the LLM for other calls; other threads may not.
         """
         with self.engine.guard.operation("stream"):
-            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, whole=False)
+            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, final_only_outputs=False)
         return OutputStream(self.engine.guard, self._outputs(calls))
 
     def get_tokenizer(self) -> Any:
@@ -225,41 +229,45 @@ class LLM:
         return self.engine.tokenizer.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no SamplingParams are given: as the checkpoint's generation_config.json recommends."""
+        """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
         return SamplingParams(**load_sampling_defaults(self.config.model))
 
     def plan(self, rates: Rates | None = None) -> Plan:
-        """What this engine's memory holds, and what any prompt takes and moves; with `rates`, how long it lasts."""
-        return self._runner.plan_with_rates(rates or Rates())
+        """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
+        planner, runner = sides.planner(), self._runner
+        if planner is None:
+            raise EngineError("plan() needs nanovllm.planner, which this installation does not have")
+        dtype = str(runner.dtype).removeprefix("torch.")
+        return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
-        """Call `on_layer` in every step, layer by layer, with the share of the layers that are done; None: no more.
+        """Call `on_layer` before every layer of every step with the share of the layers that are done; None ends that.
 
-        It may ask for `metrics` and the like, and may not run anything. What it raises is logged, and it is not called
-        again.
+        The function may read `metrics` and the like, and may not run requests. If it raises, the error is logged and
+        the function is not called again.
         """
-        self._runner.on_layer = on_layer
+        self._runner.watch_steps(on_layer)
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far."""
         return self._runner.kv_stats()
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Tokens looked up in the prefix cache so far, and how many were found."""
+        """Tokens looked up in the prefix cache so far, and how many of them were found."""
         return self.engine.scheduler.block_manager.stats
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content."""
+        """Empty the prefix cache."""
         self.engine.reset_prefix_cache()
 
     def metrics(self) -> EngineMetrics:
-        """What the engine has done so far: preemptions by kind, blocks copied and swapped, the prefix cache's hits."""
+        """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""
         return self.engine.metrics()
 
     def close(self) -> None:
         """Release weights and KV memory and end the transfer streams. Safe to call twice.
 
-        Refused while a call of another thread runs.
+        Raises EngineError while another thread's call runs.
         """
         self.engine.close()
 
@@ -274,7 +282,7 @@ class LLM:
     # ---- helpers
 
     def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
-        """The calls' final outputs, in their order."""
+        """The final outputs of the calls, in order."""
         finished: dict[str, RequestOutput] = {}
         with ProgressBar(len(calls), use_tqdm) as bar, closing(self._steps(calls)) as steps:
             for outputs in steps:
@@ -287,15 +295,15 @@ class LLM:
         read_prompts: Callable[[], list[PromptParts]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-        whole: bool,
+        final_only_outputs: bool,
     ) -> list[_Call]:
-        """The prompts checked, with what they are run with. whole: each has one output, in the end."""
+        """Check the prompts. final_only_outputs: each request has one output, at its end."""
         self.engine.check_open()
         with as_request_error("the prompts cannot be read"):
             parts = read_prompts()
             given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
             params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
-            params = final_only(params) if whole else params
+            params = final_only(params) if final_only_outputs else params
             checked = [part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids)) for part in parts]
             return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import ModelError
+from nanovllm.errors import ModelError, quoted, told
 
 MAX_JSON_BYTES = 64 << 20  # an index of 100,000 tensors has 10 MiB
 MAX_SIZE = 2**31 - 1  # of anything that is counted: products of two still fit 64 bits
 MAX_NESTING = 64
-SHOWN = 80  # characters of a value in a message
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise ModelError(f"{path} cannot be read as JSON: {one_line(error)}.") from error
+        raise ModelError(f"{path} cannot be read as JSON: {told(error)}.") from error
     if _is_nested_beyond(content, MAX_NESTING):
         raise ModelError(f"{path} cannot be read as JSON: it is nested too deeply.")
     if not isinstance(content, dict):
@@ -112,20 +111,5 @@ def checked_fields(where: object, content: Mapping[str, Any], fields: Mapping[st
     """
     for name, field in fields.items():
         if name in content and not field.holds(content[name]):
-            raise ModelError(f"{where}: {name}={shown(content[name])}: must be {field.rule}.")
+            raise ModelError(f"{where}: {name}={quoted(content[name])}: must be {field.rule}.")
     return {name: content[name] for name in fields if name in content}
-
-
-def shown(value: object) -> str:
-    """The value for a message: its repr, cut where it is long."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested too deeply, or a number of too many digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def one_line(error: BaseException, most: int = 300) -> str:
-    """What another library says in an error, as part of a sentence: one line, cut where it is long."""
-    text = " ".join(str(error).split()).strip("\"'").rstrip(".") or type(error).__name__
-    return text if len(text) <= most else f"{text[:most]}..."

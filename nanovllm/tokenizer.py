@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer as Backend
 
-from nanovllm.errors import ModelError, RequestError
+from nanovllm.errors import ModelError, RequestError, quoted, told
 from nanovllm.model_files import (
     FLAG,
     LIST,
@@ -19,10 +19,8 @@ from nanovllm.model_files import (
     Field,
     checked_fields,
     number,
-    one_line,
     one_of,
     read_json_object,
-    shown,
 )
 from nanovllm.template_process import TemplateProcess
 
@@ -132,7 +130,7 @@ def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
     has_code = "AutoTokenizer" in auto_map if isinstance(auto_map, Mapping) else bool(auto_map)
     if has_code and name and not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
         raise ModelError(
-            f"the tokenizer in {directory} needs code of its own (tokenizer_config.json: tokenizer_class={shown(name)}"
+            f"the tokenizer in {directory} needs code of its own (tokenizer_config.json: tokenizer_class={quoted(name)}"
             ", auto_map), which is never run; use a checkpoint whose tokenizer Transformers itself has"
         )
 
@@ -153,9 +151,9 @@ def _load(directory: Path, model_type: str | None) -> Any:
         if not (directory / "tokenizer.json").is_file():
             raise ModelError(
                 f"the tokenizer files in {directory} cannot be read: there is no tokenizer.json, and none can be made "
-                f"from the others ({one_line(error, 100)})"
+                f"from the others ({told(error)})"
             ) from error
-        raise ModelError(f"the tokenizer files in {directory} cannot be read: {one_line(error)}") from error
+        raise ModelError(f"the tokenizer files in {directory} cannot be read: {told(error)}") from error
 
 
 def _guarded(call: Callable[[], T]) -> T:
@@ -164,7 +162,7 @@ def _guarded(call: Callable[[], T]) -> T:
         return call()
     except BaseException as error:
         if _is_panic(error):
-            raise RequestError(f"the tokenizer fails on this text: {one_line(error)}") from None
+            raise RequestError(f"the tokenizer fails on this text: {told(error)}") from None
         raise
 
 

@@ -83,12 +83,13 @@ def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
     runner = sys.modules.get("nanovllm.engine.model_runner")
     if runner is not None:
-        from nanovllm.kvcache.decode_shares import Bandwidths
+        from nanovllm.cpu_attention import host_blocks
+        from nanovllm.cpu_attention.shares import Bandwidths
 
         def given(*_: object) -> Bandwidths:
             return Bandwidths(link=10e9, host=20e9, device=20e9)
 
-        monkeypatch.setattr(runner, "measure_bandwidths", given)
+        monkeypatch.setattr(host_blocks, "measure_bandwidths", given)
 
 
 def _sees_cuda() -> bool:

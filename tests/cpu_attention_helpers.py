@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 from host_tasks import PythonTask, run
 
+from benchmarks.decode_by_share import ForcedShare
 from nanovllm import LLM
+from nanovllm.cpu_attention.host_blocks import HostBlockAttention
+from nanovllm.cpu_attention.shares import cpu_attention_query_len
 from nanovllm.device import CallStream, HostTask
 from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import model_runner
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.decode_shares import cpu_attention_query_len
-from nanovllm.kvcache.host_block_attention import ForcedShare, HostBlockAttention
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.ops.host_attention import HostAttention
 
@@ -72,7 +73,7 @@ def kv_cache(llm: LLM) -> OffloadedKVCache:
 
 def cpu_attention(llm: LLM) -> HostBlockAttention:
     found = kv_cache(llm).cpu_attention
-    assert found is not None
+    assert isinstance(found, HostBlockAttention)
     return found
 
 

@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from nanovllm.cuda_graphs import decode_tables
 from nanovllm.device import Device, Graph
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
-from nanovllm.kvcache import decode_tables
 from nanovllm.ops import cpu_linear, cpu_rows
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_layer import FewRowLayer
 from nanovllm.ops.native_attention import NativeAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
-MODES = ("whole steps", "pieces, resident", "pieces, offloaded", "pieces, no arm")
+MODES = ("full steps", "pieces, resident", "pieces, offloaded", "pieces, no CPU attention")
 PROMPTS = [random_prompt(length, VOCAB, 1) for length in (5, 31, 16, 17, 90, 1, 47, 3, 33, 8, 15, 2, 64)]
 
 
@@ -142,13 +142,13 @@ class RowsOnCpu(NativeAttention):
         self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         segments = []
-        for row, row in enumerate(table.few.rows.tolist()):
+        for index, row in enumerate(table.few.rows.tolist()):
             query_start, query_len, start, count, first_position, kv_end, position, rows_before = row
             assert count <= table.few.max_blocks and query_len == (count > 0)
             if count:
-                assert query_start == rows_before == row
+                assert query_start == rows_before == index
                 blocks = table.blocks[start : start + count].tolist()
-                segments.append(KVMetadata(query_start, query_len, position, first_position, kv_end, blocks))
+                segments.append(SequenceMetadata(query_start, query_len, position, first_position, kv_end, blocks))
         self.attend(q, pool, AttentionMetadata(segments), state, scale, window)
 
 
@@ -222,9 +222,9 @@ def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows
 def arguments(mode: str, **others: Any) -> dict[str, Any]:
     """Of an engine that runs its decode steps in one of MODES, or "eager"."""
     sizes = {"max_num_seqs": 9, "max_num_batched_tokens": 40, "max_model_len": 200, "dtype": "float32"}
-    if "resident" in mode or mode in ("whole steps", "eager"):
+    if "resident" in mode or mode in ("full steps", "eager"):
         return {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, **sizes, **others}
-    return {**offloaded(BLOCK, 8, 80, cpu_attention="no arm" not in mode), **sizes, **others}
+    return {**offloaded(BLOCK, 8, 80, cpu_attention="no CPU attention" not in mode), **sizes, **others}
 
 
 def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -22,14 +22,14 @@ from torch import Tensor
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.budget import TransferCount, predict_transfers, split_device
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.ops import torch_attention
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
@@ -82,7 +82,7 @@ def prefill(kv_cache: OffloadedKVCache, watch: Watch, chunk: int) -> tuple[Tenso
     attend = watch.around("layer", kv_cache.attend)
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
-        sequence = SequenceMetadata(0, chunk, start, tuple(range(start // chunk + 1)))
+        sequence = SequenceMetadata.full(0, chunk, start, tuple(range(start // chunk + 1)))
         positions = torch.arange(start, start + chunk)
         ctx = ForwardContext(positions, positions + 1, (sequence,), kv_cache)
         kv_cache.begin_step(ctx.sequences, [])

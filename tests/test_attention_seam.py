@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_mode import DEVICE, NARROW, TRITON_MARKS
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import cuda_backends, first_right, select_backend
 from nanovllm.ops.flash_attention import FlashAttention
 from nanovllm.ops.native_attention import NativeAttention
@@ -172,7 +172,7 @@ def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> No
     case.q *= 400
     (k, v), segment = case.keys[0], case.segments[0]
     rows = slice(segment.query_start, segment.query_start + segment.query_len)
-    out, lse = reference_attention(case.q[rows].cpu(), k, v, shape.scale, segment.query_position)
+    out, lse = reference_attention(case.q[rows].cpu(), k, v, shape.scale, segment.context_len)
     state = case.attend(backend)
     assert lse.abs().max() > 500
     torch.testing.assert_close(state.lse[:, rows].double().cpu(), lse, rtol=1e-6, atol=1e-4)
@@ -185,7 +185,10 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
     """Blocks after a row's position, or left behind by its window, change nothing."""
     case = make_case(backend, Shape(16, 1, 1, 16, 10, ((40, new),)), 1)
     segment = case.segments[0]
-    early, late = part(segment, 0, 1, 16), replace(segment, query_position=0, first_position=96, kv_end=112, blocks=[0])
+    early, late = (
+        part(segment, 0, 1, 16),
+        replace(segment, context_len=0, first_position=96, kv_end=112, block_table=[0]),
+    )
     case.pool[0] = 1.0
     assert same_bits(case.attend(backend, [[early]]), AttentionState.empty(case.q))
     assert same_bits(case.attend(backend, [[late]]), AttentionState.empty(case.q))
@@ -216,14 +219,14 @@ def test_the_place_of_blocks_changes_no_bit(backend: AttentionBackend) -> None:
     order = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1)).to(case.pool.device)
     where = order.argsort().tolist()
     case.pool = case.pool[order]
-    case.segments = [replace(s, blocks=[where[block] for block in s.blocks]) for s in case.segments]
+    case.segments = [replace(s, block_table=[where[block] for block in s.block_table]) for s in case.segments]
     assert same_bits(case.attend(backend), together)
     # One block at a time in a slot of its own, as it streams through a ring.
     state = AttentionState.empty(case.q)
     for segment in case.segments:
-        for index, block in enumerate(segment.blocks):
+        for index, block in enumerate(segment.block_table):
             slot = case.pool[block].clone().unsqueeze(0)
-            table = AttentionMetadata([replace(part(segment, index, index + 1, 32), blocks=[0])])
+            table = AttentionMetadata([replace(part(segment, index, index + 1, 32), block_table=[0])])
             backend.attend(case.q, slot, table, state, case.shape.scale, None)
     assert same_bits(state, together)
 
@@ -239,10 +242,10 @@ def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
     for segment in case.segments:
         for first in range(0, segment.query_len, size):
             rows = min(size, segment.query_len - first)
-            start, position = segment.query_start + first, segment.query_position + first
+            start, position = segment.query_start + first, segment.context_len + first
             kv_end = position + rows  # what a chunk could see when it was computed
-            blocks = segment.blocks[: -(-kv_end // shape.block_size)]
-            chunks.append([KVMetadata(start, rows, position, 0, kv_end, blocks)])
+            blocks = segment.block_table[: -(-kv_end // shape.block_size)]
+            chunks.append([SequenceMetadata(start, rows, position, 0, kv_end, blocks)])
     assert same_bits(case.attend(NativeAttention(), chunks), case.attend(NativeAttention()))
 
 

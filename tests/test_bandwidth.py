@@ -10,8 +10,8 @@ import pytest
 import torch
 from cpu_attention_helpers import DeviceOfItsOwn
 
+from nanovllm.cpu_attention.bandwidth import measure_bandwidths
 from nanovllm.device import PitchedCopy
-from nanovllm.kvcache.bandwidth import measure_bandwidths
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout

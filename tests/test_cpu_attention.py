@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.ops import cpu_isa
-from nanovllm.ops.cpu_attention import KVSpan, attend, attend_batch, block_addresses, metadata_rows
+from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata
+from nanovllm.ops.cpu_attention import attend_batch
 from nanovllm.ops.reference_attention import reference_attention
 
 ISAS = cpu_isa.instruction_sets()
@@ -98,8 +100,21 @@ def make_data(case: Case) -> Data:
     return Data(q, k, v, pool)
 
 
+def block_addresses(blocks: Iterable[Tensor]) -> Tensor:
+    return torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64)
+
+
+def attend(
+    q: Tensor, blocks: Tensor, first_position: int, kv_end: int, query_position: int, *, out: Tensor, lse: Tensor,
+    **options: Any,
+) -> None:  # fmt: skip
+    """`attend_batch` of the rows of one sequence over consecutive blocks, given by their addresses."""
+    row = [0, q.shape[0], 0, blocks.numel(), first_position, kv_end, query_position]
+    attend_batch(q, blocks, torch.tensor([row]), out=out, lse=lse, **options)
+
+
 def empty_state(case: Case) -> tuple[Tensor, Tensor]:
-    """An output and LSE full of NaN: whatever is not written shows."""
+    """An output and LSE full of NaN, so that missing writes show."""
     return torch.full((case.tokens, case.heads, case.head_dim), math.nan), torch.full(
         (case.heads, case.tokens), math.nan
     )
@@ -213,7 +228,7 @@ def test_threads_change_no_bit(case: Case, threads: int) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
-def test_place_of_blocks_changes_no_bit(case: Case, random: Any) -> None:
+def test_addresses_of_blocks_change_no_bit(case: Case, random: Any) -> None:
     data = make_data(case)
     moved = torch.empty(data.pool.numel() + 64, dtype=case.dtype)
     order = list(range(len(data.pool)))
@@ -231,36 +246,34 @@ def test_place_of_blocks_changes_no_bit(case: Case, random: Any) -> None:
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 12)), max_size=5),
     st.data(),
 )
-def test_company_in_the_batch_changes_no_bit(case: Case, others: list[tuple[int, int]], draw: st.DataObject) -> None:
+def test_other_sequences_in_the_batch_change_no_bit(
+    case: Case, others: list[tuple[int, int]], draw: st.DataObject
+) -> None:
     members = [case] + [
         replace(case, seed=case.seed + i, keys=keys, tokens=tokens, query_position=case.first_position + keys // 2)
         for i, (keys, tokens) in enumerate(others)
     ]
     members = draw.draw(st.permutations(members))
     data = [make_data(member) for member in members]
-    rows, rows, blocks = [], 1, 0  # row 0 and the last row belong to nobody
+    sequences, start = [], 1  # the first and the last row are of no sequence
     for member, its in zip(members, data, strict=True):
-        rows.append(
-            KVSpan(
-                rows,
-                member.tokens,
-                blocks,
-                len(its.pool),
-                member.first_position,
-                member.kv_end,
-                member.query_position,
+        addresses = block_addresses(its.pool).tolist()
+        sequences.append(
+            SequenceMetadata(
+                start, member.tokens, member.query_position, member.first_position, member.kv_end, addresses
             )
         )
-        rows, blocks = rows + member.tokens, blocks + len(its.pool)
+        start += member.tokens
+    metadata = AttentionMetadata(sequences)
     q = torch.cat([torch.zeros(1, case.heads, case.head_dim, dtype=case.dtype), *(its.q for its in data)])
     q = torch.cat([q, q[:1]])
     out, lse = torch.full(q.shape, -7.0), torch.full((case.heads, len(q)), -7.0)
     attend_batch(
-        q, torch.cat([block_addresses(its.pool) for its in data]), metadata_rows(rows), kv_heads=case.kv_heads,
+        q, metadata.blocks, metadata.rows, kv_heads=case.kv_heads,
         block_size=case.block_size, scale=case.scale, window=case.window, out=out, lse=lse, isa=case.isa,
         num_threads=draw.draw(st.integers(1, 4)),
     )  # fmt: skip
-    for member, its, row in zip(members, data, rows, strict=True):
+    for member, its, row in zip(members, data, sequences, strict=True):
         mine = slice(row.query_start, row.query_start + row.query_len)
         assert_same_bits((out[mine], lse[:, mine]), run(member, its))
     for stranger in (0, len(q) - 1):
@@ -318,10 +331,13 @@ def test_a_nan_in_a_visible_key_is_not_hidden(isa: str) -> None:
     assert torch.all(out[5:].isnan())
 
 
+BLOCK = torch.zeros(2, 2, 16, 32)
+
+
 def tensors(**shapes: Any) -> dict[str, Any]:
     """Arguments of a good call, some replaced."""
     good: dict[str, Any] = {
-        "q": torch.zeros(2, 4, 32), "blocks": [torch.zeros(2, 2, 16, 32)], "out": torch.zeros(2, 4, 32),
+        "q": torch.zeros(2, 4, 32), "blocks": block_addresses([BLOCK]), "out": torch.zeros(2, 4, 32),
         "lse": torch.zeros(4, 2), "kv_heads": 2, "block_size": 16, "first_position": 0, "kv_end": 16,
         "query_position": 14, "scale": 1.0,
     }  # fmt: skip
@@ -347,7 +363,6 @@ def tensors(**shapes: Any) -> dict[str, Any]:
         ({"kv_end": 17}, "kv_end must lie within its blocks of 16 tokens"),
         ({"query_position": -1}, "no negative number"),
         ({"blocks": torch.zeros(1)}, "contiguous int64"),
-        ({"blocks": [torch.zeros(2, 2, 32, 16).transpose(2, 3)]}, "must be contiguous in CPU memory"),
     ],
 )
 def test_refuses_what_does_not_fit(changed: dict[str, Any], message: str) -> None:
@@ -359,22 +374,21 @@ def test_refuses_what_does_not_fit(changed: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([KVSpan(1, 2, 0, 1, 0, 16, 14)], "within the 2 rows of q"),
-        ([KVSpan(0, 2, 1, 1, 0, 16, 14)], "within the 1 given"),
+        ([[1, 2, 0, 1, 0, 16, 14]], "within the 2 rows of q"),
+        ([[0, 2, 1, 1, 0, 16, 14]], "within the 1 given"),
         (
-            [KVSpan(0, 2, 0, 1, 0, 16, 14), KVSpan(1, 1, 0, 1, 0, 16, 14)],
+            [[0, 2, 0, 1, 0, 16, 14], [1, 1, 0, 1, 0, 16, 14]],
             "share a query row, got two with row 1",
         ),
     ],
 )
-def test_refuses_spans_outside_of_the_batch(rows: list[KVSpan], message: str) -> None:
+def test_refuses_rows_outside_of_the_batch(rows: list[list[int]], message: str) -> None:
     good = tensors()
-    blocks = block_addresses(good["blocks"])
     with pytest.raises(ValueError, match=message):
         attend_batch(
             good["q"],
-            blocks,
-            metadata_rows(rows),
+            good["blocks"],
+            torch.tensor(rows),
             kv_heads=2,
             block_size=16,
             scale=1.0,

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.heads import place_heads
 from nanovllm.layers.linear import linear
-from nanovllm.layers.norm import add_rms_norm_, rms_norm
 from nanovllm.ops.cpu_layer import MAX_ROWS, FewRowLayer, few_row_layer
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
 Tensors = dict[str, Tensor]

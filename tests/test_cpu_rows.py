@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.layers import sampler
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.heads import place_heads
-from nanovllm.layers.norm import add_rms_norm_, rms_norm
-from nanovllm.layers.rotary import rotate
 from nanovllm.ops import cpu_rows
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops.torch_rows import rotate
 
 EPS = 1e-6
 ONE_ULP = 2.0**-7  # of bf16, relative
@@ -210,7 +207,7 @@ def test_a_draw_takes_the_largest_score_with_its_noise() -> None:
     scores[:, ::3] = -torch.inf
     tokens = torch.randperm(1000)[:333]
     expected = torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
-    assert torch.equal(cpu_rows.draw(scores, tokens, sampler._noise_starts(rows)), expected)
+    assert torch.equal(cpu_rows.draw(scores, tokens, sampler.noise_starts(rows)), expected)
 
 
 # ---- rounding

@@ -14,6 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, recorded_logits, token_ids
 
+from benchmarks.shared_streams import SharedStreams
 from nanovllm import LLM
 from nanovllm.comm import CopyError, _sgdma, memcpy_2d_async
 from nanovllm.config import engine_config
@@ -333,12 +334,12 @@ def test_an_engine_sized_from_memory_fits_and_gives_it_back(model_dir: Path) -> 
 
 
 @pytest.mark.cuda
-def test_shared_lanes_give_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_streams_give_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanovllm.engine import model_runner
 
     prompts = [random_prompt(length, VOCAB, 11) for length in (100, 50)]
     with LLM(model_dir, **arguments(5)) as llm:
         expected = token_ids(llm, prompts, greedy(10))
-    monkeypatch.setattr(model_runner, "create_device", lambda name: create_device(name, shared_lanes=True))
+    monkeypatch.setattr(model_runner, "create_device", lambda name: SharedStreams(create_device(name)))
     with LLM(model_dir, **arguments(5)) as llm:
         assert token_ids(llm, prompts, greedy(10)) == expected

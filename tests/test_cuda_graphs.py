@@ -17,10 +17,10 @@ from graph_devices import BLOCK, MODES, PROMPTS, VOCAB, arguments, measured_memo
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.cuda_graphs import decode_graphs
 from nanovllm.device.cuda import CudaDevice
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.engine import profiling
-from nanovllm.kvcache import paged_cache
 
 # ---- anywhere
 
@@ -125,7 +125,7 @@ def test_real_graphs_give_the_logits_of_eager_steps(
 ) -> None:
     """To the bit where a bucket is full; libraries may compute a padded batch in another order."""
     if mode == "pieces, resident":
-        monkeypatch.setattr(paged_cache, "row_attention", lambda backend: None)
+        monkeypatch.setattr(decode_graphs, "row_attention", lambda backend: None)
     sizes = (1, 2, 3, 5, 8, 9)
     limits = {"dtype": dtype, "max_num_batched_tokens": 800, "enable_prefix_caching": False}
     replayed, eager = (
@@ -135,7 +135,7 @@ def test_real_graphs_give_the_logits_of_eager_steps(
     for rows, ours_of_rows, theirs_of_rows in zip(sizes, replayed, eager, strict=True):
         for ours, theirs in zip(ours_of_rows, theirs_of_rows, strict=True):
             assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= bound
-            if rows in (1, 2, 8, 9) and mode != "pieces, offloaded":  # the arm's share is not the same in both runs
+            if rows in (1, 2, 8, 9) and mode != "pieces, offloaded":  # the CPU's share is not the same in both runs
                 assert torch.equal(ours, theirs)
             if not torch.equal(ours.argmax(-1), theirs.argmax(-1)):
                 assert dtype == "bfloat16"
@@ -143,20 +143,20 @@ def test_real_graphs_give_the_logits_of_eager_steps(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["whole steps", "pieces, offloaded"])
+@pytest.mark.parametrize("mode", ["full steps", "pieces, offloaded"])
 def test_real_graphs_give_the_tokens_of_the_cpu(mode: str, gpu_model_dir: Path) -> None:
     """Requests that end and join, with preemption."""
     params = [greedy(4 + 3 * index) for index in range(len(PROMPTS))]
     with LLM(gpu_model_dir, **arguments("eager", device="cpu")) as llm:
         expected = token_ids(llm, PROMPTS, params)
-    small = {"num_gpu_blocks": 24} if mode == "whole steps" else {"num_gpu_blocks": 8, "num_cpu_blocks": 20}
+    small = {"num_gpu_blocks": 24} if mode == "full steps" else {"num_gpu_blocks": 8, "num_cpu_blocks": 20}
     with LLM(gpu_model_dir, **on_gpu(mode, **small)) as llm:
         assert llm._runner._graphs is not None
         assert token_ids(llm, PROMPTS, params) == expected
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["whole steps", "pieces, no arm"])
+@pytest.mark.parametrize("mode", ["full steps", "pieces, no CPU attention"])
 def test_a_replayed_step_makes_the_host_wait_once(mode: str, gpu_model_dir: Path) -> None:
     """For its sampled tokens. torch warns of every call that makes the host wait for the device."""
     with LLM(gpu_model_dir, **on_gpu(mode)) as llm:
@@ -184,7 +184,7 @@ def test_what_real_graphs_take_is_what_was_kept_for_them(
     offload: bool, gpu_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prints both. The estimate may not be below what is taken by more than one step of the driver's."""
-    caplog.set_level(logging.INFO, "nanovllm.engine.decode_graphs")
+    caplog.set_level(logging.INFO, "nanovllm.cuda_graphs.decode_graphs")
     found = measured_memory(monkeypatch)
     engine = {"dtype": "bfloat16", "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.3, "device": "cuda"}
     if offload:

@@ -50,7 +50,7 @@ class Other(NativeAttention):
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        self.rows += sum(segment.query_len for segment in table.segments)
+        self.rows += sum(segment.query_len for segment in table.sequences)
         super().attend(q, pool, table, state, scale, window)
 
 

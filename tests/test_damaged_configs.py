@@ -13,8 +13,8 @@ from checkpoints import edit_config, make_checkpoint, refusal
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
-from nanovllm.errors import ModelError
-from nanovllm.model_files import MAX_JSON_BYTES, MAX_NESTING, SHOWN, read_json_object, shown
+from nanovllm.errors import MOST_QUOTED, ModelError, quoted
+from nanovllm.model_files import MAX_JSON_BYTES, MAX_NESTING, read_json_object
 from nanovllm.models.config_fields import MAX_LAYERS
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.rope_config import rope_parameters
@@ -189,8 +189,8 @@ def test_values_are_cut_in_messages() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in ("x" * 10**6, list(range(10**5)), 10**4000, deep):
-        assert len(shown(value)) <= SHOWN + 3
-    assert shown("a\nb") == "'a\\nb'"
+        assert len(quoted(value)) <= MOST_QUOTED
+    assert quoted("a\nb") == "'a\\nb'"
 
 
 # ---- the index

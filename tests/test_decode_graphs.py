@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig, engine_config
+from nanovllm.cuda_graphs.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
+from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import profiling
-from nanovllm.engine.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.pieces import StepMemory, run_piece
 from nanovllm.ops import row_attention
 from nanovllm.ops.flash_attention import FlashAttention
 from nanovllm.ops.native_attention import NativeAttention
@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def graphed(monkeypatch: pytest.MonkeyPatch, mode: str, **options: Any) -> CapturingDevice:
     device = CapturingDevice(**options)
-    use_graphs(monkeypatch, device, rows=mode == "whole steps")
+    use_graphs(monkeypatch, device, rows=mode == "full steps")
     return device
 
 
@@ -117,7 +117,7 @@ def test_logits_are_those_of_eager_steps(
     with LLM(model_dir, **arguments(mode)) as llm:
         assert same_logits(logits_in_turn(llm), eager_logits)
     assert set(batches) == set(range(1, 10)), "every batch size, also those between buckets"
-    assert device.replays == len(batches) * (1 if mode == "whole steps" else LAYERS + 1)
+    assert device.replays == len(batches) * (1 if mode == "full steps" else LAYERS + 1)
 
 
 @pytest.mark.parametrize("mode", MODES[:3])
@@ -172,7 +172,7 @@ def pools(llm: LLM) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", MODES[:3])
 def test_padded_rows_leave_every_block_as_it_is(mode: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five sequences in a bucket of eight: five tokens are written, in the whole of the KV memory."""
+    """Five sequences in a bucket of eight: five tokens are written in all of the KV memory."""
     graphed(monkeypatch, mode)
     batches = watch_batches(monkeypatch)
     with LLM(model_dir, **arguments(mode)) as llm:
@@ -225,7 +225,7 @@ def test_graphs_are_part_of_what_is_sized(mode: str, model_dir: Path, monkeypatc
     sizes = {"num_gpu_blocks": -1, "gpu_memory_utilization": 0.7}
     with LLM(model_dir, **arguments(mode, max_num_seqs=40, **sizes)) as llm:
         # 1, 2, 4, 8, 16, 24, 32, 40, under offload without 24
-        count = {"whole steps": 8, "pieces, resident": 8 * (LAYERS + 1), "pieces, offloaded": 7 * (LAYERS + 1)}[mode]
+        count = {"full steps": 8, "pieces, resident": 8 * (LAYERS + 1), "pieces, offloaded": 7 * (LAYERS + 1)}[mode]
         assert llm._runner._graphs is not None and llm._runner._graphs.num_graphs == len(device.live) == count
         eager = profiling.activation_peak(llm._runner.model, llm.config)
     assert facts[0].activation_peak == eager + count * each
@@ -236,7 +236,7 @@ def test_graphs_are_part_of_what_is_sized(mode: str, model_dir: Path, monkeypatc
 
 
 def test_enforce_eager_records_nothing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = graphed(monkeypatch, "whole steps")
+    device = graphed(monkeypatch, "full steps")
     with LLM(model_dir, **arguments("eager", enforce_eager=True, num_gpu_blocks=-1)) as llm:
         token_ids(llm, PROMPTS[:3], greedy(5))
         assert llm._runner._graphs is None
@@ -268,9 +268,9 @@ def test_a_failed_recording_is_one_warning(
 def test_the_log_says_what_was_recorded(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    graphed(monkeypatch, "whole steps", graph_bytes=3 << 20)
-    caplog.set_level(logging.INFO, "nanovllm.engine.decode_graphs")
-    with LLM(model_dir, **arguments("whole steps")):
+    graphed(monkeypatch, "full steps", graph_bytes=3 << 20)
+    caplog.set_level(logging.INFO, "nanovllm.cuda_graphs.decode_graphs")
+    with LLM(model_dir, **arguments("full steps")):
         pass
     (line,) = [record.getMessage() for record in caplog.records if "graphs" in record.getMessage()]
     assert line.startswith("CUDA graphs: 5 for decode steps of up to 9 sequences, recorded in ")
@@ -278,10 +278,10 @@ def test_the_log_says_what_was_recorded(
 
 
 def test_larger_batches_and_prefill_are_eager(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.decode_graphs.LARGEST_BUCKET", 4)
-    graphed(monkeypatch, "whole steps")
+    monkeypatch.setattr("nanovllm.cuda_graphs.decode_graphs.LARGEST_BUCKET", 4)
+    graphed(monkeypatch, "full steps")
     batches = watch_batches(monkeypatch)
-    with LLM(model_dir, **arguments("whole steps")) as llm:
+    with LLM(model_dir, **arguments("full steps")) as llm:
         prompts = [random_prompt(3, VOCAB, seed) for seed in range(6)]
         token_ids(llm, prompts, [greedy(5 + 2 * index) for index in range(6)])
     assert Counter(batches) == {4: 2, 3: 2, 2: 2, 1: 2}
@@ -314,5 +314,5 @@ def test_replayed_steps_are_checked_and_traced(
         llm.engine.step()
         assert device.num_checked > checked
     names = Counter(event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X")
-    assert names["decode graph"] == (len(batches) if mode == "whole steps" else 0)
+    assert names["decode graph"] == (len(batches) if mode == "full steps" else 0)
     assert names["attend"] > 0

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.kvcache.decode_shares import (
+from nanovllm.cpu_attention.shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
     best_share,
     blocks_for_cpu_attention,
-    blocks_of_share,
     corrected,
     cpu_attention_query_len,
     layer_seconds,
 )
+from nanovllm.kvcache.budget import blocks_of_share
 
 MIB = 1 << 20
 GPU = Bandwidths(link=50e9, host=200e9, device=3000e9)

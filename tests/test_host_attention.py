@@ -13,10 +13,10 @@ import torch
 from host_tasks import run
 from torch import Tensor
 
+from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.decode_shares import can_attend_concurrently
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.host_attention import HostAttention, Meter, empty_task
 from nanovllm.ops.native_attention import NativeAttention
@@ -27,8 +27,10 @@ PATIENCE = 60  # seconds after which a task is taken to wait for ever
 
 # Two calls: the second goes on with the first's last row. Row 2 belongs to nobody.
 TABLES = [
-    AttentionMetadata([KVMetadata(0, 1, 35, 0, 2 * BLOCK, (4, 1)), KVMetadata(1, 1, 33, BLOCK, 2 * BLOCK, (3,))]),
-    AttentionMetadata([KVMetadata(1, 1, 33, 2 * BLOCK, 34, (0,))]),
+    AttentionMetadata(
+        [SequenceMetadata(0, 1, 35, 0, 2 * BLOCK, (4, 1)), SequenceMetadata(1, 1, 33, BLOCK, 2 * BLOCK, (3,))]
+    ),
+    AttentionMetadata([SequenceMetadata(1, 1, 33, 2 * BLOCK, 34, (0,))]),
 ]
 
 

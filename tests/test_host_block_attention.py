@@ -29,9 +29,9 @@ from engines import greedy, logits_by_request, offloaded, random_prompt, token_i
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.cpu_attention.host_blocks import BalancedShare
 from nanovllm.device import PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.host_block_attention import BalancedShare
 from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 
 BLOCK, VOCAB = 16, 97
@@ -112,7 +112,7 @@ def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_bloc
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong, stale or half-copied row on either way, and an answer is wrong."""
@@ -134,7 +134,7 @@ def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monke
 # ---- many requests
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 def test_shared_blocks_preemption_and_aborts(
     model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,11 +202,11 @@ def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monke
             device_attend(*arguments)
 
         around_tasks(monkeypatch, on_host)
-        replace_attend(monkeypatch, kv_cache(llm), on_device)
+        replace_attend(monkeypatch, kv_cache(llm).attention, on_device)
         force_share(llm, 1.0)
         device_call.clear()
         assert token_ids(llm, prompt, greedy(4)) == expected
-    assert set(threads) == {"kv-arm"}
+    assert set(threads) == {"kv-cpu-attention"}
 
 
 def test_queries_and_partial_states_are_two_small_copies_a_layer(
@@ -275,7 +275,7 @@ def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
 # ---- the share that rates make best
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 def test_without_a_forced_share_rates_decide(
     model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +315,7 @@ def test_rates_are_corrected_from_what_link_and_arm_did(model_dir: Path) -> None
 
 
 def replace_attend(patch: pytest.MonkeyPatch, owner: Any, attend: Callable[..., None]) -> None:
-    """Another `attend` for the backend of a room or of an arm."""
+    """Replace the `attend` of the backend of chunked attention or of CPU attention."""
 
     class Replaced:
         name = "replaced"

@@ -1,8 +1,11 @@
-"""The shape of the house: what imports what, what works without torch, and that no module keeps state."""
+"""The structure of the package: which module imports which, the core without its sides, and no module-level state."""
 
 from __future__ import annotations
 
 import ast
+import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -10,8 +13,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
 
 import nanovllm
+from tools.structure import SIDES, side_of
 
 PACKAGE = Path(nanovllm.__file__).parent
 TORCH_FREE = (
@@ -29,7 +35,7 @@ TORCH_FREE = (
     "nanovllm.template_process",
     "nanovllm.tokenizer",
     "nanovllm.kvcache.budget",
-    "nanovllm.kvcache.decode_shares",
+    "nanovllm.cpu_attention.shares",
     "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
@@ -40,27 +46,29 @@ TORCH_FREE = (
     "nanovllm.planner.report",
     "nanovllm.planner.units",
 )
-TENSORS_BEGIN = {
-    "nanovllm.engine.decode_graphs",
+NEEDS_TORCH = {
+    "nanovllm.engine.execution_order",
     "nanovllm.engine.model_runner",
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
-    "nanovllm.engine.layerwise_runner",
+    "nanovllm.engine.sides",
 }
 
-# From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.
+# From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
     {"memory_checks", "model_files", "template_worker"},
     {"template_process"},
-    {"config", "outputs", "forward_context", "tokenizer"},
+    {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
     {"ops", "comm"},
-    {"device", "layers"},
+    {"device", "layers", "forward_context"},
     {"kvcache", "models"},
-    {"planner"},
+    {"cpu_attention"},
+    {"cuda_graphs", "planner"},
     {"engine"},
+    {"layerwise_prefill"},
     {"progress_bar", "prompts"},
     {"llm", "recall"},
     {""},
@@ -79,8 +87,8 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 EXTENSIONS = {module_name(path) for path in PACKAGE.rglob("*.pyi")}
 
 
-def imported_names(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of everything a module imports, `from a import b` as a.b."""
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of all that a module imports, `from a import b` as a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -89,10 +97,20 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(name: str) -> set[str]:
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Removes what is imported for annotations only."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
+
+
+def own_imports(name: str, *, at_run_time: bool = False) -> set[str]:
     """The modules of this package that a module imports, inside functions too."""
     found = set()
-    for imported in imported_names(ast.parse(MODULES[name].read_text())):
+    tree: ast.AST = ast.parse(MODULES[name].read_text())
+    if at_run_time:
+        tree = WithoutTypeChecking().visit(tree)
+    for imported in imported_names(tree):
         while imported and imported not in MODULES and imported not in EXTENSIONS:  # a name within a module
             imported = imported.rpartition(".")[0]
         if imported:
@@ -111,14 +129,14 @@ def row(name: str) -> int:
     for index, units in enumerate(ROWS):
         if unit(name) in units:
             return index
-    raise AssertionError(f"{name} has no place in the house: add it to ROWS")
+    raise AssertionError(f"{name} is in none of ROWS: add it")
 
 
 @pytest.mark.parametrize("name", sorted(IMPORTS))
 def test_imports_go_down_only(name: str) -> None:
     for imported in IMPORTS[name]:
         same_unit = unit(imported) == unit(name)
-        assert same_unit or row(imported) < row(name), f"{name} imports {imported}, which does not lie below it"
+        assert same_unit or row(imported) < row(name), f"{name} imports {imported}, which is not below it"
 
 
 def test_no_import_cycles() -> None:
@@ -127,6 +145,75 @@ def test_no_import_cycles() -> None:
     except CycleError as error:
         raise AssertionError(f"modules import each other: {' -> '.join(error.args[1])}") from error
 
+
+# ---- the core and its sides
+
+CORE = sorted(name for name, path in MODULES.items() if side_of(path) is None and name != "nanovllm")
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_imports_no_side(name: str) -> None:
+    imports = own_imports(name, at_run_time=True) & MODULES.keys()  # without extension modules
+    sides = {imported: side_of(MODULES[imported]) for imported in imports}
+    assert not {imported: side for imported, side in sides.items() if side is not None}
+
+
+GENERATE = """
+import json, sys
+from pathlib import Path
+from nanovllm import LLM, SamplingParams, __file__ as source
+assert Path(source).is_relative_to(sys.argv[1]), source
+params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+for arguments in json.loads(sys.argv[4]):
+    with LLM(sys.argv[2], **arguments) as llm:
+        for output in llm.generate(json.loads(sys.argv[3]), params, use_tqdm=False):
+            print(json.dumps(output.outputs[0].token_ids))
+"""
+ENGINES = [{"kvcache_block_size": 16, "num_gpu_blocks": 40}, offloaded(16, 4, 60, max_num_batched_tokens=32)]
+
+
+def check_without(sides: Iterable[str], folder: Path) -> None:
+    """A copy of the package without the files of some sides generates the tokens of the complete package."""
+    package = folder / "nanovllm"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in (part for side in sides for part in SIDES[side]):
+        path = package / part
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make_checkpoint(folder / "model")
+    prompts = [random_prompt(length, 199, 1) for length in (150, 7)]
+    expected: list[list[int]] = []
+    for arguments in ENGINES:
+        with nanovllm.LLM(folder / "model", device="cpu", **arguments) as llm:
+            expected += token_ids(llm, prompts, greedy(6))
+    engines = [{**arguments, "device": "cpu"} for arguments in ENGINES]
+    command = [
+        sys.executable,
+        "-c",
+        GENERATE,
+        str(folder),
+        str(folder / "model"),
+        json.dumps(prompts),
+        json.dumps(engines),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+
+
+def test_the_core_generates_without_any_side(tmp_path: Path) -> None:
+    check_without(SIDES, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
+def test_the_rest_generates_without_a_side(side: str, tmp_path: Path) -> None:
+    check_without([side], tmp_path)
+
+
+# ---- what works without torch and without triton
 
 BLOCKED = """
 import importlib, sys
@@ -155,14 +242,14 @@ def import_without(blocked: str, names: Iterable[str]) -> None:
 
 
 def test_engine_and_sizes_import_without_torch() -> None:
-    engine = {name for name in MODULES if unit(name) == "engine"} - TENSORS_BEGIN
+    engine = {name for name in MODULES if unit(name) == "engine"} - NEEDS_TORCH
     assert len(engine) >= 5
     import_without("torch", [*TORCH_FREE, *sorted(engine)])
 
 
 def test_everything_but_its_kernels_imports_without_triton() -> None:
     kernels = {name for name in MODULES if "import triton\n" in MODULES[name].read_text()}
-    assert len(kernels) >= 8 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
+    assert len(kernels) >= 4 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
     users = kernels | {name for name in MODULES if name == "nanovllm.ops.triton_attention"}
     import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 

@@ -42,15 +42,15 @@ from graph_devices import CapturingDevice, RowsOnCpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM
+from nanovllm.cuda_graphs import decode_tables
+from nanovllm.cuda_graphs.decode_graphs import DecodeGraphs
 from nanovllm.device import Device, Event, PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.engine import model_runner
-from nanovllm.engine.decode_graphs import DecodeGraphs
-from nanovllm.kvcache import decode_tables
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 # On CUDA these make the host wait for the device. (So does making a tensor there, which on the CPU cannot be told from
@@ -232,7 +232,10 @@ def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytes
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
     q, pool = torch.randn(2, 4, 16), torch.randn(4, 2, 2, BLOCK, 16)
-    rows = (KVMetadata(0, 1, 4 * BLOCK, 0, 4 * BLOCK, range(4)), KVMetadata(1, 1, 2 * BLOCK, 0, 2 * BLOCK, (3, 1)))
+    rows = (
+        SequenceMetadata(0, 1, 4 * BLOCK, 0, 4 * BLOCK, range(4)),
+        SequenceMetadata(1, 1, 2 * BLOCK, 0, 2 * BLOCK, (3, 1)),
+    )
     TritonAttention().attend(q, pool, AttentionMetadata(rows), AttentionState.empty(q), 0.25, None)
     assert 1 <= len(launches) <= 2
 

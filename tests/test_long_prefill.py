@@ -1,4 +1,4 @@
-"""Prompts that take several steps, layer by layer or chunk by chunk, and what others get beside them. No torch."""
+"""Prompts that take several steps, layer by layer or chunk by chunk, and how they share steps with others. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bench_with_layerwise(device: int = 4, host: int = 96, **options: Any) -> Ben
     return Bench(device, host, **options)
 
 
-def slices(bench: Bench, name: str) -> list[ScheduledSequence]:
+def layerwise_parts(bench: Bench, name: str) -> list[ScheduledSequence]:
     """The steps in which a request went layer by layer."""
     return [row for row in bench.rows(name) if row.layerwise is not None]
 
@@ -33,7 +33,7 @@ def slices(bench: Bench, name: str) -> list[ScheduledSequence]:
 def layer_chunks(bench: Bench, name: str) -> list[tuple[int, int]]:
     return [
         (row.layerwise.first_layer_chunk, row.layerwise.end_layer_chunk)
-        for row in slices(bench, name)
+        for row in layerwise_parts(bench, name)
         if row.layerwise is not None
     ]
 
@@ -41,7 +41,7 @@ def layer_chunks(bench: Bench, name: str) -> list[tuple[int, int]]:
 # ---- one prompt
 
 
-def test_alone_a_span_advances_as_fast_as_chunks_would() -> None:
+def test_alone_a_layerwise_prefill_advances_as_fast_as_chunks_would() -> None:
     bench = bench_with_layerwise()
     bench.add("long", prompt_of(5 * BUDGET), 1)
     bench.run()
@@ -51,7 +51,7 @@ def test_alone_a_span_advances_as_fast_as_chunks_would() -> None:
     assert bench.tokens("long") == expected_output(prompt_of(5 * BUDGET), 1)
 
 
-def test_progress_counts_the_layers_that_a_span_is_through() -> None:
+def test_progress_counts_the_layers_that_are_done() -> None:
     bench = bench_with_layerwise()
     bench.add("long", prompt_of(5 * BUDGET), 1)
     seen = []
@@ -60,7 +60,7 @@ def test_progress_counts_the_layers_that_a_span_is_through() -> None:
     assert seen == [(step * BUDGET, 5 * BUDGET) for step in range(1, 5)]
 
 
-def test_a_span_is_in_the_cache_when_its_last_layer_is_done_and_not_before() -> None:
+def test_a_layerwise_prefill_is_cached_when_its_last_layer_is_done_and_not_before() -> None:
     bench = bench_with_layerwise()
     bench.add("long", prompt_of(100), 3)
     (seq,) = bench.scheduler.waiting[0].sequences
@@ -81,7 +81,7 @@ def test_what_fits_the_device_or_a_step_goes_by_chunks() -> None:
     assert not any(row.layerwise for name in bench.names.values() for row in bench.rows(name))
 
 
-def test_a_prompt_beyond_the_memory_for_spans_goes_in_several_and_its_tail_by_chunks() -> None:
+def test_a_prompt_beyond_the_layerwise_memory_goes_in_parts_and_its_tail_by_chunks() -> None:
     bench = bench_with_layerwise(
         layerwise_memory=LayerwiseMemory(buffer_blocks=43, max_tokens=60)
     )  # 172 tokens; 2 chunks at a time
@@ -105,11 +105,11 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     bench.run()
     bench.add("second", prompt_of(80) + prompt_of(61, 1), 2)
     bench.run()
-    assert [(row.context_len, len(row.token_ids)) for row in slices(bench, "second")] == [(80, 61)] * 3
+    assert [(row.context_len, len(row.token_ids)) for row in layerwise_parts(bench, "second")] == [(80, 61)] * 3
     assert bench.tokens("second") == expected_output(prompt_of(80) + prompt_of(61, 1), 2)
 
 
-# ---- beside others
+# ---- with others
 
 
 def test_decodes_go_on_in_every_step() -> None:
@@ -151,17 +151,17 @@ def test_many_short_prompts_do_not_starve_the_long_one() -> None:
     for _ in bench.steps():
         if "long" in bench.finished:
             break
-    assert len(slices(bench, "long")) == 1 + 6 and len(bench.finished) < 61, "half of every step but the first"
+    assert len(layerwise_parts(bench, "long")) == 1 + 6 and len(bench.finished) < 61, "half of every step but the first"
 
 
-def test_a_span_gets_a_unit_even_when_decodes_fill_the_step() -> None:
+def test_a_layerwise_prefill_advances_even_when_decodes_fill_the_step() -> None:
     bench = bench_with_layerwise(max_num_seqs=40, host=600)
     bench.add("long", prompt_of(960), 1)
     bench.step()
     for index in range(30):
         bench.add(f"talker {index}", prompt_of(2, index + 1), 40)
     bench.run()
-    full = [batch for batch in bench.executor.batches if len(batch.whole) == BUDGET]
+    full = [batch for batch in bench.executor.batches if len(batch.chunked) == BUDGET]
     assert len(full) > 5 and all(batch.layerwise is not None for batch in full[:5])
     assert bench.tokens("long") == expected_output(prompt_of(960), 1)
 
@@ -175,11 +175,11 @@ def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_lef
     bench.run()
     assert bench.order == ["shorter", "first", "same document", "short"]
     assert bench.finished["same document"].metrics.cached_tokens > 120 - BUDGET
-    assert not any(slices(bench, name) for name in bench.finished)
+    assert not any(layerwise_parts(bench, name) for name in bench.finished)
     assert bench.tokens("same document") == expected_output([*document, 2], 2)
 
 
-def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
+def test_one_layerwise_prefill_at_a_time_and_the_next_finds_its_blocks() -> None:
     bench = bench_with_layerwise(host=200)
     document = prompt_of(120)
     bench.add("first", [*document, 1], 2)
@@ -188,7 +188,7 @@ def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
     bench.add("short", prompt_of(5), 2)
     bench.run()
     assert bench.finished["same document"].metrics.cached_tokens == 120
-    assert not slices(bench, "same document"), "a token is left to compute"
+    assert not layerwise_parts(bench, "same document"), "a token is left to compute"
     steps = [[bench.names[seq.seq_id] for seq in batch.sequences if seq.layerwise] for batch in bench.executor.batches]
     assert all(len(names) <= 1 for names in steps)
     order = [names[0] for names in steps if names]
@@ -198,7 +198,7 @@ def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
         assert bench.tokens(name) == expected_output(prompt, 2)
 
 
-def test_batches_with_spans_are_plain_data() -> None:
+def test_batches_with_layerwise_prefill_are_plain_data() -> None:
     bench = bench_with_layerwise()
     bench.add("long", prompt_of(100), 2)
     bench.run()
@@ -210,7 +210,7 @@ def test_batches_with_spans_are_plain_data() -> None:
 # ---- when it does not end
 
 
-def test_an_aborted_span_leaves_nothing_and_the_next_one_starts() -> None:
+def test_an_aborted_layerwise_prefill_leaves_nothing_and_the_next_one_starts() -> None:
     bench = bench_with_layerwise()
     for index in range(1, 5):
         bench.add("long", prompt_of(100, index), 2)
@@ -224,7 +224,7 @@ def test_an_aborted_span_leaves_nothing_and_the_next_one_starts() -> None:
         bench.manager.reset_prefix_cache()
 
 
-def test_a_preempted_span_begins_again() -> None:
+def test_a_preempted_layerwise_prefill_begins_again() -> None:
     bench = bench_with_layerwise(device=2, host=28, caching=False)
     bench.add("talker", prompt_of(4), 40)
     bench.step()
@@ -236,7 +236,7 @@ def test_a_preempted_span_begins_again() -> None:
     assert bench.tokens("long") == expected_output(prompt_of(110, 1), 2)
 
 
-def test_a_failed_step_ends_the_span_and_the_engine_goes_on() -> None:
+def test_a_failed_step_ends_the_prefill_and_the_engine_goes_on() -> None:
     bench = bench_with_layerwise()
     bench.add("long", prompt_of(100), 2)
     bench.step()
@@ -268,5 +268,5 @@ def test_everybody_is_served_within_the_budget(
     for i, (length, max_tokens, _) in enumerate(requests):
         assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), max_tokens)
         for earlier, later in pairwise(layer_chunks(bench, str(i))):
-            assert later[0] in (earlier[1], 0), "units follow each other, or a span begins"
+            assert later[0] in (earlier[1], 0), "layer chunks follow each other, or a prefill begins"
     assert bench.manager.num_used == 0

@@ -12,10 +12,11 @@ from checkpoints import ROPES, edit_config, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanovllm.forward_context import ForwardContext, SequenceMetadata, flat_positions
+from nanovllm.forward_context import ForwardContext, flat_positions
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
+from nanovllm.ops.attention import SequenceMetadata
 
 CPU = torch.device("cpu")
 # Logits have a spread of 4; a float32 matrix product of these sizes is exact to about 1e-6 of its terms.
@@ -91,7 +92,7 @@ def _step(
     for number, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
         if end == start:
             continue
-        slices.append(SequenceMetadata(row, end - start, start, (number,)))
+        slices.append(SequenceMetadata.full(row, end - start, start, (number,)))
         ids.append(prompt[start:end])
         lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
         row += end - start

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch, StepResult
-from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_request, predict_transfers
-from nanovllm.kvcache.decode_shares import blocks_of_share
+from nanovllm.kvcache.budget import (
+    CpuAttentionUse,
+    TransferCount,
+    blocks_of_share,
+    predict_request,
+    predict_transfers,
+)
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
 

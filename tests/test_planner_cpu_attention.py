@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
@@ -15,8 +13,7 @@ from hypothesis import strategies as st
 from plans import GIB, RATES, sizing_for
 
 from nanovllm import LLM
-from nanovllm.kvcache.budget import predict_transfers
-from nanovllm.kvcache.decode_shares import (
+from nanovllm.cpu_attention.shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
@@ -24,6 +21,7 @@ from nanovllm.kvcache.decode_shares import (
     blocks_of_share,
     layer_seconds,
 )
+from nanovllm.kvcache.budget import predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -31,7 +29,6 @@ from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import CpuAttentionModel, Network
 from nanovllm.planner.plan import make_plan
 from nanovllm.planner.predict import DEVICE, FIXED, HOST, LINK, KVPlacement, StepModel
-from nanovllm.planner.report import log_lines
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 CPU_ATTENTION_RATES = replace(RATES, weight_bandwidth=4e8, host_bandwidth=2e6, link=Link(1e6, 1e6))
@@ -175,25 +172,3 @@ def test_longer_prompts_take_longer_and_faster_machines_do_not(
         seconds, more, less = (getattr(request, phase).seconds for request in (short, long, faster))
         assert less * (1 - 1e-9) <= seconds <= more * (1 + 1e-9)
     assert (short.cpu_attention_bytes or 0) <= (long.cpu_attention_bytes or 0)
-
-
-# ---- what is said of it
-
-
-def log_of(spec: DecoderSpec, rates: Rates, **arguments: Any) -> str:
-    network = Network(spec, "float32")
-    sizing = sizing_for(network, 8 * GIB, 8 * GIB, **offloaded(BLOCK, 5, 12, **arguments))
-    return "\n".join(log_lines(make_plan(network, sizing, rates)))
-
-
-def test_the_log_says_what_the_cpu_reads(spec: DecoderSpec) -> None:
-    assert "to the CPU" in log_of(spec, CPU_ATTENTION_RATES)
-    assert "to the CPU" not in log_of(spec, RATES), "the rate is not known"
-    assert "to the CPU" not in log_of(spec, CPU_ATTENTION_RATES, cpu_attention=False)
-
-
-def test_the_engine_measures_it_for_its_log(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="nanovllm")
-    with LLM(model_dir, **offloaded(BLOCK, 5, 12)):
-        pass
-    assert "of which a decode step leaves" in caplog.text

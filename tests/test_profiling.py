@@ -14,7 +14,7 @@ from nanovllm.engine import profiling
 from nanovllm.engine.profiling import activation_peak
 
 VOCAB = 5000
-# What the model's own operators take is small beside the logits here; it is the sampler that must not be forgotten.
+# The model's own operators take little compared with the logits here; the sampler must be counted.
 SLACK = 200_000
 
 USES: dict[str, dict[str, Any]] = {

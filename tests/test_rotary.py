@@ -14,8 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.layers.rotary import RotaryEmbedding, dynamic_frequencies, inverse_frequencies, rotate
+from nanovllm.layers.rotary import RotaryEmbedding, dynamic_frequencies, inverse_frequencies
 from nanovllm.models.rope_config import rope_spec
+from nanovllm.ops.torch_rows import rotate
 
 CPU = torch.device("cpu")
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import ALL_BANNED, NOT_FINITE, gumbel_noise, sample
+from nanovllm.ops import torch_rows
 
 LOGITS = (-4.0, 1.0, 0.5, 0.5, 2.0, 0.0, -0.5, -1.0, -1.5, -2.5, 1.9, -0.25)  # the likeliest is token 4
 DRAWS = 6000
@@ -234,7 +235,7 @@ def test_noise_is_finite_and_of_mean_and_variance_of_gumbel(index: int) -> None:
 @pytest.mark.parametrize("bits", [0, -1, 1, 2**63 - 1, -(2**63)])
 def test_the_outermost_random_numbers_give_finite_noise(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A uniform that rounds to 0 or 1 would make a token impossible or certain."""
-    monkeypatch.setattr(sampler, "_finalise", lambda z: torch.full_like(z, bits))
+    monkeypatch.setattr(torch_rows, "splitmix64", lambda z: torch.full_like(z, bits))
     assert gumbel_noise([row()], torch.arange(5)).isfinite().all()
 
 

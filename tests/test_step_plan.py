@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.forward_context import SequenceMetadata
+from nanovllm.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
     CpuAttentionGroup,
     ResidentGroup,
     RingGroup,
-    cpu_attention_candidates,
     group_block_reads,
-    leading_short,
     plan_block_reads,
 )
+from nanovllm.ops.attention import SequenceMetadata
 
 BLOCK, RESIDENT, RUN = 4, 10, 3
 
@@ -28,20 +27,20 @@ BLOCK, RESIDENT, RUN = 4, 10, 3
 def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceMetadata]:
     """Sequences whose last block is half full with `tokens` new ones."""
     return [
-        SequenceMetadata(index * tokens, tokens, len(table) * BLOCK - 2 - tokens, table)
+        SequenceMetadata.full(index * tokens, tokens, len(table) * BLOCK - 2 - tokens, table)
         for index, table in enumerate(tables)
     ]
 
 
 def segments_of(item: BlockGroup) -> list[tuple[int, int, list[int]]]:
     """(first query row, first position, blocks) of each segment."""
-    return [(s.query_start, s.first_position, list(s.blocks)) for s in item.table.segments]
+    return [(s.query_start, s.first_position, list(s.block_table)) for s in item.table.sequences]
 
 
 def segments_of_sequence(items: Sequence[BlockGroup], seq: SequenceMetadata) -> list[tuple[int, int]]:
     """(index of the first block, number of blocks) of each segment, item by item."""
-    segments = [s for item in items for s in item.table.segments if s.query_start == seq.query_start]
-    return [(s.first_position // BLOCK, len(s.blocks)) for s in segments]
+    segments = [s for item in items for s in item.table.sequences if s.query_start == seq.query_start]
+    return [(s.first_position // BLOCK, len(s.block_table)) for s in segments]
 
 
 def test_a_sequence_is_three_calls() -> None:
@@ -50,7 +49,7 @@ def test_a_sequence_is_three_calls() -> None:
     plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention={2, 3})
     assert [type(item) for item in plan.items] == [ResidentGroup, CpuAttentionGroup, RingGroup]
     assert [segments_of(item) for item in plan.items] == [[(0, 0, [0, 1])], [(0, 8, [2, 3])], [(0, 16, [0])]]
-    assert plan.items[1].table.segments[0].kv_end == 16 < seq.total_len
+    assert plan.items[1].table.sequences[0].kv_end == 16 < seq.total_len
     assert (plan.concurrent, plan.concurrent_rows) == ([], 0)
 
 
@@ -111,9 +110,9 @@ def test_an_arm_beside_the_device_has_runs_of_its_own() -> None:
 
 
 def test_the_arm_takes_whole_blocks_of_short_sequences() -> None:
-    sequences = [*decodes([11, 12, 13], [14, 15]), SequenceMetadata(2, 40, 0, [11, *range(20, 30)])]
+    sequences = [*decodes([11, 12, 13], [14, 15]), SequenceMetadata.full(2, 40, 0, [11, *range(20, 30)])]
     reads = plan_block_reads(sequences, BLOCK, None)
-    assert leading_short(sequences, most_tokens=8, most_rows=512) == 2
+    assert leading_short(sequences, max_query_len=8, max_rows=512) == 2
     found = [reads[i].physical_id for i in cpu_attention_candidates(reads, RESIDENT, 2)]
     assert found == [12, 14], "11 is read by the long chunk too; 13 and 15 are being written"
 
@@ -128,12 +127,12 @@ def test_blocks_with_few_readers_come_first_and_of_these_the_last() -> None:
 def test_short_sequences_at_the_start_of_the_batch(most_tokens: int, most_rows: int, number: int) -> None:
     lengths, start, sequences = (1, 1, 3, 2, 9, 1), 0, []
     for length in lengths:
-        sequences.append(SequenceMetadata(start, length, 5, [0, 1, 2, 3]))
+        sequences.append(SequenceMetadata.full(start, length, 5, [0, 1, 2, 3]))
         start += length
     assert leading_short(sequences, most_tokens, most_rows) == number
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
 def test_every_visit_once_and_in_order(concurrent: bool, window: int | None) -> None:
     for seed in range(200):

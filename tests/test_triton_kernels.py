@@ -10,26 +10,19 @@ from attention_cases import BOUNDS, Case, Shape, same_bits, split
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
-from nanovllm.forward_context import SequenceMetadata
+from nanovllm.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttentionGeometry
-from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.layers import sampler
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.heads import place_heads
-from nanovllm.layers.norm import add_rms_norm_, rms_norm
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
-from nanovllm.ops import triton_decode
-from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops import triton_decode, triton_rows
+from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
-from nanovllm.ops.triton_gumbel import draw_triton
 from nanovllm.ops.triton_prefill import prefill_
-from nanovllm.ops.triton_rows import add_rms_norm_triton_, place_heads_triton, rms_norm_triton, silu_and_mul_triton
-from nanovllm.ops.triton_store import store_kv_triton
 
 pytestmark = [*TRITON_MARKS, pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,14 +55,14 @@ def test_store_kv_writes_the_slots_and_nothing_else(
             expected[slot // block_size, 1, :, slot % block_size] = v[token]
     plain = pool.cpu()
     store_kv(plain, k.cpu(), v.cpu(), slots.cpu())
-    store_kv_triton(pool, k, v, slots)
+    triton_rows.store_kv(pool, k, v, slots)
     assert torch.equal(pool, expected) and torch.equal(plain, expected.cpu())
 
 
 def test_store_kv_of_nothing() -> None:
     pool, nothing = random(1, 2, 1, 4, 16), random(0, 1, 16)
     before = pool.clone()
-    store_kv_triton(pool, nothing, nothing, torch.empty(0, dtype=torch.int64, device=DEVICE))
+    triton_rows.store_kv(pool, nothing, nothing, torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert torch.equal(pool, before)
 
 
@@ -82,7 +75,7 @@ def with_alibi(case: Case, slopes: Tensor) -> tuple[Tensor, Tensor]:
     q = case.q[segment.query_start : segment.query_start + segment.query_len].cpu().double()
     group = case.shape.group
     scores = torch.einsum("thd,shd->hts", q, k.double().repeat_interleave(group, 1)) * case.shape.scale
-    positions = segment.query_position + torch.arange(segment.query_len)
+    positions = segment.context_len + torch.arange(segment.query_len)
     distance = positions.unsqueeze(1) - torch.arange(segment.kv_end)
     scores -= slopes.double()[:, None, None] * distance
     scores.masked_fill_(distance < 0, float("-inf"))
@@ -144,7 +137,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
     shape = Shape(32, 2, 2, 16, window, ((69, 1), (0, 1), (15, 1), (16, 1), (47, 1)))
     case = Case(shape, dtype, 2, DEVICE)
-    sequences = [SequenceMetadata(row, 1, s.query_position, s.blocks) for row, s in enumerate(case.segments)]
+    sequences = [SequenceMetadata.full(row, 1, s.context_len, s.block_table) for row, s in enumerate(case.segments)]
     new = torch.tensor([s.query_start for s in case.segments], device=DEVICE)
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
@@ -163,7 +156,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
         block, offset = seq.block_table[seq.context_len // 16], seq.context_len % 16
         expected[block, 0, :, offset], expected[block, 1, :, offset] = k[row], v[row]
         segment_keys = case.keys[row]
-        segment_keys[0][segment.query_position], segment_keys[1][segment.query_position] = k[row].cpu(), v[row].cpu()
+        segment_keys[0][segment.context_len], segment_keys[1][segment.context_len] = k[row].cpu(), v[row].cpu()
     assert torch.equal(pools[1].nan_to_num(7.0), expected.nan_to_num(7.0))
     case.pool = expected
     state = case.attend(TritonAttention())
@@ -191,7 +184,7 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
     """Exact, and the same bits one block at a time; blocks of whole tiles and others."""
     case = Case(Shape(32, 1, 1, block_size, window, ((70, 131), (0, 66))), NARROW, 1, DEVICE)
 
-    def attend(groups: list[list[KVMetadata]]) -> AttentionState:
+    def attend(groups: list[list[SequenceMetadata]]) -> AttentionState:
         state = AttentionState.empty(case.q)
         for group in groups:
             table = AttentionMetadata(group).on(case.q.device)
@@ -207,7 +200,7 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
 def test_decode_with_every_configuration(config: DecodeConfig) -> None:
     case = Case(Shape(32, 1, 2, 160, None, ((330, 2), (30, 1))), NARROW, 1, DEVICE)
 
-    def attend(groups: list[list[KVMetadata]]) -> AttentionState:
+    def attend(groups: list[list[SequenceMetadata]]) -> AttentionState:
         state = AttentionState.empty(case.q)
         for group in groups:
             table = AttentionMetadata(group).on(case.q.device)
@@ -224,7 +217,7 @@ def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
     case = Case(Shape(16, 1, 2, 16, None, ((40, 70),)), torch.float32, 1, DEVICE)
     state = case.attend(TritonAttention())
     (segment,) = case.segments
-    late = replace(segment, first_position=segment.query_position + 30, kv_end=segment.kv_end + 30)
+    late = replace(segment, first_position=segment.context_len + 30, kv_end=segment.kv_end + 30)
     before = AttentionState(state.out.clone(), state.lse.clone())
     case.pool = case.pool.nan_to_num(0.5)
     TritonAttention().attend(case.q, case.pool, AttentionMetadata([late]), state, case.shape.scale, None)
@@ -241,7 +234,7 @@ def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     x, weight = random(3, size + 8, dtype=dtype)[:, :size], random(size, dtype=dtype, seed=1)
     expected = rms_norm(x.cpu(), weight.cpu(), 1e-6)
-    torch.testing.assert_close(rms_norm_triton(x, weight, 1e-6).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+    torch.testing.assert_close(triton_rows.rms_norm(x, weight, 1e-6).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
 
 @EVERY_DTYPE
@@ -253,7 +246,7 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
     )
     plain_residual = residual.cpu().clone()
     expected = add_rms_norm_(plain_residual, x.cpu(), weight.cpu(), 1e-5)
-    out = add_rms_norm_triton_(residual, x, weight, 1e-5)
+    out = triton_rows.add_rms_norm_(residual, x, weight, 1e-5)
     assert torch.equal(residual.cpu(), plain_residual)
     torch.testing.assert_close(out.cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
@@ -271,7 +264,7 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: b
     expected = [torch.empty(shape, dtype=dtype) for shape in shapes]
     place_heads(heads.cpu(), None if weight is None else weight.cpu(), 1e-6, cos, sin, *expected)
     placed = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for shape in shapes]
-    place_heads_triton(heads, weight, 1e-6, cos.to(DEVICE), sin.to(DEVICE), *placed)
+    triton_rows.place_heads(heads, weight, 1e-6, cos.to(DEVICE), sin.to(DEVICE), *placed)
     assert torch.equal(placed[2].cpu(), expected[2])
     for ours, theirs in zip(placed, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=ONE_ULP[dtype], atol=2 * ONE_ULP[dtype])
@@ -282,7 +275,7 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: b
 def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
     expected = silu_and_mul(gate_up.cpu())
-    torch.testing.assert_close(silu_and_mul_triton(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+    torch.testing.assert_close(triton_rows.silu_and_mul(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
 
 # ---- drawing
@@ -310,5 +303,5 @@ def test_tokens_drawn(width: int, ordered: bool) -> None:
     if ordered:  # a row's own order, as after sorting
         tokens = torch.stack([torch.randperm(width, generator=torch.Generator().manual_seed(i)) for i in range(4)])
     expected = torch.argmax(scores.cpu() + gumbel_noise(rows, tokens), dim=-1)
-    drawn = draw_triton(scores, tokens.to(DEVICE), sampler._noise_starts(rows).to(DEVICE))
+    drawn = triton_rows.draw(scores, tokens.to(DEVICE), sampler.noise_starts(rows).to(DEVICE))
     assert torch.equal(drawn.cpu(), expected)

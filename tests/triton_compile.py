@@ -26,14 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops import triton_rows
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import decode_variants, prefill_config, prefill_variants
 from nanovllm.ops.triton_decode import decode_
-from nanovllm.ops.triton_gumbel import draw_triton
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
-from nanovllm.ops.triton_rows import add_rms_norm_triton_, place_heads_triton, rms_norm_triton, silu_and_mul_triton
-from nanovllm.ops.triton_store import store_kv_triton
 
 Launches = dict[str, Callable[[], object]]
 BLOCK, HEADS, KV_HEADS = 4096, 8, 2
@@ -80,8 +78,8 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     rows = 200
     q = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype)
     pool = torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
-    one = KVMetadata(0, 1, 100, 0, 101, [0])
-    table = AttentionMetadata([one, KVMetadata(1, rows, 0, 0, rows, [1, 2])]).on(q.device)
+    one = SequenceMetadata(0, 1, 100, 0, 101, [0])
+    table = AttentionMetadata([one, SequenceMetadata(1, rows, 0, 0, rows, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
     alone, alone_state = AttentionMetadata([one]).on(q.device), AttentionState.empty(q[:1, :KV_HEADS])
     config = prefill_config(head_dim, dtype, divmod(arch, 10))
@@ -97,8 +95,8 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
 def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     """Every configuration that a sweep tries, by its fields."""
     q, pool = torch.zeros(201, HEADS, head_dim, dtype=dtype), torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
-    few = AttentionMetadata([KVMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
-    many = AttentionMetadata([KVMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
+    few = AttentionMetadata([SequenceMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
+    many = AttentionMetadata([SequenceMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
     found: Launches = {}
     for prefill in prefill_variants(head_dim, dtype, divmod(arch, 10)):
@@ -120,8 +118,8 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             rows = few + 81 * many
             q, k = torch.zeros(rows, HEADS, head_dim, dtype=dtype), torch.zeros(rows, KV_HEADS, head_dim, dtype=dtype)
             state, end = AttentionState.empty(q), 16 * blocks - 3
-            segments = [KVMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
-            segments += [KVMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
+            segments = [SequenceMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
+            segments += [SequenceMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
             table = AttentionMetadata(segments).on(q.device)
             decode_(q, pool, table, state, 0.1, None)
             prefill_(q, pool, table, state, 0.1, None)
@@ -129,8 +127,10 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             merge_parts_triton(
                 state.out[1:], state.lse[:, 1:], state.out[1:], state.lse[:, 1:], q[None, 1:], state.lse[None, :, 1:]
             )
-            store_kv_triton(pool, k, k, torch.zeros(rows, dtype=torch.int64))
-            draw_triton(torch.empty(rows, 1000 + rows), torch.arange(1000 + rows), torch.zeros(rows, dtype=torch.int64))
+            triton_rows.store_kv(pool, k, k, torch.zeros(rows, dtype=torch.int64))
+            triton_rows.draw(
+                torch.empty(rows, 1000 + rows), torch.arange(1000 + rows), torch.zeros(rows, dtype=torch.int64)
+            )
 
         found[f"{few} rows of decode, {many} chunks, {blocks} blocks"] = launch
     return found
@@ -148,12 +148,12 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
     slots, scores, tokens = torch.zeros(rows, dtype=torch.int64), torch.empty(rows, 1000), torch.arange(1000)
     return {
         "merge": lambda: merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None]),
-        "store_kv": lambda: store_kv_triton(pool, k, v, slots),
-        "rms_norm": lambda: rms_norm_triton(x, weight, 1e-6),
-        "add_rms_norm": lambda: add_rms_norm_triton_(x, x, weight, 1e-6),
-        "heads": lambda: place_heads_triton(heads, norm_weight, 1e-6, cos, sin, q, k, v),
-        "silu_and_mul": lambda: silu_and_mul_triton(x),
-        "draw": lambda: draw_triton(scores, tokens, slots),
+        "store_kv": lambda: triton_rows.store_kv(pool, k, v, slots),
+        "rms_norm": lambda: triton_rows.rms_norm(x, weight, 1e-6),
+        "add_rms_norm": lambda: triton_rows.add_rms_norm_(x, x, weight, 1e-6),
+        "heads": lambda: triton_rows.place_heads(heads, norm_weight, 1e-6, cos, sin, q, k, v),
+        "silu_and_mul": lambda: triton_rows.silu_and_mul(x),
+        "draw": lambda: triton_rows.draw(scores, tokens, slots),
     }
 
 

@@ -1,4 +1,4 @@
-"""Devices behind one seam. Nothing above this package knows which one it runs on."""
+"""Devices behind one interface. Code above this package does not depend on the kind of device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 
 import torch
 
-from nanovllm.device.base import CallStream, CopyKind, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
-from nanovllm.device.busy import Busy, BusyMeter
+from nanovllm.device.base import Busy, CallStream, CopyKind, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import BusyMeter
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.cuda import CudaDevice, check_cuda
-from nanovllm.device.lanes import SharedLanes
 from nanovllm.errors import ConfigError
 from nanovllm.ops import select_backend
 
@@ -29,31 +28,26 @@ __all__ = [
     "create_device",
 ]
 
-USUAL_HEAD_DIM = 128  # that an attention backend must take for CUDA to be the default
+USUAL_HEAD_DIM = 128  # CUDA is the default only if an attention backend supports this head size
 
 logger = logging.getLogger(__name__)
 
 
-def create_device(name: str | None, *, shared_lanes: bool = False) -> Device:
-    """The device called `name`; for None CUDA where it can be driven, else the CPU. Raises ConfigError.
-
-    shared_lanes: all transfers of the device share one stream each way, see `device/lanes.py`. By default groups of
-    slots take turns on four streams; no GPU has been asked yet which is faster (`benchmarks/transfer_streams.py` asks).
-    """
+def create_device(name: str | None) -> Device:
+    """The device called `name`. None selects CUDA if it is usable and the CPU otherwise. Raises ConfigError."""
     if name not in (None, "cpu", "cuda"):
         raise ConfigError(f"device={name!r}: must be one of cpu, cuda")
-    device = CudaDevice() if name == "cuda" or (name is None and _can_drive_cuda()) else CpuDevice()
-    return SharedLanes(device) if shared_lanes else device
+    return CudaDevice() if name == "cuda" or (name is None and _can_drive_cuda()) else CpuDevice()
 
 
 def _can_drive_cuda() -> bool:
-    """Whether there is a CUDA device, an extension for it and an attention backend."""
+    """Whether a CUDA device, the CUDA build of the extension and an attention backend are available."""
     if not torch.cuda.is_available():
         return False
     try:
         check_cuda()
         select_backend(torch.device("cuda", torch.cuda.current_device()), USUAL_HEAD_DIM)
     except ConfigError as error:
-        logger.warning("running on the CPU, though there is a CUDA device: %s", error)
+        logger.warning("running on the CPU although a CUDA device is present: %s", error)
         return False
     return True

@@ -16,8 +16,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.device.busy import Busy
-
 CopyKind = Literal["h2d", "d2h", "d2d", "h2h"]
 
 
@@ -32,6 +30,17 @@ class PitchedCopy:
     width: int
     height: int
     kind: CopyKind
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Bytes read or copied, and the seconds during which at least one of those pieces of work ran."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def __sub__(self, other: Busy) -> Busy:
+        return Busy(self.num_bytes - other.num_bytes, self.seconds - other.seconds)
 
 
 class Event:

@@ -8,18 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nanovllm.device.base import Mark, Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Bytes that were read or copied, and the seconds in which at least one piece of that work ran."""
-
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    def __sub__(self, other: Busy) -> Busy:
-        return Busy(self.num_bytes - other.num_bytes, self.seconds - other.seconds)
+from nanovllm.device.base import Busy, Mark, Stream
 
 
 class BusyMeter:

@@ -15,8 +15,8 @@ from torch import Tensor
 from nanovllm.comm import _sgdma, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
-from nanovllm.device.busy import Busy, BusyMeter
+from nanovllm.device.base import Busy, CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import BusyMeter
 from nanovllm.errors import EngineError
 from nanovllm.memory_checks import LARGE, check_fits
 

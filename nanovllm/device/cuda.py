@@ -18,8 +18,8 @@ from torch import Tensor
 from nanovllm.comm import _sgdma, copy_on_host_async, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
 from nanovllm.device import memory
-from nanovllm.device.base import CallStream, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
-from nanovllm.device.busy import Busy, LinkMeter
+from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
+from nanovllm.device.busy import LinkMeter
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError

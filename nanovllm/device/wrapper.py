@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
-from nanovllm.device.busy import Busy
+from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
 
 
 class StreamWrapper(Stream):

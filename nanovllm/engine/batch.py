@@ -1,4 +1,4 @@
-"""What passes between the engine and the runner: plain data, picklable both ways."""
+"""The data that the engine and the runner exchange: plain and picklable in both directions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nanovllm.kvcache.prefill_plan import LayerwiseStep
 
 
 def token_array(token_ids: Iterable[int] = ()) -> array[int]:
-    """Token ids in the compact form in which they travel: pickled and joined as bytes, never looked at one by one."""
+    """Token ids in a compact form, which is pickled and joined as bytes."""
     return array("q", token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustments:
-    """What changes in a row's logits before its token is chosen; penalties of 1, 0 and 0 change nothing.
+    """Changes to a row's logits before its token is chosen; penalties of 1, 0 and 0 change nothing.
 
-    banned: tokens that cannot be chosen. biased, biases: tokens and what is added to their logits.
-    prompt_tokens: the distinct tokens of the prompt, output_tokens: all generated tokens; given as far as penalties
-    need them.
+    banned: tokens that cannot be chosen. biased, biases: token ids, and the values added to their logits.
+    prompt_tokens: the distinct tokens of the prompt; output_tokens: all generated tokens. Both are empty unless a
+    penalty needs them.
     """
 
     banned: array[int] = field(default_factory=token_array)
@@ -39,9 +39,9 @@ class LogitAdjustments:
 class SamplingRow:
     """How the next token of one sequence is drawn; a pure function of these fields and the logits.
 
-    `index` counts the tokens already generated, so that (seed, index) names one random draw of one sequence, whatever
-    was preempted or recomputed in between. temperature 0 is greedy; top_k 0 is off. `num_logprobs`: how many of the
-    most likely tokens are reported beside the chosen one, at most the whole vocabulary; None reports nothing.
+    `index` counts the tokens already generated, so (seed, index) identifies one random draw of one sequence, even after
+    preemption and recomputation. temperature 0 is greedy; top_k 0 is off. `num_logprobs`: how many of the most likely
+    tokens to report in addition to the chosen one, at most the vocabulary size; None reports nothing.
     """
 
     temperature: float
@@ -77,9 +77,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """Rows of a sequence's share whose next token is of the prompt and has its log-probability reported.
+    """Prompt tokens whose log-probabilities a step reports.
 
-    Row `first_row + i` is followed by `token_ids[i]`; `num_logprobs` as in SamplingRow.
+    Row `first_row + i` of the sequence is followed by `token_ids[i]`; `num_logprobs` as in SamplingRow.
     """
 
     first_row: int
@@ -91,16 +91,16 @@ class PromptTargets:
 class ScheduledSequence:
     """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
 
-    `samples`: the tokens to draw from the last row's logits; none while the prompt is not complete, several where
-    sequences that share the prompt begin. With a `span`, whose tokens these are, the step computes only those of its
-    units; without, all layers.
+    `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
+    sequences that share the prompt begin. `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
+    these layer chunks of them; None: they go through all layers in the step.
     """
 
     seq_id: int
     token_ids: Sequence[int]
     context_len: int
     prompt_len: int
-    block_table: Sequence[int]  # places, covering every position up to the last computed one
+    block_table: Sequence[int]  # physical block ids, covering every position up to the last computed one
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None
     layerwise: LayerwiseStep | None = None
@@ -108,36 +108,33 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: first the block moves, in order, then one forward pass over all sequences.
-
-    At most one of them is in the middle of a span; it is the last, and its units run after the others' pass.
-    """
+    """One step: the block moves, in order, then the sequences. At most one goes layer by layer, and it is the last."""
 
     sequences: Sequence[ScheduledSequence]
     moves: Sequence[BlockMove] = ()
 
     @property
-    def whole(self) -> Sequence[ScheduledSequence]:
-        """Those that go through all layers."""
+    def chunked(self) -> Sequence[ScheduledSequence]:
+        """The sequences whose tokens go through all layers in this step."""
         return self.sequences if self.layerwise is None else self.sequences[:-1]
 
     @property
     def layerwise(self) -> ScheduledSequence | None:
-        """The one that goes layer by layer."""
+        """The sequence that is prefilled layer by layer."""
         return self.sequences[-1] if self.sequences and self.sequences[-1].layerwise is not None else None
 
     @property
     def num_tokens(self) -> int:
         """Tokens that go through all layers."""
-        return sum(len(s.token_ids) for s in self.whole)
+        return sum(len(s.token_ids) for s in self.chunked)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per scheduled sequence, in batch order: what was drawn for its `samples`, KV bytes moved each way.
+    """For each scheduled sequence, in batch order: the tokens drawn for its `samples`, KV bytes moved each way.
 
-    prompt_logprobs: of each sequence's `prompt_targets`; empty when no sequence has any. errors: what is wrong with the
-    numbers of a sequence, by its index; what was drawn for it means nothing.
+    prompt_logprobs: of each sequence's `prompt_targets`; empty if no sequence has any. errors: by the index of a
+    sequence, what is wrong with its numbers; its samples are then meaningless.
     """
 
     samples: Sequence[Sequence[Sample]]
@@ -148,7 +145,7 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """Runs batches. The engine knows nothing else about tensors, devices or processes."""
+    """Runs batches: all that the engine knows of tensors, devices and processes."""
 
     def execute(self, batch: Batch) -> StepResult: ...
 

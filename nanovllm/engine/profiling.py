@@ -1,6 +1,7 @@
-"""What a step needs besides weights and KV cache: one forward pass of the largest batch.
+"""The memory that a step needs in addition to weights and KV cache: that of one forward pass of the largest batch.
 
-A device that knows its allocator's peak runs it; elsewhere it runs on tensors without memory, whose bytes are counted.
+A device that reports its allocator's peak runs that pass. Elsewhere the pass runs on meta tensors, whose bytes are
+counted.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
+from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
-from nanovllm.engine.decode_graphs import graph_bytes
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
+from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 
 
 class ScratchKVCache:
-    """A KV cache of one block, which stands for every block of one sequence of max_num_batched_tokens tokens."""
+    """A KV cache of a single block, used as every block of one sequence of max_num_batched_tokens tokens."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
         spec, tokens, block_size = model.spec, config.max_num_batched_tokens, config.block_size
@@ -38,27 +39,27 @@ class ScratchKVCache:
         shape = (1, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self._pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
         blocks = [0] * -(-tokens // block_size)
-        self._table = AttentionMetadata([KVMetadata(0, tokens, 0, 0, tokens, blocks)])
+        self._table = AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, blocks)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """See `forward_context.KVCache`; k and v are not stored."""
+        """See `forward_context.KVCache`; does not store k and v."""
         state = AttentionState.empty(q)
         self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
-        return state.output(q)
+        return state.write_output_(q)
 
 
 _META = torch.device("meta")
 
 
 class _NoKVCache:
-    """Takes what attention takes per query row, and keeps nothing."""
+    """Allocates what attention allocates for each query row, and stores nothing."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        return AttentionState.empty(q).output(q)
+        return AttentionState.empty(q).write_output_(q)
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operators made and that are still referenced, and remembers the peak."""
+    """Counts the bytes of referenced tensors that operators made, and keeps the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +93,16 @@ class _LiveBytes(TorchDispatchMode):
 def measure_memory(
     device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
 ) -> MemoryFacts:
-    """Memory as it stands, with what the largest batch and graphs will take if anything is sized from memory.
+    """The memory that there is, with what the largest batch and graphs will take if anything is sized from memory.
 
-    to_load: bytes of weights that are still to come, where `model` only stands for the one that will run.
+    to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run.
     """
     check_step_fits(model, config, device.free_memory() - to_load)
-    # First of all: kernels and libraries that the run loads stay, and are no longer free.
+    # Before free memory is read: kernels and libraries that this pass loads stay loaded.
     if sized_from_memory(config):
-        peak = _peak(device, model, backend, config) + graph_bytes(device, model, backend, config)
+        graphs = sides.cuda_graphs()
+        peak = _peak(device, model, backend, config)
+        peak += graphs.graph_bytes(device, model, backend, config) if graphs is not None else 0
     else:
         peak = step_bytes(model, config)
     shared = device.torch_device.type == "cpu"
@@ -115,9 +118,9 @@ def measure_memory(
 
 
 def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
-    """Refuse sizes of which the largest step alone takes more than is `free` beside the weights.
+    """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
 
-    Asked before that step is run to measure it. Raises ConfigError.
+    Called before that step is run to measure it.
     """
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
@@ -128,9 +131,9 @@ def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
 
 
 def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
-    """Less than a step of so many tokens takes, sampling for so many sequences, in whole numbers.
+    """A lower bound in bytes of a step of `tokens` tokens that samples for `seqs` sequences.
 
-    For each token the residual stream, what it attends with and to, and its ids; for each sequence its logits.
+    For each token its residual stream, q, k, v and ids; for each sequence its logits.
     """
     spec = model.spec
     row = (spec.hidden_size + spec.q_size + 2 * spec.kv_size) * model.dtype.itemsize + 2 * torch.int64.itemsize
@@ -138,21 +141,21 @@ def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
 
 
 def sized_from_memory(config: EngineConfig) -> bool:
-    """Whether the blocks of either tier follow from the memory there is."""
+    """Whether the number of blocks of either tier is derived from the available memory."""
     return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
 
 
 def step_bytes(model: Decoder, config: EngineConfig) -> int:
-    """The activation peak of the largest batch if a tier, or memory for spans, is sized from memory, else 0."""
+    """The activation peak of the largest batch if a tier or layer-by-layer prefill is sized from memory, else 0."""
     return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
 
 
 def layerwise_token_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
-    """What layer-major prefill keeps for each token, its residual stream and id; 0 where all prefill is chunk-major.
+    """Bytes that layer-by-layer prefill keeps for each token: its residual stream and id. 0 if no prompt goes that way.
 
-    With a backend whose bits depend on the chunks, answers would depend on which way the memory allows.
+    None does with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows.
     """
-    if not config.enable_cpu_offload or not is_chunk_invariant(backend):
+    if not config.enable_cpu_offload or not is_chunk_invariant(backend) or sides.layerwise_prefill() is None:
         return 0
     return model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize
 
@@ -167,9 +170,10 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
 
 @torch.inference_mode()
 def activation_peak(model: Decoder, config: EngineConfig) -> int:
-    """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling max_num_seqs of them.
+    """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling for max_num_seqs of them.
 
-    One layer stands for all, since none keeps activations for the next. What kernels allocate inside is not seen.
+    Measured on a model of one layer, since a layer keeps no activations for the next. What kernels allocate themselves
+    is not counted.
     """
     spec = replace(model.spec, num_layers=1, sliding_windows=model.spec.sliding_windows[:1])
     twin = Decoder(spec, model.dtype, _META)
@@ -181,11 +185,11 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
 
 @torch.inference_mode()
 def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
-    """One prefill of max_num_batched_tokens tokens, scored, with sampling for max_num_seqs of them."""
+    """Run one prefill of max_num_batched_tokens tokens, with prompt log-probabilities and max_num_seqs samples."""
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
-    sequence = SequenceMetadata(query_start=0, query_len=tokens, context_len=0, block_table=())
+    sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
     _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])
@@ -194,7 +198,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
 
 
 def _score(logits: Tensor, max_logprobs: int) -> None:
-    """Log-probabilities with as many of the most likely tokens as a request may ask for."""
+    """Compute log-probabilities with as many of the most likely tokens as a request may ask for."""
     rows, vocab_size = logits.shape
     token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
     found, _, _ = logprobs.chosen_logprobs(logits, token_ids)
@@ -202,7 +206,7 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
 
 
 def _draw(logits: Tensor) -> None:
-    """Both ways of drawing a row, with nothing cut off, as with a top_p just below 1."""
+    """Draw in both ways, from all tokens, as with a top_p just below 1."""
     rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
     scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
     torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)

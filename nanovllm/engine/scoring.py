@@ -9,27 +9,28 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Sample, ScheduledSequence, TokenLogprobs
+from nanovllm.engine.execution_order import ComputedRows
 from nanovllm.layers.logprobs import MAX_ROWS, token_logprobs
 from nanovllm.layers.sampler import NOT_FINITE, sample
 from nanovllm.models.decoder import Decoder, row_chunks
-from nanovllm.models.non_finite import is_finite
 from nanovllm.ops.upload import upload
 
 EVERYTHING_BANNED = (
     "no token is left to choose: logit_bias, bad_words and min_tokens ban all of them; ban fewer, or lower min_tokens"
 )
+MOST_NAMED = 3  # weights in an error message
 
 
 @dataclass(slots=True)
 class Scores:
-    """What a pass gives for each of its sequences; `errors` by the sequence's index, as in StepResult."""
+    """What was drawn and measured for each sequence; `errors` by the index of a sequence, as in StepResult."""
 
     samples: list[list[Sample]]
     prompt_logprobs: list[list[TokenLogprobs]]
     errors: dict[int, str]
 
     def extend(self, other: Scores) -> None:
-        """Take in what a pass gave for sequences that follow these."""
+        """Append the scores of sequences that follow these in the batch."""
         self.errors |= {len(self.samples) + index: error for index, error in other.errors.items()}
         self.samples += other.samples
         self.prompt_logprobs += other.prompt_logprobs
@@ -37,16 +38,15 @@ class Scores:
 
 def score(
     model: Decoder,
-    hidden: Tensor,
-    sequences: Sequence[ScheduledSequence],
-    starts: Sequence[int],
+    rows: ComputedRows,
     why_not_finite: Callable[[], str],
 ) -> Scores:
-    """Draw the tokens that are due, and measure the prompts' tokens that are asked for.
+    """Draw the tokens that are due, and the log-probabilities of the prompt tokens that are asked for.
 
-    hidden: [tokens, hidden]; starts: each sequence's first row; why_not_finite: the error of a sequence whose logits
-    hold NaN or infinity. Of a sequence with an error, samples mean nothing.
+    why_not_finite: gives the error of a sequence whose logits hold NaN or infinity. The samples of a sequence with an
+    error are meaningless.
     """
+    hidden, sequences, starts = rows.hidden, rows.sequences, rows.starts
     scores = Scores([[] for _ in sequences], [[] for _ in sequences], {})
     for i in _measure_prompts(model, hidden, sequences, starts, scores.prompt_logprobs):
         scores.errors[i] = why_not_finite()
@@ -62,7 +62,7 @@ def _draw_samples(
     starts: Sequence[int],
     samples: list[list[Sample]],
 ) -> dict[int, int]:
-    """Add the tokens of each sequence's `samples`. Returns what `sample` gives in place of a token, by sequence."""
+    """Append the tokens of each sequence's `samples`. Returns the error codes of `sample`, by index of a sequence."""
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return {}
@@ -83,9 +83,10 @@ def _measure_prompts(
     starts: Sequence[int],
     results: list[list[TokenLogprobs]],
 ) -> set[int]:
-    """Add what is known of each sequence's `prompt_targets`. Returns the sequences whose logits are not finite.
+    """Append the log-probabilities of each sequence's `prompt_targets`. Returns the indices of sequences whose logits
+    are not finite.
 
-    MAX_ROWS at a time: logits of a whole prompt never exist at once.
+    Computes the logits of MAX_ROWS rows at a time, to bound their memory.
     """
     failed: set[int] = set()
     for i, (seq, start) in enumerate(zip(sequences, starts, strict=True)):
@@ -99,3 +100,23 @@ def _measure_prompts(
                 failed.add(i)
             results[i] += [TokenLogprobs(*row) for row in found if row is not None]
     return failed
+
+
+def explain_non_finite_logits(model: Decoder) -> str:
+    """A sentence that says which weights hold NaN or infinity, or that it was computed. Reads all weights."""
+    damaged = [name for name, slot in model.slots() if not is_finite(slot.view)]
+    if damaged:
+        named = ", ".join(damaged[:MOST_NAMED])
+        others = f" and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
+        return f"the logits hold NaN or infinity, and so do the weights, in {named}{others}: get the checkpoint anew"
+    dtype = str(model.dtype).removeprefix("torch.")
+    advice = "use dtype='bfloat16' or 'float32'" if model.dtype is torch.float16 else "check the checkpoint's config"
+    return (
+        f"the logits hold NaN or infinity, which was computed: all weights are finite, and {dtype} ends at "
+        f"{torch.finfo(model.dtype).max:.3g}: {advice}"
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite. Allocates nothing of the tensor's size."""
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,15 @@ class AttentionGeometry:
     scale: float
     num_heads: int  # query heads
     windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedPool:
+    """A pool `[layers, blocks, 2, kv_heads, block_size, head_dim]` of every KV block, and how layers attend over it."""
+
+    pool: Tensor
+    geometry: AttentionGeometry
+    backend: AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,7 @@ class KVCacheBase(ABC):
     """A KV cache and its memory. Steps run one at a time: `begin_step`, every layer's `attend` in order, `end_step`."""
 
     layout: KVLayout
+    attended_pool: AttendedPool | None = None  # None where a step attends to blocks of other memory as well
 
     @abstractmethod
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
@@ -74,8 +85,3 @@ class KVCacheBase(ABC):
 
     @abstractmethod
     def stats(self) -> KVStats: ...
-
-
-def first_visible_block(context_len: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that any query from position `context_len` on can see."""
-    return 0 if window is None else max(0, context_len - window + 1) // block_size

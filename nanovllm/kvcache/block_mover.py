@@ -18,11 +18,13 @@ class CountedCopies:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "arm")}  # copies or blocks, bytes
+        self._counts = {
+            kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")
+        }  # copies or blocks, bytes
 
     @property
     def transfers(self) -> TransferCount:
-        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["arm"])
+        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
 
     def put(self, copy: PitchedCopy, stream: Stream, blocks: int | None = None) -> None:
         """blocks: what the copy counts for; without it, as many copies as it takes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, prefill_steps
 
@@ -95,7 +94,12 @@ class CpuAttentionUse:
     """The CPU arm takes `share` of the host blocks that a step may give it, if the step has few enough new tokens."""
 
     share: float
-    most_tokens: int  # see `decode_shares.cpu_attention_query_len`
+    most_tokens: int  # see `cpu_attention.shares.cpu_attention_query_len`
+
+
+def blocks_of_share(count: int, share: float) -> int:
+    """`share` of `count` blocks, rounded to a whole number of blocks, halves up."""
+    return int(count * share + 0.5)
 
 
 def predict_transfers(

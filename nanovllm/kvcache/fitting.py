@@ -34,6 +34,12 @@ class KVSizing:
             ways += self.changes_for(wanted or 1)
             raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do") from None
 
+    def longest_limit(self, plan: KVPlan) -> str:
+        """The name of the limit that ends the longest prompt of `plan`."""
+        if plan.max_model_len == longest_sequence(plan.num_sequence_blocks, self.layout.block_size, self.watermark):
+            return "KV memory"
+        return "positions" if plan.max_model_len == self.model_max_len else "max_model_len"
+
     def changes_for(self, tokens: int) -> list[dict[str, Any]]:
         """Engine arguments each set of which makes a sequence of so many tokens fit, the nearest first.
 

@@ -1,14 +1,14 @@
 """KV memory on both tiers, and every copy between them.
 
-The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds
-the rest. A forward pass visits host blocks in an order that is known when it begins, layer after layer, so loads run
-ahead through the ring, across layer boundaries too. Blocks that are attended in one call are a *run*, in neighbouring
-slots: the ring has N groups of slots, run i uses group i % N, and its loads are issued as soon as run i - N has let go
-of that group. Of a run, neighbouring blocks of the host are one strided copy.
+The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds the
+other blocks. A forward pass announces the host blocks that it will attend to, layer after layer, before it begins
+(`RingSchedule`). So loads run ahead of attention through the ring, across layer boundaries too. The blocks of one
+attention call form a group, in neighbouring slots: with N groups of slots in the ring, group i of the pass uses slots
+i % N, and its loads start as soon as group i - N has released them. Neighbouring host blocks of a group are one strided
+copy.
 
-Besides, the device may hold a *layer buffer* for layer-major prefill: one layer of the first blocks of one sequence.
-Its slots, numbered after the ring's, live by the same order; `layerwise_cache.py` says when each is filled and
-released.
+For layer-by-layer prefill the device also holds a *layer buffer*: one layer of the first blocks of one sequence. Its
+slots are numbered after the ring's and ordered in the same way; `nanovllm.layerwise_prefill` fills and releases them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
+from nanovllm.errors import EngineError
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
@@ -33,7 +34,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """One visit to a host block in one layer. `stored_tokens` are loaded; 0 if nothing of it is on the host yet."""
+    """One use of a ring slot: a layer of a host block. `stored_tokens` are loaded, 0 if the host holds none yet."""
 
     layer: int
     host_block: int
@@ -51,15 +52,42 @@ class SlotTokens:
     num_tokens: int
 
 
+class RingSchedule:
+    """The groups of ring uses that a forward pass announced, in the order in which it must attend to them.
+
+    Loads are issued ahead in this order, so a group attended out of turn would read the slots of another one.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[RingUse]] = ()) -> None:
+        self.groups = groups
+        self.next_index = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.next_index == len(self.groups)
+
+    def check_next(self, first: RingUse) -> None:
+        """Raises EngineError unless the next announced group begins with this use."""
+        announced = None if self.is_finished else self.groups[self.next_index][0]
+        if announced != first:
+            raise EngineError(
+                f"the pass attends to a group that begins with {first}, but announced {announced} next; attend to the "
+                "groups in the order given to begin()"
+            )
+
+    def advance(self) -> None:
+        self.next_index += 1
+
+
 def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
-    """The items in consecutive runs, all but the last of `group_slots`."""
+    """Consecutive items in groups of `group_slots`; the last group may be shorter."""
     return [items[first : first + group_slots] for first in range(0, len(items), group_slots)]
 
 
 def neighbours(pieces: Sequence[SlotTokens], block_size: int, blocks_in_reach: int) -> list[list[SlotTokens]]:
-    """The pieces cut into lists that one strided copy moves: whole blocks, in neighbouring slots and host blocks.
+    """Cut the pieces into lists that one strided copy moves: full blocks in neighbouring slots and host blocks.
 
-    blocks_in_reach: no copy reaches across a multiple of so many host blocks.
+    blocks_in_reach: no copy crosses a multiple of this many host blocks.
     """
     found: list[list[SlotTokens]] = []
     for piece in pieces:
@@ -78,10 +106,7 @@ def neighbours(pieces: Sequence[SlotTokens], block_size: int, blocks_in_reach: i
 
 
 class OffloadEngine:
-    """Owns the resident pool, the ring, the host pool and the swap pool.
-
-    Slots are addressed by the order of the ring's uses.
-    """
+    """Owns the resident pool, the ring, the layer buffer, the host pool and the swap pool."""
 
     def __init__(
         self,
@@ -94,7 +119,7 @@ class OffloadEngine:
         layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
         group_slots: int | None = None,
     ) -> None:
-        """group_slots: the most host blocks in a run; None leaves it to `DeviceSplit.group_slots`."""
+        """group_slots: the most host blocks in a group; None means `DeviceSplit.group_slots`."""
         self.device = device
         self.layout = layout
         self.split = split
@@ -111,75 +136,84 @@ class OffloadEngine:
         self._order = TransferOrder(device, self._num_groups)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
-        self._memory: dict[range, Tensor] = {}  # of neighbouring slots; cutting the ring anew costs each visit more
-        self._groups: Sequence[Sequence[RingUse]] = ()  # of the pass under way
-        self._next_group = 0
+        self._memory: dict[range, Tensor] = {}  # views of neighbouring slots: slicing the ring in every layer is slower
+        self._schedule = RingSchedule()  # of the current pass
 
     @property
     def order(self) -> TransferOrder:
-        """For the CPU arm, which reads the host pool."""
+        """For CPU attention, which reads the host pool."""
         return self._order
 
     @property
     def transfers(self) -> TransferCount:
-        """Copies and bytes since the engine was made, counted where they are issued."""
+        """Copies and bytes since the engine was created, counted where they are issued."""
         return self._copies.transfers
 
     def count_cpu_attention(self, blocks: int, num_bytes: int) -> None:
-        """One layer of so many host blocks was attended where it lies."""
-        self._copies.count("arm", blocks, num_bytes)
+        """Count host blocks, one layer of each, that the CPU attended to."""
+        self._copies.count("cpu_attention", blocks, num_bytes)
 
     # ---- the ring
 
     def begin(self, groups: Sequence[Sequence[RingUse]]) -> None:
-        """Start a forward pass that visits host blocks in exactly these runs; the first loads start now.
+        """Announce a forward pass: the groups of host blocks that it attends to, in order. The first loads start now.
 
-        A run has at most `group_slots` visits.
+        Every group has between 1 and `group_slots` uses. For each, in exactly this order, the pass calls `acquire`,
+        then `store` if it wrote tokens, then `release`.
         """
-        assert self._next_group == len(self._groups), "the last pass did not visit all that it announced"
+        assert self._schedule.is_finished, "the last pass did not attend to all groups that it announced"
         assert all(len(group) <= self.group_slots for group in groups)
-        self._groups, self._next_group = groups, 0
+        self._schedule = RingSchedule(groups)
         for index in range(min(self._num_groups, len(groups))):
             self._fill(index)
 
-    def acquire(self) -> tuple[range, Tensor]:
-        """The next run's slots, ready for compute, and their memory `[slots, 2, kv_heads, block_size, head_dim]`."""
-        slots = self._slots(self._next_group)
-        self._order.before_compute(self._next_group % self._num_groups)
+    def acquire(self, first: RingUse) -> tuple[range, Tensor]:
+        """The slots of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
+
+        first: the first use of the group that the caller attends to. Raises EngineError if another one is next.
+        """
+        self._schedule.check_next(first)
+        slots = self._slots(self._schedule.next_index)
+        self._order.before_compute(self._ring_group)
         if slots not in self._memory:
             self._memory[slots] = self.ring[slots.start : slots.stop]
         return slots, self._memory[slots]
 
     def store(self, pieces: Sequence[SlotTokens]) -> None:
-        """Copy tokens just written into slots of the acquired run to their host blocks."""
-        self._store(self._next_group % self._num_groups, pieces)
+        """Copy newly written tokens from slots of the acquired group to their host blocks."""
+        self._store(self._ring_group, pieces)
 
     def release(self) -> None:
-        """Compute is done with the slots that were acquired: the run that needs them next may fill them."""
-        self._order.after_compute(self._next_group % self._num_groups)
-        following = self._next_group + self._num_groups
-        self._next_group += 1
-        if following < len(self._groups):
+        """Compute no longer needs the acquired slots: start loading the group that uses them next."""
+        self._order.after_compute(self._ring_group)
+        following = self._schedule.next_index + self._num_groups
+        self._schedule.advance()
+        if following < len(self._schedule.groups):
             self._fill(following)
 
     def abandon(self) -> None:
-        """A pass failed: let copies under way end, and forget the rest of it."""
-        self._groups, self._next_group = (), 0
+        """After a failed pass: let copies under way finish, and forget the rest of the pass."""
+        self._schedule = RingSchedule()
         self._order.reset()
+
+    @property
+    def _ring_group(self) -> int:
+        """The group of slots that the next announced group uses."""
+        return self._schedule.next_index % self._num_groups
 
     def _slots(self, index: int) -> range:
         first = index % self._num_groups * self.group_slots
-        return range(first, first + len(self._groups[index]))
+        return range(first, first + len(self._schedule.groups[index]))
 
     def _fill(self, index: int) -> None:
-        uses = zip(self._slots(index), self._groups[index], strict=True)
+        uses = zip(self._slots(index), self._schedule.groups[index], strict=True)
         pieces = [SlotTokens(slot, use.layer, use.host_block, 0, use.stored_tokens) for slot, use in uses]
         self._load(index % self._num_groups, pieces)
 
-    # ---- the layer buffer, by index of the block in its sequence
+    # ---- the layer buffer; `index` is the block's index in its sequence
 
     def fill_buffer(self, index: int, use: RingUse) -> None:
-        """Start a layer of the block: load what the host holds of it, after compute's last use of the slot."""
+        """Start a layer of the block: load its stored tokens once compute has released the slot."""
         piece = SlotTokens(self.split.ring_slots + index, use.layer, use.host_block, 0, use.stored_tokens)
         self._load(self._num_groups + index, [piece])
 
@@ -189,12 +223,12 @@ class OffloadEngine:
         return self.layer_buffer[index]
 
     def store_buffered(self, index: int, layer: int, host_block: int, first_token: int, num_tokens: int) -> None:
-        """Copy tokens just written into the buffer's block to its host block."""
+        """Copy newly written tokens from the buffer to the host block."""
         piece = SlotTokens(self.split.ring_slots + index, layer, host_block, first_token, num_tokens)
         self._store(self._num_groups + index, [piece])
 
     def release_buffer(self, index: int) -> None:
-        """What compute does with the block's layer was put on the compute stream."""
+        """All attention to the block's layer has been issued on the compute stream."""
         self._order.after_compute(self._num_groups + index)
 
     # ---- copies of one layer of neighbouring blocks
@@ -212,12 +246,12 @@ class OffloadEngine:
             self.offload_slot_layer(together, stream)
 
     def load_to_slot_layer(self, pieces: Sequence[SlotTokens], stream: Stream) -> None:
-        """Copy tokens of a host block's layer, or neighbouring whole ones, to their slots."""
+        """Copy part of one host block's layer, or all of several neighbouring ones, to their slots."""
         slot, host = self._slot(pieces[0].slot), self.host[pieces[0].host_block, pieces[0].layer]
         self._copy(slot, host, self.layout.block_layer_bytes, self.layout.block_bytes, pieces, "h2d", stream)
 
     def offload_slot_layer(self, pieces: Sequence[SlotTokens], stream: Stream) -> None:
-        """Copy tokens in a slot, or whole blocks in neighbouring ones, to their layer of the host blocks."""
+        """Copy part of one slot, or all of several neighbouring ones, to their layer of the host blocks."""
         slot, host = self._slot(pieces[0].slot), self.host[pieces[0].host_block, pieces[0].layer]
         self._copy(host, slot, self.layout.block_bytes, self.layout.block_layer_bytes, pieces, "d2h", stream)
 
@@ -231,7 +265,7 @@ class OffloadEngine:
         kind: CopyKind,
         stream: Stream,
     ) -> None:
-        """dst, src: one layer of the first block on both sides; pitches: from one block to the next."""
+        """dst, src: one layer of the first block on each side; pitches: bytes from one block to the next."""
         layout, first, count = self.layout, pieces[0].first_token, pieces[0].num_tokens
         if count == layout.block_size:  # all of it is contiguous
             copy = PitchedCopy(dst, src, dpitch, spitch, layout.block_layer_bytes, len(pieces), kind)
@@ -241,14 +275,14 @@ class OffloadEngine:
         self._copies.put(copy, stream, len(pieces))
 
     def _slot(self, slot: int) -> Tensor:
-        """A slot's memory: the ring's come first, then the layer buffer's."""
+        """A slot's memory; slots of the layer buffer are numbered after those of the ring."""
         in_buffer = slot - self.split.ring_slots
         return self.ring[slot] if in_buffer < 0 else self.layer_buffer[in_buffer]
 
-    # ---- copies of whole blocks
+    # ---- copies of all layers of a block
 
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Carry out a step's moves in order. Called between forward passes; the next one starts when they are done."""
+        """Copy the blocks of a step in order. Call it between forward passes; the next one waits for the copies."""
         self._mover.move_blocks(moves)
 
     def synchronize(self) -> None:

@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import ForwardContext, SequenceMetadata, positions_of
-from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic, first_visible_block
+from nanovllm.forward_context import ForwardContext, positions_of
+from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, KVStats, StepTraffic
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
-from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.transfer_order import TransferOrder
-from nanovllm.ops import row_attention
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.native_attention import NativeAttention, PagedStep
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import upload
 
 
@@ -41,6 +39,7 @@ class PagedKVCache(KVCacheBase):
         self._backend = backend
         self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
         self._swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        self.attended_pool = AttendedPool(self._pool, geometry, backend)
         self._order = TransferOrder(device, num_groups=0)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
@@ -72,12 +71,7 @@ class PagedKVCache(KVCacheBase):
         self._device.declare_kernel("attend", reads=(pool[block] for block in self._blocks()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
-        return state.output(q)
-
-    def decode_tables(self, max_rows: int, max_len: int) -> DecodeTables | None:
-        """Tables for graphs of steps of up to max_rows rows; None if a graph cannot record attention."""
-        attention = row_attention(self._backend)
-        return None if attention is None else DecodeTables(self._pool, self._geometry, attention, max_rows, max_len)
+        return state.write_output_(q)
 
     def _make_tables(self) -> Tensor:
         """The slots and tables of the step under way."""
@@ -88,7 +82,7 @@ class PagedKVCache(KVCacheBase):
             slots.append(blocks * block_size + positions % block_size)
         self._slots = upload(torch.cat(slots), self._device.torch_device)
         self._tables = {
-            window: AttentionMetadata([self._segment(seq, window) for seq in self._sequences])
+            window: AttentionMetadata([seq.visible(window, block_size) for seq in self._sequences])
             for window in set(self._geometry.windows)
         }
         if isinstance(self._backend, NativeAttention):
@@ -98,17 +92,6 @@ class PagedKVCache(KVCacheBase):
                 for window, table in self._tables.items()
             }
         return self._slots
-
-    def _segment(self, seq: SequenceMetadata, window: int | None) -> KVMetadata:
-        first = first_visible_block(seq.context_len, window, self.layout.block_size)
-        return KVMetadata(
-            query_start=seq.query_start,
-            query_len=seq.query_len,
-            query_position=seq.context_len,
-            first_position=first * self.layout.block_size,
-            kv_end=seq.total_len,
-            blocks=seq.block_table[first:],
-        )
 
     def _blocks(self, *, written: bool = False) -> set[int]:
         """The blocks that the step attends to, or those of them that it writes first."""

@@ -1,49 +1,47 @@
-"""How one layer goes through the KV blocks of a step: worked out once, used for every layer."""
+"""The order in which a layer attends to the KV blocks of a step. Computed once a step, used for every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from nanovllm.forward_context import SequenceMetadata
-from nanovllm.kvcache.base import first_visible_block
-from nanovllm.ops.attention import AttentionMetadata, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata, first_visible_block
 
 
 @dataclass(slots=True)
 class BlockRead:
-    """One block that a step's sequences attend to, and the new tokens that are written to it, if any."""
+    """A block that sequences of the step attend to, and the new tokens that the step writes to it, if any."""
 
     physical_id: int
     first_position: int
     readers: list[int]  # indices of the sequences
-    stored_tokens: int  # tokens that it holds before the step
-    new_tokens: int  # tokens written in the step, by its only reader
+    stored_tokens: int  # tokens in the block before the step
+    new_tokens: int  # tokens that the step writes, all of the only reader
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that it holds after they were written."""
+        """Tokens in the block once the new ones are written."""
         return self.stored_tokens + self.new_tokens
 
 
 @dataclass(slots=True)
 class BlockGroup:
-    """Visits to blocks of one pool that are attended in one call. `table` addresses that pool."""
+    """Block reads of one pool that are attended in one call. The block ids in `table` index that pool."""
 
     reads: list[BlockRead] = field(default_factory=list)
     table: AttentionMetadata = field(default_factory=lambda: AttentionMetadata(()))
 
 
 class ResidentGroup(BlockGroup):
-    """On the device."""
+    """Blocks on the device."""
 
 
 class RingGroup(BlockGroup):
-    """On the host, streamed through as many ring slots. `table` addresses the run's slots, the first being 0."""
+    """Host blocks that are loaded into as many ring slots. `table` counts the slots of the group from 0."""
 
 
 class CpuAttentionGroup(BlockGroup):
-    """On the host, for the CPU arm."""
+    """Host blocks that the CPU attends to."""
 
     @property
     def stored_tokens(self) -> int:
@@ -51,17 +49,17 @@ class CpuAttentionGroup(BlockGroup):
 
     @property
     def read_tokens(self) -> int:
-        """Like `stored_tokens`, but a block counts for each of its readers."""
+        """Like `stored_tokens`, but a shared block counts once for each reader."""
         return sum(read.stored_tokens * len(read.readers) for read in self.reads)
 
 
 @dataclass(slots=True)
 class LayerPlan:
-    """What one layer does: `items` in this order on the compute stream, `beside` on a stream of the arm's own."""
+    """The attention of one layer: `items` in order on the compute stream, `concurrent` on the CPU's own stream."""
 
     items: list[BlockGroup] = field(default_factory=list)
     concurrent: list[CpuAttentionGroup] = field(default_factory=list)
-    concurrent_rows: int = 0  # the rows [0, concurrent_rows) of the batch are the queries of `beside`
+    concurrent_rows: int = 0  # rows [0, concurrent_rows) of the batch are the queries of `concurrent`
 
     @property
     def ring(self) -> list[RingGroup]:
@@ -73,10 +71,10 @@ class LayerPlan:
 
 
 def plan_block_reads(sequences: Sequence[SequenceMetadata], block_size: int, window: int | None) -> list[BlockRead]:
-    """The order in which one layer goes through the blocks of all sequences: by index, a shared block once.
+    """All block reads of one layer, ordered by the block's index in its sequence. A shared block is read once.
 
-    Every sequence meets its blocks in order, whatever the other sequences are and wherever the blocks live, so its
-    result does not depend on either. Sequences that share a block share it at the same index and have it full.
+    Every sequence reads its blocks in order, whatever the other sequences are and on whichever tier the blocks are, so
+    its result depends on neither. Sequences share a block at the same index only, and only a full one.
     """
     reads: list[BlockRead] = []
     for index in range(max((len(s.block_table) for s in sequences), default=0)):
@@ -96,32 +94,6 @@ def plan_block_reads(sequences: Sequence[SequenceMetadata], block_size: int, win
     return reads
 
 
-def leading_short(sequences: Sequence[SequenceMetadata], most_tokens: int, most_rows: int) -> int:
-    """How many sequences at the start of the batch have at most `most_tokens` new tokens, and `most_rows` together.
-
-    Decodes stand at the start of a batch, and the rows of these sequences are its first ones.
-    """
-    for index, seq in enumerate(sequences):
-        if seq.query_len > most_tokens or seq.query_start + seq.query_len > most_rows:
-            return index
-    return len(sequences)
-
-
-def cpu_attention_candidates(reads: Sequence[BlockRead], resident_blocks: int, num_short: int) -> list[int]:
-    """Indices of the visits that the CPU arm may take, in the order in which it takes them.
-
-    They are whole blocks on the host that only the first `num_short` sequences attend to: a block that gets new tokens
-    passes through the ring, which writes and stores them. A block with many readers crosses the link once and is read
-    by the arm once for each, so those with few come first, and of these the last of the sequences.
-    """
-    found = [
-        index
-        for index, read in enumerate(reads)
-        if read.physical_id >= resident_blocks and not read.new_tokens and read.readers[-1] < num_short
-    ]
-    return sorted(found, key=lambda index: (len(reads[index].readers), -index))
-
-
 def group_block_reads(
     reads: Sequence[BlockRead],
     sequences: Sequence[SequenceMetadata],
@@ -131,72 +103,67 @@ def group_block_reads(
     cpu_attention: Collection[int] = (),
     concurrent: bool = False,
 ) -> LayerPlan:
-    """The visits with their attention tables. `arm`: indices of the CPU arm's, in order with the others or beside them.
+    """Group the block reads into as few attention calls as possible, each sequence reading its blocks in order.
 
-    Every sequence meets its blocks in the order of the visits, in as few calls as that and runs of `group_slots`
-    ring slots allow.
+    cpu_attention: indices of the reads that the CPU attends to: concurrently with the device, or else in order with the
+    other groups. A ring group has at most `group_slots` blocks.
     """
-    in_order, beside = _Grouping(block_size), _Grouping(block_size)
+    in_order, aside = _Grouping(block_size), _Grouping(block_size)
     for index, read in enumerate(reads):
         if index in cpu_attention:
-            (beside if concurrent else in_order).join(CpuAttentionGroup, read)
+            (aside if concurrent else in_order).append(CpuAttentionGroup, read)
         elif read.physical_id < resident_blocks:
-            in_order.join(ResidentGroup, read)
+            in_order.append(ResidentGroup, read)
         else:
-            in_order.join(RingGroup, read, most=group_slots)
-    for item in [*in_order.items, *beside.items]:
-        item.table = _run_table(item, sequences, block_size, resident_blocks)
-    groups = [group for group in beside.items if isinstance(group, CpuAttentionGroup)]
+            in_order.append(RingGroup, read, group_slots)
+    for item in [*in_order.items, *aside.items]:
+        item.table = _group_metadata(item, sequences, block_size, resident_blocks)
+    groups = [group for group in aside.items if isinstance(group, CpuAttentionGroup)]
     readers = {reader for group in groups for read in group.reads for reader in read.readers}
     rows = max((sequences[reader].query_start + sequences[reader].query_len for reader in readers), default=0)
     return LayerPlan(in_order.items, groups, rows)
 
 
 class _Grouping:
-    """Puts visits into runs. A visit joins the last run of its kind, if none of its readers was met elsewhere since and
-    none would have a gap in it."""
+    """Collects block reads into groups."""
 
     def __init__(self, block_size: int) -> None:
         self.items: list[BlockGroup] = []
         self._block_size = block_size
-        self._last: dict[type[BlockGroup], int] = {}  # the last run of each kind, as an index
-        self._met: dict[int, tuple[int, int]] = {}  # of each reader: its last item's index, and the position after it
+        self._last: dict[type[BlockGroup], int] = {}  # index of the last group of each kind
+        self._progress: dict[int, tuple[int, int]] = {}  # of each reader: index of its last group, next position
 
-    def join(self, kind: type[BlockGroup], read: BlockRead, most: int | None = None) -> None:
-        """`most`: visits of a run."""
+    def append(self, kind: type[BlockGroup], read: BlockRead, max_reads: int | None = None) -> None:
+        """Append the block to the last group of its kind, provided that every sequence still reads its blocks in order
+        and contiguously within the group, and that the group stays within `max_reads`. Otherwise open a new group."""
         at = self._last.get(kind, -1)
-        if at < 0 or len(self.items[at].reads) == most or not self._fits(read, at):
+        if at < 0 or len(self.items[at].reads) == max_reads or not self._fits(read, at):
             at = self._last[kind] = len(self.items)
             self.items.append(kind())
         self.items[at].reads.append(read)
-        self._met.update(dict.fromkeys(read.readers, (at, read.first_position + self._block_size)))
+        self._progress.update(dict.fromkeys(read.readers, (at, read.first_position + self._block_size)))
 
     def _fits(self, read: BlockRead, at: int) -> bool:
-        met = [self._met[reader] for reader in read.readers if reader in self._met]
-        return all(item < at or (item == at and end == read.first_position) for item, end in met)
+        progress = [self._progress[reader] for reader in read.readers if reader in self._progress]
+        return all(item < at or (item == at and end == read.first_position) for item, end in progress)
 
 
-def _run_table(
+def _group_metadata(
     group: BlockGroup, sequences: Sequence[SequenceMetadata], block_size: int, resident_blocks: int
 ) -> AttentionMetadata:
-    """One segment for each sequence: its blocks within a run follow each other without a gap."""
+    """The part of each sequence that is in the group."""
     first_host_id = resident_blocks if isinstance(group, CpuAttentionGroup) else 0
-    by_reader: dict[int, list[tuple[BlockRead, int]]] = {}
+    by_reader: dict[int, tuple[int, list[int]]] = {}  # first position, indices in the pool
     for slot, read in enumerate(group.reads):
         index = slot if isinstance(group, RingGroup) else read.physical_id - first_host_id
         for reader in read.readers:
-            by_reader.setdefault(reader, []).append((read, index))
-    return AttentionMetadata([_segment(sequences[reader], blocks, block_size) for reader, blocks in by_reader.items()])
-
-
-def _segment(seq: SequenceMetadata, blocks: Sequence[tuple[BlockRead, int]], block_size: int) -> KVMetadata:
-    """(visit, index in the pool) pairs as `seq` sees them; rows before a block are left to the causal mask."""
-    first = blocks[0][0].first_position
-    return KVMetadata(
-        query_start=seq.query_start,
-        query_len=seq.query_len,
-        query_position=seq.context_len,
-        first_position=first,
-        kv_end=min(seq.total_len, first + len(blocks) * block_size),
-        blocks=[index for _, index in blocks],
+            by_reader.setdefault(reader, (read.first_position, []))[1].append(index)
+    return AttentionMetadata(
+        [_part(sequences[reader], first, blocks, block_size) for reader, (first, blocks) in by_reader.items()]
     )
+
+
+def _part(seq: SequenceMetadata, first_position: int, blocks: Sequence[int], block_size: int) -> SequenceMetadata:
+    """The rows of `seq` over some of its blocks. The causal mask excludes rows before the blocks."""
+    kv_end = min(seq.total_len, first_position + len(blocks) * block_size)
+    return SequenceMetadata(seq.query_start, seq.query_len, seq.context_len, first_position, kv_end, blocks)

@@ -1,25 +1,31 @@
-"""All streams, events and waits of the offload path. Nobody else orders anything.
+"""All streams, events and waits of the offload path. No other module orders copies, attention and CPU work.
 
-Slots of the ring are filled, attended and let go of in groups; a group, or a block of the layer buffer, has one event
-of each kind.
+The ring's slots are loaded, attended and released in groups. Each group has one event of each kind, and so has each
+block of the layer buffer. Six orderings keep the KV correct:
 
 1. New K/V are written before they are copied out: `kv_written`, per group.
-2. A host block is filled before it is read, and its old content has arrived before it is overwritten. Once a step,
-   before its first copy, every stream waits for all that was stored so far: `stored`, per stream, then `host_ready`.
-   This is also what makes blocks of aborted and preempted sequences safe to reuse. Within a step no host memory is both
-   stored and loaded.
-3. A load is finished before attention reads the slots: `ring_slot_ready`, per group.
-4. Attention is finished before the slots are overwritten: `ring_slot_compute_done`, per group.
-5. Block moves run after everything computed so far and before everything computed next: `moves_begin`, `moves_end`.
-6. The CPU arm reads host blocks after what was stored there has arrived: `host_ready` again. On a stream of its own it
-   attends after its queries were written, which is `queries_written`, and copied down, `queries_arrived`; its partial
-   state is copied up after it was written, `partial_written`, and merged after it has arrived, `partial_arrived`.
+2. A host block is complete before it is read, and copies to and from its old content end before it is overwritten. Once
+   a step, before its first copy, every stream waits for all stores of earlier steps: `stored`, per stream, then
+   `host_ready`. This also makes it safe to reuse the blocks of aborted and preempted sequences. Within a step no host
+   memory is both stored and loaded.
+3. A load ends before attention reads the slots: `ring_slot_ready`, per group.
+4. Attention ends before the slots are overwritten: `ring_slot_compute_done`, per group.
+5. Block moves run after all computation issued before them and before all computation issued after them:
+   `moves_begin`, `moves_end`.
+6. CPU attention reads host blocks after the stores to them have ended: `host_ready` again. If it runs concurrently, on
+   its own stream, it starts after its queries are written (`queries_written`) and copied to the host
+   (`queries_arrived`). Its partial state is copied back after it is written (`partial_written`), and merged after it
+   has arrived (`partial_arrived`).
 
-What needs no event: a slot is refilled after its own store-out because both run on the group's stream. A host block is
-overwritten after earlier loads of it because a store waits for `kv_written`, which compute records after it has waited
-for every load of earlier steps; after the arm has read it as well, because compute has waited for the arm's partial
-state, or is the arm's stream itself. For the same reason the arm's buffers can be used again in the next layer: its
-queries are written by compute, after the merge of the layer before.
+What needs no event:
+
+- A slot is refilled after its own tokens were stored, because both copies run on the group's stream.
+- A host block is overwritten after earlier loads of it, because a store waits for `kv_written`, which compute records
+  after it has waited for every load of earlier steps.
+- A host block is overwritten after CPU attention has read it, because compute has waited for the partial state, or is
+  itself the stream of CPU attention.
+- The buffers of CPU attention are reused in the next layer, because compute writes the next queries after it has merged
+  the last partial state.
 """
 
 from __future__ import annotations
@@ -29,13 +35,14 @@ from contextlib import suppress
 from nanovllm.device import CallStream, Device, Event, Stream
 from nanovllm.errors import EngineError
 
-# Copies one way share one link: a few streams keep it busy. With those for moves, the arm and computation they are as
-# many as CUDA has hardware queues by default (CUDA_DEVICE_MAX_CONNECTIONS), of which no two need then be one.
+# Copies in one direction share one link: a few streams keep it busy. Together with the streams for moves, CPU attention
+# and computation they are as many as CUDA has hardware queues by default (CUDA_DEVICE_MAX_CONNECTIONS), so no two
+# streams share a queue.
 NUM_GROUP_STREAMS = 4
 
 
 class EventsByKey:
-    """One event for each key, made when it is first recorded; before that there is nothing to wait for."""
+    """One event for each key, created at its first record. A wait for a key without an event does nothing."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -52,9 +59,9 @@ class EventsByKey:
 
 
 class TransferOrder:
-    """Streams for groups of slots, one for block moves, two for an arm beside the device, and the compute stream.
+    """Owns the streams for groups of slots, block moves and concurrent CPU attention; orders them with compute.
 
-    Group i always uses stream i % NUM_GROUP_STREAMS, blocks of the layer buffer being numbered after the ring's groups.
+    Group i always uses stream i % NUM_GROUP_STREAMS. Blocks of the layer buffer are numbered after the ring's groups.
     """
 
     def __init__(self, device: Device, num_groups: int) -> None:
@@ -64,7 +71,7 @@ class TransferOrder:
             device.new_stream(f"kv-slots-{index}") for index in range(min(num_groups, NUM_GROUP_STREAMS))
         ]
         self._move_stream = device.new_stream("kv-moves")
-        self._cpu_attention: Stream = self._compute  # where host blocks are attended
+        self._cpu_attention: Stream = self._compute  # the stream on which the CPU attends to host blocks
         self._streams = [*self._group_streams, self._move_stream]
         self._make_events()
 
@@ -73,9 +80,9 @@ class TransferOrder:
         self._ring_slot_compute_done = EventsByKey(self._device)
         self._kv_written = EventsByKey(self._device)
         self._stored = EventsByKey(self._device)
-        self._storing: set[int] = set()  # streams on which something was stored since it was last waited for
-        self._moved = False  # whether blocks were moved since then
-        self._host_ready: Event | None = None  # made when it is first recorded
+        self._storing: set[int] = set()  # streams with stores that no `host_ready` covers yet
+        self._moved = False  # whether blocks were moved since the last `host_ready`
+        self._host_ready: Event | None = None  # created at its first record
         self._moves_begin, self._moves_end = self._device.new_event(), self._device.new_event()
         self._queries_written, self._queries_arrived = self._device.new_event(), self._device.new_event()
         self._partial_written, self._partial_arrived = self._device.new_event(), self._device.new_event()
@@ -86,7 +93,7 @@ class TransferOrder:
     # ---- once a step, in this order
 
     def before_moves(self) -> Stream:
-        """Blocks may be moved on the returned stream: after what was computed, and after what was stored."""
+        """Blocks may be moved on the returned stream, after all earlier computation and stores."""
         self._wait_for_stores()
         self._moved = True
         self._compute.record(self._moves_begin)
@@ -98,7 +105,7 @@ class TransferOrder:
         self._compute.wait(self._moves_end)
 
     def before_copies(self) -> None:
-        """Host blocks are loaded, stored and attended from now on: what was stored or moved there has arrived."""
+        """Host blocks are loaded, stored and attended from now on, after all earlier stores and moves."""
         if not self._storing and not self._moved:
             return
         self._wait_for_stores()
@@ -109,7 +116,7 @@ class TransferOrder:
             stream.wait(self._host_ready)
 
     def before_cpu_attention(self) -> None:
-        """The arm reads host blocks from now on, until the next step."""
+        """CPU attention reads host blocks from now on, until the next step."""
         if self._host_ready is not None:
             self._cpu_attention.wait(self._host_ready)
 
@@ -119,10 +126,10 @@ class TransferOrder:
             self._stored.wait(self._move_stream, index)
         self._storing.clear()
 
-    # ---- a group's life, in order
+    # ---- the life of a group of slots, in this order
 
     def before_fill(self, group: int) -> Stream:
-        """The group's slots may be overwritten by what is put on the returned stream."""
+        """Copies on the returned stream may overwrite the group's slots."""
         stream = self._stream(group)
         self._ring_slot_compute_done.wait(stream, group)
         return stream
@@ -131,11 +138,11 @@ class TransferOrder:
         self._ring_slot_ready.record(self._stream(group), group)
 
     def before_compute(self, group: int) -> None:
-        """Compute uses the group next: what was loaded has arrived, what was stored out has left."""
+        """Compute uses the group next, after its loads."""
         self._ring_slot_ready.wait(self._compute, group)
 
     def before_store(self, group: int) -> Stream:
-        """New K/V were written into the group; the returned stream may copy them to the host."""
+        """New K/V are written into the group; the returned stream may copy them to the host."""
         stream = self._stream(group)
         self._kv_written.record(self._compute, group)
         self._kv_written.wait(stream, group)
@@ -143,33 +150,31 @@ class TransferOrder:
         return stream
 
     def after_compute(self, group: int) -> None:
-        """Attention over the group was put on the compute stream."""
+        """All attention over the group has been issued on the compute stream."""
         self._ring_slot_compute_done.record(self._compute, group)
 
-    # ---- the CPU arm
+    # ---- concurrent CPU attention, once a layer in this order
 
     def add_cpu_attention_streams(self) -> None:
-        """From now on the arm works on a stream of its own."""
-        self._cpu_attention_copies = self._device.new_stream("kv-arm-copies")
-        self._cpu_attention = self._cpu_attention_calls = self._device.new_call_stream("kv-arm")
+        """From now on CPU attention runs on a stream of its own."""
+        self._cpu_attention_copies = self._device.new_stream("kv-cpu-attention-copies")
+        self._cpu_attention = self._cpu_attention_calls = self._device.new_call_stream("kv-cpu-attention")
         self._streams += [self._cpu_attention_calls, self._cpu_attention_copies]
 
-    # ---- an arm beside the device, once a layer in this order
-
     def before_queries(self) -> Stream:
-        """The arm's queries were written on the compute stream; the returned stream may copy them down."""
+        """The queries are written on the compute stream; the returned stream may copy them to the host."""
         self._compute.record(self._queries_written)
         self._cpu_attention_copies.wait(self._queries_written)
         return self._cpu_attention_copies
 
     def before_cpu_attention_call(self) -> CallStream:
-        """The queries' copy was put on its stream; the arm may be launched on the returned one."""
+        """The copy of the queries has been issued; CPU attention may be launched on the returned stream."""
         self._cpu_attention_copies.record(self._queries_arrived)
         self._cpu_attention_calls.wait(self._queries_arrived)
         return self._cpu_attention_calls
 
     def before_partial(self) -> Stream:
-        """The arm was launched; the returned stream may copy its partial state up."""
+        """CPU attention has been launched; the returned stream may copy its partial state to the device."""
         self._cpu_attention_calls.record(self._partial_written)
         self._cpu_attention_copies.wait(self._partial_written)
         return self._cpu_attention_copies
@@ -178,17 +183,17 @@ class TransferOrder:
         self._cpu_attention_copies.record(self._partial_arrived)
 
     def before_merge(self) -> None:
-        """Compute reads the arm's partial state next."""
+        """Compute reads the partial state next."""
         self._compute.wait(self._partial_arrived)
 
     def finish_cpu_attention(self) -> None:
-        """Block the host until the arm's calls are done, and raise what failed of them."""
+        """Block the host until the calls of CPU attention have ended. Raises EngineError if one failed."""
         self._cpu_attention_calls.synchronize()
 
     # ---- everything
 
     def synchronize(self) -> None:
-        """Block the host until no copy is under way. Raises the first failure of a copy, after all have ended."""
+        """Block the host until no copy is under way. Raises the first failure, after all copies have ended."""
         failure: EngineError | None = None
         for stream in [*self._streams, self._compute]:
             try:
@@ -199,7 +204,7 @@ class TransferOrder:
             raise failure
 
     def reset(self) -> None:
-        """Let everything under way end, failed or not, and start afresh: with nothing under way all is in order."""
-        with suppress(EngineError):  # whoever resets has already met the failure, or one before it
+        """Let all work under way end, failed or not, and start with new events: then there is nothing to wait for."""
+        with suppress(EngineError):  # the caller resets because of this failure or an earlier one
             self.synchronize()
         self._make_events()

@@ -1,28 +1,51 @@
-"""Linear projection whose weight may hold several checkpoint tensors side by side."""
+"""Linear projections, whose weights may hold several checkpoint tensors, and the destinations of those tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.weights import NamedSlots, whole
 from nanovllm.ops import cpu_linear
 
-FEW_ROWS = 24  # up to which reading the weights is all the time that a product takes
+FEW_ROWS = 24  # with at most so many rows, reading the weights determines the time of a product
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """The destination of one checkpoint tensor: a view of a parameter, and the shape that the tensor must have.
+
+    The view may be wider than the tensor (one norm weight for several heads); `write` broadcasts.
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy `tensor` (of `shape`, any floating dtype, any device) into the parameter and convert it."""
+        self.view.copy_(tensor)
+
+
+NamedSlots = Iterator[tuple[str, WeightSlot]]
+
+
+def slot_of(view: Tensor) -> WeightSlot:
+    """The slot of a checkpoint tensor with exactly the shape of `view`."""
+    return WeightSlot(view, tuple(view.shape))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: [rows, in] -> [rows, out]. On the CPU each row's bits are independent of the other rows."""
+    """x W^T + b: [rows, in] -> [rows, out]. On the CPU the bits of a row do not depend on the other rows."""
     if cpu_linear.takes(x, weight):
         return cpu_linear.cpu_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` without the promise: torch's product on many rows, where it has units that `linear` does not use."""
+    """`linear`, but with torch's product for more than FEW_ROWS rows, whose bits may depend on the number of rows."""
     return F.linear(x, weight, bias) if x.shape[0] > FEW_ROWS else linear(x, weight, bias)
 
 
@@ -57,7 +80,7 @@ class Linear:
         start = 0
         for name, size in self.parts.items():
             rows = slice(start, start + size)
-            yield f"{prefix}{name}.weight", whole(self.weight[rows])
+            yield f"{prefix}{name}.weight", slot_of(self.weight[rows])
             if self.bias is not None:
-                yield f"{prefix}{name}.bias", whole(self.bias[rows])
+                yield f"{prefix}{name}.bias", slot_of(self.bias[rows])
             start += size

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.ops import cpu_rows
+from nanovllm.ops.row_kernels import softmax
 from nanovllm.ops.upload import upload
 
 MAX_ROWS = 256  # at a time, beside their logits
@@ -57,7 +57,6 @@ def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) ->
 
 def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities fp32 [rows, vocab], those of the given tokens and their ranks, both [rows]."""
-    wide = logits.float()
-    logprobs = cpu_rows.softmax(wide, log=True) if cpu_rows.takes(wide, 2) else torch.log_softmax(wide, dim=-1)
+    logprobs = softmax(logits.float(), log=True)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
     return logprobs, chosen.squeeze(1), (logprobs > chosen).sum(dim=-1) + 1

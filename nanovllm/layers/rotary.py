@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.ops import cpu_rows
+from nanovllm.ops.row_kernels import cos_sin, powers
 
 
 class RotaryEmbedding:
@@ -26,17 +26,13 @@ class RotaryEmbedding:
         self._exponents = _exponents(head_dim).double().to(device)
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32, for `rotate`.
+        """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32.
 
         positions, lengths: int64 [tokens]; a token's length is the sequence length dynamic RoPE scales by.
         """
         angles = positions.float()[:, None] * self._frequencies(lengths)
-        if angles.is_cpu:
-            cos, sin = cpu_rows.cos_sin(angles, self.rope.attention_factor)
-            return cos[:, None, :], sin[:, None, :]
-        cos = angles.cos() * self.rope.attention_factor
-        sin = angles.sin() * self.rope.attention_factor
-        return torch.cat((cos, cos), dim=-1)[:, None, :], sin[:, None, :]
+        cos, sin = cos_sin(angles, self.rope.attention_factor)
+        return cos[:, None, :], sin[:, None, :]
 
     def _frequencies(self, lengths: Tensor) -> Tensor:
         """[head_dim / 2], or [tokens, head_dim / 2] where each token has its own."""
@@ -44,20 +40,6 @@ class RotaryEmbedding:
             return self.inv_freq
         grown = dynamic_frequencies(self.rope, self._exponents, lengths)
         return torch.where((lengths > self.rope.original_max_position)[:, None], grown, self.inv_freq)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle; fp32 out, so that the caller rounds once.
-
-    x: [tokens, heads, head_dim]; cos: [tokens, 1, head_dim]; sin: [tokens, 1, head_dim / 2].
-    Source: Su et al., "RoFormer" (2021), with the pairs half a head apart, as Transformers lays them out.
-    """
-    half = x.shape[-1] // 2
-    x = x.float()
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin)
-    return out
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -82,13 +64,8 @@ def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> T
     """
     growth = rope.factor * lengths.double() / rope.original_max_position - (rope.factor - 1)
     head_dim = 2 * len(exponents)
-    powers = cpu_rows.powers if lengths.is_cpu else _powers
     theta = rope.theta * powers(growth, exponents.new_full((1,), head_dim / (head_dim - 2)))[:, 0]
     return (1.0 / powers(theta, exponents)).float()
-
-
-def _powers(bases: Tensor, exponents: Tensor) -> Tensor:
-    return bases[:, None] ** exponents
 
 
 def _exponents(head_dim: int) -> Tensor:

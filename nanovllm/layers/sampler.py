@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, adjust_
-from nanovllm.ops import cpu_rows
-from nanovllm.ops.triton_support import use_triton
+from nanovllm.ops import torch_rows
+from nanovllm.ops.row_kernels import draw, softmax
+from nanovllm.ops.torch_rows import GOLDEN_GAMMA, as_int64, splitmix64
 from nanovllm.ops.upload import upload
 
 # Logits at a time: drawing takes about twelve times their memory. On the CPU that should stay in the cache.
@@ -20,7 +21,6 @@ DEVICE_PIECE = 2**23
 WINDOW = 1024  # logits of a row that are sorted first
 # In place of a token: the row's logits hold NaN or infinity; all tokens of the row are banned.
 NOT_FINITE, ALL_BANNED = -1, -2
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 class SamplingRow(Protocol):
@@ -118,14 +118,7 @@ def _draw_in_order(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) 
 
 
 def _draw(scores: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Where the largest of score plus noise stands in each row: int64 [rows]; tokens as for `gumbel_noise`."""
-    if use_triton(scores):
-        from nanovllm.ops.triton_gumbel import draw_triton
-
-        return draw_triton(scores, tokens, upload(_noise_starts(rows), scores.device))
-    if cpu_rows.takes(scores, 2):
-        return cpu_rows.draw(scores, tokens, _noise_starts(rows))
-    return torch.argmax(scores + gumbel_noise(rows, tokens), dim=-1)
+    return draw(scores, tokens, upload(noise_starts(rows), scores.device))
 
 
 def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,9 +132,9 @@ def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tu
     top_p = _column(scores, [row.top_p for row in rows])
     certain = ordered > ordered[:, -1:]  # which of several scores like the last one are here is anyone's guess
     ordered.masked_fill_(torch.arange(width, device=scores.device) >= top_k, float("-inf"))
-    probs = _softmax(ordered)
+    probs = softmax(ordered)
     if width < vocab_size:
-        probs = torch.where(top_k > width, _softmax(scores).gather(1, tokens), probs)
+        probs = torch.where(top_k > width, softmax(scores).gather(1, tokens), probs)
     # A token is kept while the ones before it have not reached top_p: the most likely one always is.
     beyond_p = (probs.cumsum(dim=-1) - probs >= top_p) & (top_p < 1.0)
     beyond_p[:, 0] = False  # also when a tiny top_p is 0 in fp32
@@ -149,10 +142,6 @@ def kept_in_order(scores: Tensor, rows: Sequence[SamplingRow], width: int) -> tu
     complete = (ordered > float("-inf")).sum(dim=-1) <= certain.sum(dim=-1)
     complete &= ((top_k <= width) | (top_k >= vocab_size)).squeeze(1)  # else top_p's share is of what top_k leaves
     return ordered, tokens, complete | (width == vocab_size)
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    return cpu_rows.softmax(scores) if cpu_rows.takes(scores, 2) else torch.softmax(scores, dim=-1)
 
 
 def _largest_in_order(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -173,40 +162,14 @@ def scale_(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def gumbel_noise(rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
-    """Gumbel(0, 1) noise of tokens [width] or [rows, width]: fp64 [rows, width], a function of (seed, index, token).
-
-    Counter-based, so that it is the same in every batch and process: token i takes the i-th number of SplitMix64
-    (Steele, Lea and Flood, 2014) started at a hash of seed and index, as a uniform u of 52 bits (one more, and the
-    largest would round to 1), and -log(-log(u)) is a Gumbel variable. fp64, because an fp32 uniform is its smallest
-    value once in 2^24 draws, which would make tokens certain that the distribution all but excludes.
-    """
-    starts = upload(_noise_starts(rows), tokens.device)
-    numbers = _finalise(starts.unsqueeze(1) + (tokens + 1) * _signed(_GOLDEN_GAMMA))
-    uniform = (_shift(numbers, 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
+    """`torch_rows.gumbel_noise` of tokens [width] or [rows, width]: fp64 [rows, width]."""
+    return torch_rows.gumbel_noise(tokens, upload(noise_starts(rows), tokens.device))
 
 
-def _noise_starts(rows: Sequence[SamplingRow]) -> Tensor:
-    """Each row's hash of seed and index: int64 [rows], on the host."""
-    starts = _finalise(torch.tensor([_signed(row.seed * 0xD1B54A32D192ED03) for row in rows]))
-    return _finalise(starts + torch.tensor([_signed(row.index * _GOLDEN_GAMMA) for row in rows]))
-
-
-def _finalise(z: Tensor) -> Tensor:
-    """SplitMix64's mixing of a 64-bit state; int64 stands for the unsigned integers, whose products wrap alike."""
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift(z, 31)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Unsigned right shift: int64's own would pull the sign in."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int) -> int:
-    """The int64 with the low 64 bits of `number`."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+def noise_starts(rows: Sequence[SamplingRow]) -> Tensor:
+    """The hash of each row's seed and index, from which its noise is generated: int64 [rows], on the host."""
+    starts = splitmix64(torch.tensor([as_int64(row.seed * 0xD1B54A32D192ED03) for row in rows]))
+    return splitmix64(starts + torch.tensor([as_int64(row.index * GOLDEN_GAMMA) for row in rows]))
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the engine promises about bits: whether a request's logits may depend on the rest of its batch."""
+"""Batch invariance: whether a request's logits depend, in their bits, on the rest of its batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def keep_batch_invariance(config: EngineConfig, model: Decoder, backend: AttentionBackend) -> None:
-    """Let the model compute as `batch_invariant` asks, and log what holds.
+    """Choose the model's matrix products as `batch_invariant` asks, and log whether logits are batch-invariant.
 
-    None and True take the kernels whose rows depend on themselves alone wherever there are such. Raises ConfigError for
-    True where there are none. False takes torch's products where torch has units that the engine's kernels do not use.
+    None and True choose kernels that compute each row independently, where there are any; True raises ConfigError where
+    there are none. False chooses torch's products where torch uses matrix units that the engine's kernels do not.
     """
     misfit = _misfit(model, backend)
     if config.batch_invariant and misfit is not None:
@@ -46,6 +46,6 @@ def _misfit(model: Decoder, backend: AttentionBackend) -> str | None:
 
 
 def _torch_is_faster(model: Decoder) -> bool:
-    """Whether torch multiplies with units that csrc/cpu_linear does not use: AMX, which takes bf16."""
+    """Whether torch multiplies with AMX, in bf16, which csrc/cpu_linear does not use."""
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return model.device.type == "cpu" and model.dtype == torch.bfloat16 and bool(has_amx())

@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.device.memory import address_space_left
-from nanovllm.errors import ConfigError, ModelError
+from nanovllm.errors import ConfigError, ModelError, quoted, told
 from nanovllm.memory_checks import check_fits, gib
-from nanovllm.model_files import OBJECT, checked_fields, one_line, read_json_object, shown
+from nanovllm.model_files import OBJECT, checked_fields, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ class StoredTensor:
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
     """How many names there are, and the first few, for messages: "3: a, b, c"."""
-    listed = [name if name.isprintable() and len(name) <= QUOTED else shown(name) for name in names]
+    listed = [name if name.isprintable() and len(name) <= QUOTED else quoted(name) for name in names]
     more = f", and {len(listed) - limit} more" if len(listed) > limit else ""
     return f"{len(listed)}: {', '.join(listed[:limit])}{more}"
 
@@ -70,7 +70,7 @@ def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
         with safe_open(path, framework=framework, device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is truncated or damaged ({one_line(error)}); copy it again.") from error
+        raise ModelError(f"{path} is truncated or damaged ({told(error)}); copy it again.") from error
     except RuntimeError as error:  # torch's
         if "mmap" not in str(error):
             raise
@@ -112,7 +112,7 @@ def _read_index(path: Path) -> dict[str, str]:
     assert isinstance(weight_map, dict)
     for shard in weight_map.values():
         if not _is_file_name(shard):
-            raise ModelError(f"{path} names {shown(shard)}, which is not a file of its own directory.")
+            raise ModelError(f"{path} names {quoted(shard)}, which is not a file of its own directory.")
     return weight_map
 
 

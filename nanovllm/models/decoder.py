@@ -9,14 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.heads import place_heads
-from nanovllm.layers.linear import Linear, fastest_linear, linear
+from nanovllm.layers.linear import Linear, NamedSlots, WeightSlot, fastest_linear, linear, slot_of
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.layers.weights import NamedSlots, WeightSlot, whole
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.cpu_layer import few_row_layer
+from nanovllm.ops.row_kernels import place_heads, silu_and_mul
 
 CPU_CHUNK_ROWS = 1024  # 256 to 4,096 are as fast; temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
@@ -96,8 +94,8 @@ class DecoderLayer:
     def slots(self) -> NamedSlots:
         """Where each of this layer's checkpoint tensors lands, by name."""
         prefix = f"model.layers.{self.index}."
-        yield f"{prefix}input_layernorm.weight", whole(self.input_norm.weight)
-        yield f"{prefix}post_attention_layernorm.weight", whole(self.post_norm.weight)
+        yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm.weight)
+        yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm.weight)
         yield from self.qkv.slots(f"{prefix}self_attn.")
         yield from self.o.slots(f"{prefix}self_attn.")
         yield from self.gate_up.slots(f"{prefix}mlp.")
@@ -163,12 +161,12 @@ class Decoder:
 
     def slots(self) -> NamedSlots:
         """Where each checkpoint tensor lands, by its name in the checkpoint. Tied weights appear once."""
-        yield "model.embed_tokens.weight", whole(self.embedding)
+        yield "model.embed_tokens.weight", slot_of(self.embedding)
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", whole(self.norm.weight)
+        yield "model.norm.weight", slot_of(self.norm.weight)
         if not self.spec.tie_word_embeddings:
-            yield "lm_head.weight", whole(self.lm_head)
+            yield "lm_head.weight", slot_of(self.lm_head)
 
     @property
     def weight_bytes(self) -> int:

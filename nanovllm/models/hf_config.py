@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from nanovllm.errors import ModelError
-from nanovllm.model_files import checked_fields, one_line, read_json_object, shown
+from nanovllm.errors import ModelError, quoted, told
+from nanovllm.model_files import checked_fields, read_json_object
 from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.family import Family, decoder_spec
@@ -106,17 +106,17 @@ def _family(path: Path, raw: dict[str, Any]) -> Family:
     named = fields.get("architectures") or []
     family = next((FAMILIES[name] for name in named if name in FAMILIES), None)
     if family is None:
-        found = f"architectures={shown(named)} is not supported" if named else "it names no architecture"
+        found = f"architectures={quoted(named)} is not supported" if named else "it names no architecture"
         raise ModelError(f"{path}: {found}; supported: {', '.join(FAMILIES)}.")
     if fields.get("model_type", family.model_type) != family.model_type:
         raise ModelError(
             f"{path} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
-            f"not {shown(fields['model_type'])}."
+            f"not {quoted(fields['model_type'])}."
         )
     if fields.get("quantization_config") is not None:
         raise ModelError(
             f"{path}: quantized weights are not supported (quantization_config="
-            f"{shown(fields['quantization_config'])}); use a checkpoint in {', '.join(DTYPE_NAMES)}."
+            f"{quoted(fields['quantization_config'])}); use a checkpoint in {', '.join(DTYPE_NAMES)}."
         )
     return family
 
@@ -128,7 +128,7 @@ def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:
         return CONFIG_MAPPING[family.model_type](**given)
     # Its validators raise many unrelated types, some outside the standard hierarchy.
     except Exception as error:
-        raise ModelError(f"it is not valid for a {family.architecture}: {one_line(error)}.") from error
+        raise ModelError(f"it is not valid for a {family.architecture}: {told(error)}.") from error
 
 
 def _token_ids(value: Any) -> list[int]:

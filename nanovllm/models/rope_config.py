@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from nanovllm.errors import ModelError
+from nanovllm.errors import ModelError, quoted
 from nanovllm.layers.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
-from nanovllm.model_files import checked_fields, shown
+from nanovllm.model_files import checked_fields
 from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
 
 
@@ -23,7 +23,7 @@ def rope_parameters(config: Mapping[str, Any], max_position: int, default_theta:
     where = "rope_scaling" if beside.get("rope_scaling") else "rope_parameters"
     nested = [name for name, value in mapping.items() if isinstance(value, dict)]
     if nested:
-        raise ModelError(f"{where}: {shown(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
+        raise ModelError(f"{where}: {quoted(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
     found = {name: value for name, value in checked_fields(where, mapping, ROPE_FIELDS).items() if value is not None}
     found.setdefault("rope_type", found.get("type", "default"))
     theta = beside.get("rope_theta")

@@ -1,4 +1,4 @@
-"""The attention seam: what a backend computes, in one convention for all of them.
+"""Attention metadata, and the interface of attention backends, with one convention for all of them.
 
 LSE is the natural-log sum of exp of the scaled scores, fp32, `[heads, tokens]`. Causal masks are aligned bottom-right:
 a query at position p sees the keys at positions up to p, and with a sliding window w only those after p - w. A row that
@@ -16,44 +16,78 @@ from torch import Tensor
 
 from nanovllm.ops.upload import upload
 
-METADATA_FIELDS = 8  # of a segment in a GPU's memory
-FEW_ROWS = 64  # a segment with more query rows is prefill to a GPU kernel, one with up to as many decode
+METADATA_FIELDS = 8  # of a sequence in a GPU's memory
+FEW_ROWS = 64  # GPU kernels treat a sequence with up to this many query rows as decode, with more as prefill
 
 
 @dataclass(frozen=True, slots=True)
-class KVMetadata:
-    """Consecutive KV blocks of one sequence, and the query rows that attend to them.
+class SequenceMetadata:
+    """The query rows of one sequence in a flat batch, and the KV blocks that they attend to.
 
-    `blocks` index a pool `[blocks, 2, kv_heads, block_size, head_dim]` (K, then V). They hold the keys at positions
-    [first_position, kv_end); memory beyond kv_end is undefined and must not matter.
+    Rows `[query_start, query_start + query_len)` of the batch are the tokens at positions
+    `[context_len, context_len + query_len)` of the sequence. The blocks of `block_table` follow each other in the
+    sequence and hold its keys at positions `[first_position, kv_end)`; memory beyond `kv_end` is undefined and must not
+    influence the result. The engine describes a sequence by its full block table, whose ids are physical block ids. A
+    call to a kernel takes a part of it, with ids that index the kernel's pool
+    `[blocks, 2, kv_heads, block_size, head_dim]` (K, then V).
     """
 
-    query_start: int  # first row in the flat batch
+    query_start: int
     query_len: int
-    query_position: int  # position of the first row
-    first_position: int
+    context_len: int  # tokens of the sequence before the first query row
+    first_position: int  # of the first block
     kv_end: int
-    blocks: Sequence[int]
+    block_table: Sequence[int]
+
+    @classmethod
+    def full(cls, query_start: int, query_len: int, context_len: int, block_table: Sequence[int]) -> SequenceMetadata:
+        """Attention to all keys of the sequence, up to its last query row."""
+        return cls(query_start, query_len, context_len, 0, context_len + query_len, block_table)
+
+    @property
+    def total_len(self) -> int:
+        """Tokens of the sequence up to its last query row."""
+        return self.context_len + self.query_len
+
+    def visible(self, window: int | None, block_size: int) -> SequenceMetadata:
+        """The same rows of a full block table, without the blocks that a sliding window hides from all of them."""
+        first = first_visible_block(self.context_len, window, block_size)
+        return SequenceMetadata(
+            self.query_start,
+            self.query_len,
+            self.context_len,
+            first * block_size,
+            self.kv_end,
+            self.block_table[first:],
+        )
+
+
+def first_visible_block(context_len: int, window: int | None, block_size: int) -> int:
+    """Index of the first block that a query at position `context_len` or later can see."""
+    return 0 if window is None else max(0, context_len - window + 1) // block_size
 
 
 class AttentionMetadata:
-    """Segments of disjoint query rows, as objects and as the index tensors that kernels take; made once a step."""
+    """What one call to a kernel attends to: sequences with disjoint query rows, and their index tensors.
 
-    def __init__(self, segments: Sequence[KVMetadata]) -> None:
-        self.segments = tuple(segments)
-        self.blocks = torch.tensor([block for s in segments for block in s.blocks], dtype=torch.int64)
+    rows: int64 [sequences, 7]: query_start, query_len, block_start, block_count, first_position, kv_end, context_len;
+    blocks: int64, the block tables one after the other, which `block_start` indexes. Built once a step for all layers.
+    """
+
+    def __init__(self, sequences: Sequence[SequenceMetadata]) -> None:
+        self.sequences = tuple(sequences)
+        self.blocks = torch.tensor([block for s in sequences for block in s.block_table], dtype=torch.int64)
         rows: list[tuple[int, ...]] = []
         start = 0
-        for s in segments:
-            count = len(s.blocks)
-            rows.append((s.query_start, s.query_len, start, count, s.first_position, s.kv_end, s.query_position))
+        for s in sequences:
+            count = len(s.block_table)
+            rows.append((s.query_start, s.query_len, start, count, s.first_position, s.kv_end, s.context_len))
             start += count
-        # query_start, query_len, block_start, block_count, first_position, kv_end, query_position
         self.rows = torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
         self._on_device: DeviceMetadata | None = None
 
     def on(self, device: torch.device) -> DeviceMetadata:
-        """The table where a GPU kernel finds it, copied the first time that it is asked for."""
+        """The metadata in a GPU's memory, copied at the first call."""
         if self._on_device is None:
             self._on_device = DeviceMetadata.of(self, device)
         return self._on_device
@@ -61,11 +95,12 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class MetadataGroup:
-    """Segments that one kernel launch takes, and what the size of its grid depends on."""
+    """The sequences of one kernel launch, and the sizes that its grid depends on."""
 
-    # int32 [segments, METADATA_FIELDS]: the columns of `AttentionMetadata.rows`, then the query rows of all before
+    # int32 [sequences, METADATA_FIELDS]: the columns of `AttentionMetadata.rows`, then the number of query rows of all
+    # sequences before this one
     rows: Tensor
-    max_rows: int  # of one segment
+    max_rows: int  # of one sequence
     max_blocks: int
     total_rows: int
 
@@ -75,7 +110,7 @@ class MetadataGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMetadata:
-    """A AttentionMetadata in a GPU's memory, in two groups: few query rows want other kernels than many."""
+    """`AttentionMetadata` in a GPU's memory, in two groups: decode and prefill use different kernels."""
 
     blocks: Tensor  # int32
     few: MetadataGroup  # up to FEW_ROWS query rows
@@ -83,7 +118,7 @@ class DeviceMetadata:
 
     @classmethod
     def of(cls, table: AttentionMetadata, device: torch.device) -> DeviceMetadata:
-        """One copy, on the current stream."""
+        """Upload the metadata in one copy on the current stream."""
         is_few = table.rows[:, 1] <= FEW_ROWS
         groups = [_with_rows_before(table.rows[is_few]), _with_rows_before(table.rows[~is_few])]
         packed = torch.cat([*(rows.flatten() for rows in groups), table.blocks]).int()
@@ -93,9 +128,9 @@ class DeviceMetadata:
 
     @classmethod
     def of_rows(cls, rows: Tensor, blocks: Tensor, max_blocks: int) -> DeviceMetadata:
-        """Segments of one query row each, over memory that may be filled later, also after a kernel was launched.
+        """Sequences of one query row each, in memory that may be refilled after a kernel was recorded or launched.
 
-        spans: int32 [rows, METADATA_FIELDS], all zero for a row without keys; blocks: int32. No row ever has more than
+        rows: int32 [rows, METADATA_FIELDS], all zero for a row without keys; blocks: int32. No row ever has more than
         `max_blocks` blocks.
         """
         none = MetadataGroup(rows[:0], 0, 0, 0)
@@ -103,45 +138,50 @@ class DeviceMetadata:
 
 
 def _with_rows_before(rows: Tensor) -> Tensor:
-    rows = rows[:, 1:2]
-    return torch.cat((rows, rows.cumsum(0) - rows), dim=1)
+    counts = rows[:, 1:2]
+    return torch.cat((rows, counts.cumsum(0) - counts), dim=1)
 
 
 def _metadata_group(rows: Tensor, on_device: Tensor) -> MetadataGroup:
     if not len(rows):
         return MetadataGroup(on_device.view(0, METADATA_FIELDS), 0, 0, 0)
-    rows, blocks = rows[:, 1], rows[:, 3]
-    return MetadataGroup(on_device.view(-1, METADATA_FIELDS), int(rows.max()), int(blocks.max()), int(rows.sum()))
+    query_lens, block_counts = rows[:, 1], rows[:, 3]
+    return MetadataGroup(
+        on_device.view(-1, METADATA_FIELDS), int(query_lens.max()), int(block_counts.max()), int(query_lens.sum())
+    )
 
 
 @dataclass(slots=True)
 class AttentionState:
-    """Attention over the keys seen so far: normalised output and LSE, both fp32."""
+    """Partial attention over the keys seen so far: normalised output and LSE, both fp32."""
 
     out: Tensor  # [tokens, heads, head_dim]
     lse: Tensor  # [heads, tokens]
 
     @classmethod
     def empty(cls, q: Tensor) -> AttentionState:
-        """The state of queries q `[tokens, heads, head_dim]` before any key was seen."""
+        """The state of queries q `[tokens, heads, head_dim]` before any key: output 0, LSE -inf."""
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
         return cls(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse)
 
-    def output(self, q: Tensor) -> Tensor:
-        """The output in the dtype of the queries and in their memory: they are not needed any more."""
+    def write_output_(self, q: Tensor) -> Tensor:
+        """Overwrite the queries with the output, in their dtype, and return them. Saves an allocation per layer."""
         return q.copy_(self.out)
 
 
 class AttentionBackend(Protocol):
-    """Attention over KV blocks. A row's result depends on its own query and keys only: not on the batch, not on where
-    the blocks live, and not on how they were grouped into calls."""
+    """Attention over KV blocks.
+
+    A row's result depends on its own query and keys only: not on the rest of the batch, not on the physical block ids,
+    and not on how the blocks are grouped into calls.
+    """
 
     name: str
 
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        """Merge attention over the table's segments into `state`, in place.
+        """Merge attention over the blocks of `table` into `state`, in place.
 
         q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
         """
@@ -150,8 +190,11 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class RowAttention(Protocol):
-    """Attention that a graph can record: what it does in `attend_rows` depends on nothing that the host knows but
-    shapes, and all else is read in device memory when the kernels run."""
+    """Attention that a CUDA graph can record.
+
+    The launches of `attend_rows` depend on shapes only; the kernels read everything else from device memory when they
+    run.
+    """
 
     def attend_rows(
         self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None

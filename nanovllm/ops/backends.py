@@ -13,8 +13,8 @@ from nanovllm.ops.attention import (
     AttentionBackend,
     AttentionMetadata,
     AttentionState,
-    KVMetadata,
     RowAttention,
+    SequenceMetadata,
 )
 from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
@@ -107,9 +107,9 @@ def difference_from_reference(backend: AttentionBackend, device: torch.device, h
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
     many, whole = FEW_ROWS + 9, 2 * block_size
     segments = (
-        KVMetadata(0, many, 40, 0, many + 40, (2, 0)),
-        KVMetadata(many, 1, 99, 0, 100, (1, 3)),
-        KVMetadata(many + 1, whole, block_size, 0, block_size + whole, (3, 1, 2)),
+        SequenceMetadata(0, many, 40, 0, many + 40, (2, 0)),
+        SequenceMetadata(many, 1, 99, 0, 100, (1, 3)),
+        SequenceMetadata(many + 1, whole, block_size, 0, block_size + whole, (3, 1, 2)),
     )
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(4, 2, kv_heads, block_size, head_dim, generator=generator).to(device, torch.bfloat16)
@@ -118,9 +118,9 @@ def difference_from_reference(backend: AttentionBackend, device: torch.device, h
     backend.attend(q, pool, AttentionMetadata(segments), state, scale, None)
     worst = 0.0
     for s in segments:
-        k, v = pool[list(s.blocks)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]
+        k, v = pool[list(s.block_table)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]
         rows = slice(s.query_start, s.query_start + s.query_len)
-        out, lse = reference_attention(q[rows], k, v, scale, s.query_position)
+        out, lse = reference_attention(q[rows], k, v, scale, s.context_len)
         errors = torch.stack([(state.out[rows] - out).abs().max(), (state.lse[:, rows] - lse).abs().max()])
         worst = max(worst, float(errors.nan_to_num(torch.inf).max()))
     return worst

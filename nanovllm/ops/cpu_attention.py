@@ -9,8 +9,6 @@ changes any. Another instruction set or block size does, within rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -22,74 +20,9 @@ _HEAD_DIM_MULTIPLE = 16
 _SEQUENCE_FIELDS = 7
 
 
-@dataclass(frozen=True, slots=True)
-class KVSpan:
-    """The query rows of one sequence in a flat batch, and the consecutive blocks that they attend in this call.
-
-    Row `query_start + t` stands at position `query_position + t` and attends keys at positions up to its own. Blocks
-    `[block_start, block_start + block_count)` of the call's list hold the keys from `first_position` on; of those, keys
-    at positions >= `kv_end` are not written and are not looked at.
-    """
-
-    query_start: int
-    query_len: int
-    block_start: int
-    block_count: int
-    first_position: int
-    kv_end: int
-    query_position: int
-
-
 def supports_head_dim(head_dim: int) -> bool:
     """Whether the kernel takes heads of this size."""
     return head_dim > 0 and head_dim % _HEAD_DIM_MULTIPLE == 0
-
-
-def block_addresses(blocks: Iterable[Tensor]) -> Tensor:
-    """int64 [blocks]: the addresses of contiguous CPU block tensors. The caller keeps the tensors alive."""
-    blocks = list(blocks)
-    for block in blocks:
-        if not block.is_contiguous() or block.device.type != "cpu":
-            raise ValueError(
-                f"A KV block must be contiguous in CPU memory, got shape {tuple(block.shape)} with strides "
-                f"{block.stride()} on {block.device}; pass pool[i], not a view across blocks."
-            )
-    return torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64)
-
-
-def metadata_rows(rows: Sequence[KVSpan]) -> Tensor:
-    """int64 [sequences, 7]: the spans as `attend_batch` takes them; build it once for all layers of a step."""
-    return torch.tensor([astuple(row) for row in rows], dtype=torch.int64).reshape(-1, _SEQUENCE_FIELDS)
-
-
-def attend(
-    q: Tensor,
-    blocks: Tensor | Sequence[Tensor],
-    *,
-    kv_heads: int,
-    block_size: int,
-    first_position: int,
-    kv_end: int,
-    query_position: int,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    window: int = 0,
-    carry: bool = False,
-    isa: str | None = None,
-    num_threads: int | None = None,
-) -> None:
-    """Attend the rows of one sequence over consecutive blocks; `attend_batch` with a single span.
-
-    q: [tokens, heads, head_dim] in the dtype of the blocks; out: fp32 of the same shape; lse: fp32 [heads, tokens].
-    Row t stands at position `query_position + t`. The other arguments are those of `attend_batch` and `KVSpan`.
-    """
-    addresses = blocks if isinstance(blocks, Tensor) else block_addresses(blocks)
-    row = KVSpan(0, q.shape[0], 0, addresses.numel(), first_position, kv_end, query_position)
-    attend_batch(
-        q, addresses, metadata_rows([row]), kv_heads=kv_heads, block_size=block_size, scale=scale, out=out, lse=lse,
-        window=window, carry=carry, isa=isa, num_threads=num_threads,
-    )  # fmt: skip
 
 
 def attend_batch(
@@ -110,9 +43,10 @@ def attend_batch(
     """Attend the rows of many sequences, each over its own blocks, in one call.
 
     q: [tokens, heads, head_dim] bf16, fp16 or fp32, the dtype of the blocks; head_dim a multiple of 16.
-    blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive; spans: `metadata_rows(...)`.
-    out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no span are left alone;
-    no two spans share a row.
+    blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive.
+    rows: int64 [sequences, 7], as `AttentionMetadata.rows`.
+    out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no sequence are left alone;
+    no two sequences share a row.
     window: keys in (p - window, p] are visible to position p; 0 means all up to p. The mask is causal.
     carry: (out, lse) hold the state over earlier blocks of the same rows and are updated in place; otherwise they are
     overwritten. A row that sees no key keeps its state, or gets output 0 and LSE -inf.
@@ -181,7 +115,7 @@ def _check_sizes(q: Tensor, kv_heads: int, block_size: int, scale: float, window
 
 
 def _check_tables(blocks: Tensor, rows: Tensor) -> None:
-    for name, table, dims in (("blocks", blocks, 1), ("spans", rows, 2)):
+    for name, table, dims in (("blocks", blocks, 1), ("rows", rows, 2)):
         if table.dtype != torch.int64 or table.dim() != dims or not table.is_contiguous() or not table.is_cpu:
             raise ValueError(
                 f"{name} must be a contiguous int64 CPU tensor of {dims} dimension(s), "
@@ -189,5 +123,5 @@ def _check_tables(blocks: Tensor, rows: Tensor) -> None:
             )
     if rows.shape[1] != _SEQUENCE_FIELDS:
         raise ValueError(
-            f"spans must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(rows.shape)}; use metadata_rows()."
+            f"rows must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(rows.shape)}; use AttentionMetadata.rows."
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.merge import merge_states_
 
 
@@ -57,22 +57,28 @@ class FlashAttention:
         if self._other is None and q.dtype not in self._dtypes:
             known = " and ".join(str(dtype)[6:] for dtype in self._dtypes)
             raise ConfigError(f"dtype={str(q.dtype)[6:]!r}: {self.name} computes in {known} only")
-        others = [s for s in table.segments if self._leaves(q, s)]
+        others = [s for s in table.sequences if self._leaves(q, s)]
         if self._other is not None and others:
-            rest = table if len(others) == len(table.segments) else AttentionMetadata(others)
+            rest = table if len(others) == len(table.sequences) else AttentionMetadata(others)
             self._other.attend(q, pool, rest, state, scale, window)
-        for segment in table.segments:
+        for segment in table.sequences:
             if not self._leaves(q, segment):
                 self._attend_segment(q, pool, segment, state, scale, window)
 
-    def _leaves(self, q: Tensor, segment: KVMetadata) -> bool:
+    def _leaves(self, q: Tensor, segment: SequenceMetadata) -> bool:
         return self._other is not None and (segment.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
 
     def _attend_segment(
-        self, q: Tensor, pool: Tensor, segment: KVMetadata, state: AttentionState, scale: float, window: int | None
+        self,
+        q: Tensor,
+        pool: Tensor,
+        segment: SequenceMetadata,
+        state: AttentionState,
+        scale: float,
+        window: int | None,
     ) -> None:
         block_size = pool.shape[3]
-        for index, block in enumerate(segment.blocks):
+        for index, block in enumerate(segment.block_table):
             first = segment.first_position + index * block_size
             last = min(first + block_size, segment.kv_end)
             for rows, keys, left, right in calls(segment, first, last, window):
@@ -82,15 +88,15 @@ class FlashAttention:
                 merge_states_(state.out[rows], state.lse[:, rows], out, lse)
 
 
-def calls(segment: KVMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
+def calls(segment: SequenceMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
     """Calls (rows of the batch, number of keys, left, right) for the keys at positions [first, last) of one block.
 
     Without a window the rows that stand in the block get a causal call whose last row is level with its last key, and
     the rows after it one without a mask, since kernels take a mask off the diagonal at another, slower pace.
     """
-    begin = max(segment.query_position, first)
-    end = segment.query_position + segment.query_len
-    offset = segment.query_start - segment.query_position
+    begin = max(segment.context_len, first)
+    end = segment.context_len + segment.query_len
+    offset = segment.query_start - segment.context_len
     if window is not None:
         end = min(end, last - 1 + window)  # rows after this see none of the block any more
     if begin >= end or first >= last:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.merge import merge_states_
 
 _MASK_ELEMENTS = 1 << 21  # bound on the elements of an explicit mask: rows are cut to stay below it
@@ -24,8 +24,8 @@ class TorchAttention:
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         block_size = pool.shape[3]
-        for segment in table.segments:
-            for index, block in enumerate(segment.blocks):
+        for segment in table.sequences:
+            for index, block in enumerate(segment.block_table):
                 first = segment.first_position + index * block_size
                 keys = min(block_size, segment.kv_end - first)
                 if keys > 0:
@@ -33,11 +33,17 @@ class TorchAttention:
 
 
 def _attend_block(
-    q: Tensor, segment: KVMetadata, block: Tensor, first: int, state: AttentionState, scale: float, window: int | None
+    q: Tensor,
+    segment: SequenceMetadata,
+    block: Tensor,
+    first: int,
+    state: AttentionState,
+    scale: float,
+    window: int | None,
 ) -> None:
     """Attend over one block `[2, kv_heads, keys, head_dim]` whose first key stands at position `first`."""
     keys = block.shape[2]
-    begin, end = segment.query_position, segment.query_position + segment.query_len
+    begin, end = segment.context_len, segment.context_len + segment.query_len
     begin = max(begin, first)  # rows before the block see none of it
     if window is not None:
         end = min(end, first + keys - 1 + window)  # rows after this see none of it any more
@@ -45,7 +51,7 @@ def _attend_block(
         return
 
     def rows(a: int, b: int) -> slice:
-        offset = segment.query_start - segment.query_position
+        offset = segment.query_start - segment.context_len
         return slice(a + offset, b + offset)
 
     if window is not None and end - 1 - window >= first:

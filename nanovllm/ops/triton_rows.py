@@ -1,4 +1,4 @@
-"""Triton kernels over rows: RMS norm, gated activation, and the heads of q, k and v with RoPE."""
+"""The operations of `row_kernels` in Triton; those that torch runs in few launches are torch's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nanovllm.ops.torch_rows import cos_sin, softmax
+
+__all__ = [
+    "add_rms_norm_",
+    "cos_sin",
+    "draw",
+    "place_heads",
+    "rms_norm",
+    "silu_and_mul",
+    "softmax",
+    "store_kv",
+]
 
 COLUMNS_PER_PROGRAM = 1024
 
@@ -23,8 +36,7 @@ def _silu_kernel(out_ptr, gate_up_ptr, size, row_stride, BLOCK: tl.constexpr):  
     tl.store(out_ptr + row * size + column, (activated * up).to(dtype), mask=mask)
 
 
-def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
-    """`layers.activation.silu_and_mul`."""
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if out.numel():
@@ -65,15 +77,13 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + row * out_stride + column, (scaled * weight).to(dtype), mask=mask)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`layers.norm.rms_norm` for x [rows, size] and weight [size]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     _launch(out, x, x, weight, eps, add=False)
     return out
 
 
-def add_rms_norm_triton_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`layers.norm.add_rms_norm_` for [rows, size] and weight [size]."""
+def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     _launch(out, residual, x, weight, eps, add=True)
     return out
@@ -151,10 +161,9 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(v_at + half, second, mask=is_v)
 
 
-def place_heads_triton(
+def place_heads(
     heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """`layers.heads.place_heads`."""
     tokens, total, head_dim = heads.shape
     if not tokens:
         return
@@ -165,4 +174,105 @@ def place_heads_triton(
         heads.stride(0), cos.stride(0), sin.stride(0), q.stride(0), k.stride(0), v.stride(0),
         HAS_NORM=weight is not None, BLOCK_H=HEADS_PER_PROGRAM, BLOCK_D=triton.next_power_of_2(head_dim // 2),
         enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+DRAWN_PER_PROGRAM = 2048
+
+
+@triton.jit
+def _finalise(z):  # type: ignore[no-untyped-def]
+    """SplitMix64's mixing of a 64-bit state."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit(
+    do_not_specialize=["width", "tiles", "scores_stride", "tokens_stride"],
+    do_not_specialize_on_alignment=["starts_ptr", "best_ptr", "index_ptr"],
+)
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    scores_ptr,
+    tokens_ptr,
+    starts_ptr,
+    best_ptr,
+    index_ptr,
+    width,
+    tiles,
+    scores_stride,
+    tokens_stride,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, tile): the largest of the tile, and where it stands in the row."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores_ptr + row * scores_stride + column, mask=column < width, other=float("-inf"))
+    token = tl.load(tokens_ptr + row * tokens_stride + column, mask=column < width, other=0)
+    start = tl.load(starts_ptr + row).to(tl.uint64)
+    number = _finalise(start + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    uniform = ((number >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
+    value = score.to(tl.float64) - tl.log(-tl.log(uniform))
+    best, index = tl.max(value, 0, return_indices=True)
+    tl.store(best_ptr + row * tiles + tile, best)
+    tl.store(index_ptr + row * tiles + tile, (tile * BLOCK + index).to(tl.int64))
+
+
+def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
+    rows, width = scores.shape
+    assert scores.stride(1) == tokens.stride(-1) == 1, "rows must be contiguous"
+    tiles = triton.cdiv(width, DRAWN_PER_PROGRAM)
+    best = torch.empty(rows, tiles, dtype=torch.float64, device=scores.device)
+    index = torch.empty(rows, tiles, dtype=torch.int64, device=scores.device)
+    _draw_kernel[(rows, tiles)](
+        scores, tokens, starts, best, index, width, tiles, scores.stride(0),
+        tokens.stride(0) if tokens.dim() == 2 else 0, BLOCK=DRAWN_PER_PROGRAM, enable_fp_fusion=True,
+    )  # fmt: skip
+    return index.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+STORED_PER_PROGRAM = 16
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def _store_kernel(  # type: ignore[no-untyped-def]
+    pool_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    tokens,
+    head_dim,
+    block_size,
+    block_stride,
+    kv_stride,
+    head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    mask = (slot >= 0)[:, None] & (column < head_dim)
+    k = tl.load(k_ptr + head * k_head_stride + token[:, None] * k_token_stride + column, mask=mask)
+    v = tl.load(v_ptr + head * v_head_stride + token[:, None] * v_token_stride + column, mask=mask)
+    row = (slot // block_size) * block_stride + head * head_stride + (slot % block_size) * head_dim
+    tl.store(pool_ptr + row[:, None] + column, k, mask=mask)
+    tl.store(pool_ptr + kv_stride + row[:, None] + column, v, mask=mask)
+
+
+def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    tokens, heads, head_dim = k.shape
+    if k.numel() == 0:
+        return
+    assert k.stride(2) == 1 and v.stride(2) == 1, "head_dim must be contiguous"
+    assert pool[0].is_contiguous(), "a KV block must be contiguous"
+    grid = (triton.cdiv(tokens, STORED_PER_PROGRAM), heads)
+    _store_kernel[grid](
+        pool, k, v, slots, tokens, head_dim, pool.shape[3], *pool.stride()[:3], *k.stride()[:2], *v.stride()[:2],
+        BLOCK_T=STORED_PER_PROGRAM, BLOCK_D=triton.next_power_of_2(head_dim), enable_fp_fusion=True,
     )  # fmt: skip

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanovllm.cpu_attention.host_blocks import cpu_attention_backend
 from nanovllm.device import CopyKind, Device
-from nanovllm.forward_context import ForwardContext, SequenceMetadata, flat_positions
+from nanovllm.forward_context import ForwardContext, flat_positions
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.host_block_attention import cpu_attention_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
@@ -28,7 +28,7 @@ from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
@@ -199,7 +199,7 @@ def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bo
     def table(group: Sequence[int]) -> AttentionMetadata:
         first = group[0] * layout.block_size
         end = min(keys, first + len(group) * layout.block_size)
-        return AttentionMetadata([KVMetadata(0, rows, keys - rows, first, end, group)])
+        return AttentionMetadata([SequenceMetadata(0, rows, keys - rows, first, end, group)])
 
     tables = [table(run) for run in (in_groups(blocks, probe.group_slots) if in_ring_groups else [blocks])]
 
@@ -227,7 +227,7 @@ def _step(
 ) -> None:
     """A forward pass as the executor makes it. `room` may be missing where there are no layers."""
     model = probe.model
-    slices = (SequenceMetadata(0, rows, context_len, table),)
+    slices = (SequenceMetadata.full(0, rows, context_len, table),)
     if kv_cache is not None:
         kv_cache.begin_step(slices, ())
     positions = upload(flat_positions(slices), model.device)
@@ -287,10 +287,10 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
     groups = in_groups(uses, engine.group_slots)
     engine.begin(groups)
-    for run in groups:
-        slots, _ = engine.acquire()
+    for group in groups:
+        slots, _ = engine.acquire(group[0])
         if way == "d2h":
-            engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, run, strict=True)])
+            engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, group, strict=True)])
         engine.release()
     engine.synchronize()
 
@@ -299,7 +299,7 @@ def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
     """Attention of one row to all layers of the host pool where it lies, as the CPU arm makes it."""
     layout, backend = engine.layout, cpu_attention_backend(engine.device, engine.layout.head_dim)
     keys = engine.num_host_blocks * layout.block_size
-    table = AttentionMetadata([KVMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
+    table = AttentionMetadata([SequenceMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
     q = torch.randn(1, probe.model.spec.num_heads, layout.head_dim).to(probe.model.dtype)
 
     def attend() -> None:
@@ -315,7 +315,7 @@ def _block_read_seconds(probe: Probe) -> float:
     kv_cache = _offloaded_cache(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
     spec, model = probe.model.spec, probe.model
-    slices = (SequenceMetadata(0, 1, context_len, range(TINY_BLOCKS)),)
+    slices = (SequenceMetadata.full(0, 1, context_len, range(TINY_BLOCKS)),)
     positions = upload(flat_positions(slices), model.device)
     ctx = ForwardContext(positions, positions + 1, slices, kv_cache)
     q, k, v = (

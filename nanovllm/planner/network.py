@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nanovllm.config import DTYPES
+from nanovllm.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
-from nanovllm.kvcache.decode_shares import Bandwidths, best_share, layer_seconds
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionModel:
-    """`weight_bytes`: of a layer; `most_tokens`: see `decode_shares.cpu_attention_query_len`."""
+    """`weight_bytes`: of a layer; `most_tokens`: see `cpu_attention.shares.cpu_attention_query_len`."""
 
     rates: Bandwidths
     weight_bytes: int

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.decode_shares import can_attend_concurrently
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.prefill_plan import LayerwisePrefill, prefill_steps
 from nanovllm.kvcache.sizing import KVPlan, longest_sequence
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 from nanovllm.planner.predict import KVPlacement, Prediction, StepModel, total
@@ -78,9 +79,7 @@ class Plan:
     @property
     def longest_limit(self) -> str:
         """What ends the longest prompt."""
-        if self.kv.max_model_len == self.cache_tokens:
-            return "KV memory"
-        return "positions" if self.kv.max_model_len == self.sizing.model_max_len else "max_model_len"
+        return self.sizing.longest_limit(self.kv)
 
     @property
     def cpu_attention(self) -> bool:
@@ -168,6 +167,11 @@ def _mean_decode(model: StepModel, contexts: range) -> Prediction:
         return whole
     count = len(sampled)
     return Prediction(whole.seconds / count, {name: seconds / count for name, seconds in whole.terms.items()})
+
+
+def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan:
+    """The plan of an engine that exists, whose KV memory is `kv`."""
+    return Plan(Network(spec, dtype), sizing, rates or Rates(), kv)
 
 
 def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:

@@ -127,34 +127,6 @@ def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
     return "\n".join(lines)
 
 
-def log_lines(plan: Plan) -> list[str]:
-    """The plan in a few lines, with the longest prompt for an example."""
-    kv, layout = plan.kv, plan.sizing.layout
-    request, host_bytes = plan.request(kv.max_model_len, 1), show_bytes(plan.host_kv_bytes)
-    lines = [
-        f"# GPU blocks: {kv.num_gpu_blocks}, # CPU blocks: {kv.num_cpu_blocks}; longest prompt: {kv.max_model_len} "
-        f"tokens (limit: {plan.longest_limit})",
-        f"weights {show_bytes(plan.network.weight_bytes)}, KV cache {show_bytes(layout.token_bytes)} a token; "
-        f"on the device {show_bytes(plan.device_kv_bytes)} in {kv.split.resident_blocks} resident blocks of "
-        f"{layout.block_size} tokens and {kv.split.ring_slots} ring slots, on the host {host_bytes}",
-        f"of the longest prompt's KV cache {show_bytes(request.resident_bytes)} stay on the device and "
-        f"{show_bytes(request.streamed_bytes)} are on the host{_left_to_cpu_attention(plan, request)}",
-    ]
-    prefill, decode = request.prefill, request.decode
-    if prefill.seconds and decode.seconds:
-        lines.append(
-            f"predicted for it alone: prefill {show_seconds(prefill.seconds)} (limit: {prefill.limit}), "
-            f"decode {1 / decode.seconds:,.1f} tok/s (limit: {decode.limit})"
-        )
-    return lines
-
-
-def _left_to_cpu_attention(plan: Plan, request: RequestPlan) -> str:
-    if not plan.cpu_attention or request.cpu_attention_bytes is None:
-        return ""
-    return f", of which a decode step leaves {show_bytes(request.cpu_attention_bytes)} to the CPU"
-
-
 def _row(label: str, value: str, note: str = "") -> str:
     return f"  {label:<28}{value:>14}   {note}".rstrip()
 

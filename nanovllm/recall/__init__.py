@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from nanovllm.recall.documents import (
-    EOS_TOKEN_ID,
-    FIRST_WORD_ID,
     UNK_TOKEN_ID,
     WordExam,
     expected_answer,
@@ -15,7 +13,7 @@ from nanovllm.recall.documents import (
     write_demo_model,
     write_word_tokenizer,
 )
-from nanovllm.recall.network import write_recall_checkpoint
+from nanovllm.recall.network import EOS_TOKEN_ID, FIRST_WORD_ID, write_recall_checkpoint
 
 __all__ = [
     "EOS_TOKEN_ID",

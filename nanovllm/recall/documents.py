@@ -13,13 +13,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.recall.network import write_recall_checkpoint
+from nanovllm.recall.network import FIRST_WORD_ID, write_recall_checkpoint
 
 UNK_TOKEN = "<unk>"
 EOS_TOKEN = "<eos>"
 UNK_TOKEN_ID = 0
-EOS_TOKEN_ID = 1
-FIRST_WORD_ID = 2  # ids below it are reserved; from here to the vocabulary's end all ids are ordinary words
 
 _SYLLABLES = [onset + vowel for onset in "bdfghjklmnprstvwyz" for vowel in "aeiou"]
 _SYLLABLES_PER_WORD = 3

@@ -28,7 +28,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.recall.documents import EOS_TOKEN_ID, FIRST_WORD_ID
+
+EOS_TOKEN_ID = 1
+FIRST_WORD_ID = 2  # ids below it are reserved; from here to the vocabulary's end all ids are ordinary words
 
 NUM_LAYERS = 2
 NUM_KV_HEADS = 1

@@ -1,5 +1,8 @@
-"""Graphs of decode steps: one for a whole step where attention can be recorded, else one for each piece between two
-attentions, which then run between the replays as they always do."""
+"""CUDA graphs of decode steps.
+
+Where attention can be recorded, one graph computes a complete step. Elsewhere there is one graph for each piece of the
+model between two attention calls, and attention runs eagerly between the replays.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
+from nanovllm.cuda_graphs.decode_tables import DecodeTables
+from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device import Device, Graph
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
-from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
-from nanovllm.kvcache.decode_tables import DecodeTables
-from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.forward_context import ForwardContext, KVCache
+from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.pieces import StepMemory, run_piece
 from nanovllm.ops import row_attention
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.upload import refill
 
 logger = logging.getLogger(__name__)
 
 LARGEST_BUCKET = 512
-TRIED_BUCKETS = 4  # from which the memory of all but the largest is estimated
+TRIED_BUCKETS = 4  # recorded to estimate the memory of all buckets but the largest
 
 
 def bucket_sizes(config: EngineConfig) -> list[int]:
     """Batch sizes that have graphs: 1, 2, 4, then every multiple of 8, and the largest that a step can have.
 
-    A step takes the next one: less than 8 rows are computed for nothing. Steps above LARGEST_BUCKET have no graph.
-    Under offload a bucket is a graph for each layer and one more, and steps wait for the link: there the sizes are
-    powers of two, 330 graphs for 32 layers instead of 2,211.
+    A step takes the next larger one, so it computes fewer than 8 padded rows. Steps above LARGEST_BUCKET run eagerly.
+    Under offload a bucket takes a graph for each layer and one more, and steps wait for the link: there the sizes are
+    powers of two, which makes 330 graphs for 32 layers instead of 2,211.
     """
     most = min(config.max_num_seqs, config.max_num_batched_tokens, LARGEST_BUCKET)
     doubled = [2**power for power in range(3, LARGEST_BUCKET.bit_length())]
@@ -46,7 +48,7 @@ def bucket_sizes(config: EngineConfig) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Steps of up to so many rows: the memory that they pass through, and their graphs in order."""
+    """The graphs of steps of up to `rows` rows, in order, and the memory that they read and write."""
 
     inputs: Tensor  # int64 [3, rows]: token ids, positions, RoPE lengths
     step: StepMemory
@@ -54,17 +56,17 @@ class Bucket:
 
 
 class DecodeGraphs:
-    """Recorded when made. All buckets share one memory, of which a smaller one uses the beginning."""
+    """Records its graphs when made. All buckets share one memory, of which a smaller bucket uses the first rows."""
 
     def __init__(self, device: Device, model: Decoder, tables: DecodeTables | None, sizes: Sequence[int]) -> None:
-        """tables: where attention can be recorded as well; sizes: of the buckets, ascending."""
+        """tables: for recorded attention, None if it runs eagerly; sizes: batch sizes of the buckets, ascending."""
         self._device = device
         self._model = model
         self._tables = tables
         self._sizes = sizes
         self._inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=model.device)
         memory = StepMemory.of(model, sizes[-1])
-        # The largest first: the others then find what they allocate in the memory that it took.
+        # The largest bucket first: the others then allocate from the memory that it took.
         cut = [(self._inputs[: 3 * rows].view(3, rows), memory.first(rows)) for rows in reversed(sizes)]
         graphs = device.capture([work for inputs, step in cut for work in self._works(inputs, step)])
         count = len(graphs) // len(sizes)
@@ -72,14 +74,11 @@ class DecodeGraphs:
         self.num_graphs = len(graphs)
 
     def take(self, sequences: Sequence[SequenceMetadata]) -> bool:
-        """Whether a step of these sequences has graphs: each computes one token, and they are not too many."""
+        """Whether a step of these sequences has graphs: each computes one token, and the largest bucket holds them."""
         return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
 
     def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
-        """Hidden states after the final norm: [rows, hidden], to be used before the next step.
-
-        inputs: as of a bucket, on the host, for the sequences alone.
-        """
+        """See `engine.execution_order.DecodeRunner`."""
         rows = len(sequences)
         bucket = self._buckets[bisect_left(self._sizes, rows)]
         padding = bucket.inputs.shape[1] - rows
@@ -102,38 +101,39 @@ class DecodeGraphs:
         graphs[-1].replay()
 
     def _works(self, inputs: Tensor, step: StepMemory) -> list[Callable[[], None]]:
-        """What is recorded for a bucket."""
+        """The functions that a bucket records, a graph of each."""
         num_layers = self._model.spec.num_layers
 
         def piece(index: int) -> Callable[[], None]:
             return lambda: run_piece(self._model, index, step, inputs)
 
-        def whole(tables: DecodeTables) -> None:
+        def complete_step(tables: DecodeTables) -> None:
             for layer in range(num_layers):
                 run_piece(self._model, layer, step, inputs)
                 step.q.copy_(tables.attend(layer, step.q, step.k, step.v))
             run_piece(self._model, num_layers, step, inputs)
 
         tables = self._tables
-        return [piece(index) for index in range(num_layers + 1)] if tables is None else [lambda: whole(tables)]
+        return [piece(index) for index in range(num_layers + 1)] if tables is None else [lambda: complete_step(tables)]
 
 
 @torch.inference_mode()
 def record_decode_graphs(
     device: Device, model: Decoder, kv_cache: KVCacheBase, max_len: int, config: EngineConfig
 ) -> DecodeGraphs | None:
-    """The graphs for an engine whose longest sequence has max_len tokens; None where all steps are to be eager.
+    """The graphs of an engine whose longest sequence has `max_len` tokens.
 
-    That is so with enforce_eager, on a device that records none, and, with a warning, if recording fails.
+    None, so that every step is eager, with enforce_eager, on a device that records no graphs, and, with a warning, if
+    recording fails.
     """
     if config.enforce_eager or not device.captures:
         return None
     sizes, start, free = bucket_sizes(config), time.perf_counter(), device.free_memory()
     try:
         with device.compute():
-            tables = kv_cache.decode_tables(sizes[-1], max_len) if isinstance(kv_cache, PagedKVCache) else None
+            tables = _decode_tables(kv_cache.attended_pool, sizes[-1], max_len)
             graphs = DecodeGraphs(device, model, tables, sizes)
-    except Exception as error:  # of torch, CUDA or a compiler, in any of their types
+    except Exception as error:  # torch, CUDA and compilers raise errors of many types
         logger.warning("decode runs without CUDA graphs, recording them failed: %s", error)
         return None
     seconds, mib = time.perf_counter() - start, (free - device.free_memory()) / 2**20
@@ -144,10 +144,10 @@ def record_decode_graphs(
 
 @torch.inference_mode()
 def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
-    """Device memory that graphs will take, measured by recording some over a KV cache of one block.
+    """Bytes of device memory that graphs will take, measured by recording some over a KV cache of one block.
 
-    The largest bucket takes what all share; of the others TRIED_BUCKETS are recorded and stand for all. 0 where there
-    will be none, also because that fails.
+    The largest bucket takes the memory that all share. The memory of the others is extrapolated from TRIED_BUCKETS of
+    them. 0 where no graphs will be recorded, or if recording fails.
     """
     if config.enforce_eager or not device.captures:
         return 0
@@ -160,7 +160,7 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
                     tables = _scratch_tables(model, backend, config, part[-1])
                     kept.append(DecodeGraphs(device, model, tables, part))
             free.append(device.free_memory())
-    except Exception:  # recording for good will say why
+    except Exception:  # `record_decode_graphs` will fail in the same way, and logs why
         return 0
     return free[0] - free[1] + (free[1] - free[2]) * (len(sizes) - 1) // max(1, len(few))
 
@@ -168,11 +168,19 @@ def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, confi
 def _scratch_tables(
     model: Decoder, backend: AttentionBackend, config: EngineConfig, max_rows: int
 ) -> DecodeTables | None:
-    """Tables as the engine will have them, over one block that stands for every block of every layer."""
-    spec, attention = model.spec, row_attention(backend)
-    if config.enable_cpu_offload or attention is None:
+    """Tables as the engine will have them, over a single block that takes the part of every block of every layer."""
+    spec = model.spec
+    if config.enable_cpu_offload:
         return None
     shape = (2, spec.num_kv_heads, config.block_size, spec.head_dim)
     pool = torch.zeros(shape, dtype=model.dtype, device=model.device).expand(spec.num_layers, 1, *shape)
     geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
-    return DecodeTables(pool, geometry, attention, max_rows, config.max_model_len or spec.max_model_len)
+    return _decode_tables(AttendedPool(pool, geometry, backend), max_rows, config.max_model_len or spec.max_model_len)
+
+
+def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -> DecodeTables | None:
+    """Tables for graphs of steps of up to `max_rows` rows; None if a graph cannot record attention."""
+    attention = None if attended is None else row_attention(attended.backend)
+    if attended is None or attention is None:
+        return None
+    return DecodeTables(attended.pool, attended.geometry, attention, max_rows, max_len)

@@ -1,4 +1,4 @@
-"""The rates that decode shares begin with, measured when the engine starts: some ten milliseconds."""
+"""Measures the initial bandwidths for CPU attention when the engine starts, in some ten milliseconds."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanovllm.cpu_attention.shares import Bandwidths
 from nanovllm.device import Device, PitchedCopy
 from nanovllm.kvcache.base import AttentionGeometry
-from nanovllm.kvcache.decode_shares import Bandwidths
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.host_attention import empty_task
 
-_PROBE_BYTES = 32 << 20  # of KV: more than most caches hold, less than anyone waits for
+_PROBE_BYTES = 32 << 20  # of KV: more than most processor caches hold, and quickly read
 _ROUNDS = 3
 
 
 def measure_bandwidths(
     engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, host_backend: AttentionBackend
 ) -> Bandwidths:
-    """Copies and attends to as much KV as the host pool holds, at most 32 MiB or two blocks of one layer.
+    """Copy and attend to as much KV as the host pool holds, at most 32 MiB or two blocks of one layer.
 
-    Of a device that is a processor of its own; where it is not, there is nothing to choose by (`ONE_PROCESSOR`).
+    For a device with its own processor. A device that shares the host's needs no measurement: use `ONE_PROCESSOR`.
     """
     device, layout, dtype = engine.device, engine.layout, engine.host.dtype
     most = max(2, _PROBE_BYTES // layout.block_layer_bytes)
@@ -39,7 +39,7 @@ def measure_bandwidths(
 
 
 def _seconds_of_copies(device: Device, dst: Tensor, src: Tensor, width: int) -> float:
-    """Block by block, as the ring loads them."""
+    """Seconds to copy all blocks, one by one as the ring loads them."""
     stream = device.new_stream("kv-probe")
 
     def copy() -> None:
@@ -53,11 +53,11 @@ def _seconds_of_copies(device: Device, dst: Tensor, src: Tensor, width: int) -> 
 def _seconds_of_attention(
     pool: Tensor, geometry: AttentionGeometry, backend: AttentionBackend, finish: Callable[[], None] = lambda: None
 ) -> float:
-    """One query token over the whole pool `[blocks, 2, kv_heads, block_size, head_dim]`."""
+    """Seconds of one query token over all of the pool `[blocks, 2, kv_heads, block_size, head_dim]`."""
     blocks, _, _, block_size, head_dim = pool.shape
     q = torch.zeros(1, geometry.num_heads, head_dim, dtype=pool.dtype, device=pool.device)
     end = blocks * block_size
-    table = AttentionMetadata([KVMetadata(0, 1, end - 1, 0, end, range(blocks))])
+    table = AttentionMetadata([SequenceMetadata(0, 1, end - 1, 0, end, range(blocks))])
 
     def attend() -> None:
         backend.attend(q, pool, table, AttentionState.empty(q), geometry.scale, None)
@@ -67,8 +67,8 @@ def _seconds_of_attention(
 
 
 def _seconds_of_round_trip(device: Device, on_device: Tensor, host: Tensor) -> float:
-    """A small copy down, a task that does nothing, a small copy up, each waiting for the one before."""
-    copies, calls = device.new_stream("kv-probe-arm"), device.new_call_stream("kv-probe-calls")
+    """Seconds of a small copy to the host, an empty task and a small copy back, each waiting for the one before."""
+    copies, calls = device.new_stream("kv-probe-copies"), device.new_call_stream("kv-probe-calls")
     there, back = device.new_event(), device.new_event()
     width = min(4096, host[0].nbytes)
 
@@ -86,7 +86,7 @@ def _seconds_of_round_trip(device: Device, on_device: Tensor, host: Tensor) -> f
 
 
 def _least_seconds(work: Callable[[], None]) -> float:
-    """Of the fastest call after a first one."""
+    """Seconds of the fastest call, after one call to warm up."""
     work()
     times = []
     for _ in range(_ROUNDS):

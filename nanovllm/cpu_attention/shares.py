@@ -1,16 +1,17 @@
-"""How a decode step's KV bytes are shared out between the link, the CPU and the device. Pure arithmetic.
+"""How a decode step's KV bytes are divided between the link, the CPU and the device. Pure arithmetic, without torch.
 
-Of the host blocks that a layer of a decode step attends to, the CPU arm attends to some where they are; the others
-stream through the ring to the device, which attends to them and to what is resident. With bytes H on the host, of which
-the arm takes the share x, R on the device, and rates W of the link, M of the arm and D of the device, a layer takes
+Of the host blocks that a layer of a decode step attends to, the CPU attends to some in host memory. The others are
+loaded through the ring to the device, which attends to them and to the resident blocks. With H bytes on the host, of
+which the CPU takes the share x, R bytes on the device, and the rates W of the link, M of CPU attention and D of the
+device, a layer takes
 
     max((1 - x) H / W,  weights / D + max((R + (1 - x) H) / D,  round trip + x H / M))
 
-since the link streams all the time, across layers, while the arm can begin only once the layer's queries are there. One
-term falls with x and the other rises, so the best x is where the arm and the slower of the other two end together.
+since the link loads all the time, across layers, while CPU attention starts only once the layer's queries are computed.
+One term falls with x and the other rises, so at the best x CPU attention and the slower of the other two end together.
 
-Where link, arm and device are one processor, as on the CPU, nothing runs at the same time and the times add up:
-(1 - x) H (1 / W + 1 / D) + x H / M + R / D. Reading bytes where they are is then as good as it gets.
+Where link, CPU and device are one processor, nothing runs at the same time and the times add up:
+(1 - x) H (1 / W + 1 / D) + x H / M + R / D. Attending to all host blocks in host memory is then optimal.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_CPU_ATTENTION_ROWS = 64  # query rows of one KV head for which the CPU kernel shares out keys over threads
-MAX_CPU_ATTENTION_TOKENS = 512  # query tokens of a step, which bounds the buffers for queries and partial states
+MAX_CPU_ATTENTION_ROWS = 64  # query rows of a KV head up to which the CPU kernel divides keys among threads
+MAX_CPU_ATTENTION_TOKENS = 512  # query tokens of a step: bounds the buffers for queries and partial states
 
 _SMOOTHING = 1 / 8  # weight of a new observation
-_DRIFT = 4.0  # a rate stays within this factor of what was measured at start
-_LEAST_BYTES = 1 << 20  # less than this says more about overhead than about a rate
+_DRIFT = 4.0  # a rate stays within this factor of the one measured at start
+_LEAST_BYTES = 1 << 20  # fewer bytes measure overhead rather than a rate
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """What moves or reads KV, in bytes per second."""
+    """Rates at which KV is copied or read, in bytes per second."""
 
     link: float  # host to device
     host: float  # CPU attention from host memory
     device: float  # attention from device memory
-    round_trip: float = 0.0  # seconds from queries on the device to a partial state on the device, attention left out
-    one_processor: bool = False  # all of it runs on the same cores
+    round_trip: float = 0.0  # seconds from queries to a partial state, both on the device, without attention
+    one_processor: bool = False  # all of them run on the same cores
 
 
-# Reading costs the same for device and arm, and only the device's blocks are copied: the formula gives the arm all of
-# them, whatever the rates are, so that nothing need be measured.
+# Reading costs the device and the CPU the same, and only the device's blocks are copied. The formula gives the CPU all
+# host blocks at any rate, so nothing has to be measured.
 ONE_PROCESSOR = Bandwidths(link=1.0, host=1.0, device=1.0, one_processor=True)
 
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """One layer of one host block that the arm may take. The link moves it once, attention reads it for each reader."""
+    """One layer of a host block that the CPU may attend to. It is loaded once, but read once for each reader."""
 
     num_bytes: int
     readers: int = 1
@@ -52,21 +53,21 @@ class HostRead:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """What one layer of a decode step has to get through, in bytes."""
+    """The KV that one layer of a decode step reads, in bytes."""
 
-    reads: Sequence[HostRead]  # in the order in which the arm takes them
-    link_bytes: int = 0  # streamed in any case
-    device_bytes: int = 0  # attended on the device in any case, streamed or resident
-    weight_bytes: int = 0  # read by the device while the arm has nothing to do
+    reads: Sequence[HostRead]  # in the order in which the CPU takes them
+    link_bytes: int = 0  # loaded in any case
+    device_bytes: int = 0  # attended on the device in any case, loaded or resident
+    weight_bytes: int = 0  # read by the device before the layer's queries are there
 
 
 def can_attend_concurrently(head_dim: int) -> bool:
-    """Whether the CPU attends beside a device: with the C++ kernel alone, which takes heads of a multiple of 16."""
+    """Whether the C++ kernel, which concurrent attention needs, takes heads of this size: multiples of 16."""
     return head_dim % 16 == 0
 
 
 def cpu_attention_query_len(heads: int, kv_heads: int) -> int:
-    """The most new tokens of a sequence for which the arm attends: a decode's one, or a short chunk."""
+    """The most new tokens of a sequence whose blocks the CPU attends to: one of a decode, or a short chunk."""
     return max(1, MAX_CPU_ATTENTION_ROWS // (heads // kv_heads))
 
 
@@ -82,7 +83,7 @@ def layer_seconds(
 
 
 def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, rates: Bandwidths) -> float:
-    """The share of `host_bytes` for the arm that makes a layer shortest, if bytes could be cut anywhere."""
+    """The share of `host_bytes` for the CPU that makes a layer shortest, if bytes could be divided anywhere."""
     if host_bytes <= 0:
         return 0.0
 
@@ -99,7 +100,7 @@ def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, ra
 
 
 def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:
-    """How many of the load's reads the arm takes so that the layer is shortest; the fewest, where several are equal."""
+    """How many of the load's reads the CPU takes to make the layer shortest; the fewest if several are equal."""
     streamed = load.link_bytes + sum(read.num_bytes for read in load.reads)
     device = load.device_bytes + sum(read.num_bytes * read.readers for read in load.reads)
     cpu = 0
@@ -113,13 +114,8 @@ def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:
     return best
 
 
-def blocks_of_share(count: int, share: float) -> int:
-    """`share` of `count` blocks as a whole number of them, halves up."""
-    return int(count * share + 0.5)
-
-
 def corrected(rate: float, at_start: float, num_bytes: int, seconds: float) -> float:
-    """`rate` after `num_bytes` took `seconds`: smoothed, and never far from what was measured at start."""
+    """`rate` after `num_bytes` took `seconds`: smoothed, and within a factor of _DRIFT of the rate at start."""
     if num_bytes < _LEAST_BYTES or seconds <= 0:
         return rate
     smoothed = rate + _SMOOTHING * (num_bytes / seconds - rate)

@@ -1,4 +1,4 @@
-"""What a decode step attends to, in device memory that stays where it is: a graph reads it anew at every replay."""
+"""Attention metadata of a decode step at fixed device addresses, from which a graph reads it at every replay."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import SequenceMetadata
-from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
-from nanovllm.ops.attention import METADATA_FIELDS, AttentionState, DeviceMetadata, RowAttention
-from nanovllm.ops.store_kv import store_kv
+from nanovllm.kvcache.base import AttentionGeometry
+from nanovllm.ops.attention import (
+    METADATA_FIELDS,
+    AttentionState,
+    DeviceMetadata,
+    RowAttention,
+    SequenceMetadata,
+    first_visible_block,
+)
+from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import refill
 
 
 class DecodeTables:
-    """Slots, spans and blocks of a step of one row for each sequence, and attention over a pool by them.
+    """Slot mapping and block tables of a step with one row per sequence, and attention over a pool through them.
 
-    A row beyond the sequences has no slot and no keys: nothing is written for it, and it attends to nothing.
+    A padded row, beyond the sequences, has no slot and no keys: its K/V are not written, and it attends to nothing.
     """
 
     def __init__(
         self, pool: Tensor, geometry: AttentionGeometry, attention: RowAttention, max_rows: int, max_len: int
     ) -> None:
-        """pool: [layers, blocks, 2, kv_heads, block_size, head_dim]; max_len: tokens of the longest sequence."""
+        """pool: `[layers, blocks, 2, kv_heads, block_size, head_dim]`; max_len: tokens of the longest sequence."""
         self._pool = pool
         self._geometry = geometry
         self._attention = attention
@@ -34,10 +40,10 @@ class DecodeTables:
         self._tables = {
             window: torch.zeros(max_rows * (METADATA_FIELDS + blocks), dtype=torch.int32, device=pool.device)
             for window, blocks in self._max_blocks.items()
-        }  # of each window: the spans of all rows, then their blocks
+        }  # for each window: the metadata of all rows, then their blocks
 
     def fill(self, sequences: Sequence[SequenceMetadata], rows: int) -> None:
-        """Take the sequences of a step, a token of each, for which graphs of so many rows will run."""
+        """Take the sequences of a step, each of which computes one token, before a graph of `rows` rows is replayed."""
         size = self._block_size
         slots = [seq.block_table[seq.context_len // size] * size + seq.context_len % size for seq in sequences]
         refill(self._slots, torch.tensor(slots + [-1] * (rows - len(slots)), dtype=torch.int64))
@@ -45,7 +51,7 @@ class DecodeTables:
             refill(table, self._packed(sequences, rows, window))
 
     def declare(self, device: Device, sequences: Sequence[SequenceMetadata]) -> None:
-        """Say what a graph of all layers reads and writes that is replayed next over these sequences."""
+        """Declare the blocks that the next replay, over these sequences, reads and writes in all layers."""
         read = {block for seq in sequences for block in seq.block_table}
         written = {seq.block_table[seq.context_len // self._block_size] for seq in sequences}
         device.declare_kernel(
@@ -55,7 +61,7 @@ class DecodeTables:
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As a KV cache's `attend`, of the rows of q, over what was last filled in when the kernels run."""
+        """As `KVCache.attend`, over the sequences that were filled in last when the kernels run."""
         rows, window, pool = q.shape[0], self._geometry.windows[layer], self._pool[layer]
         store_kv(pool, k, v, self._slots[:rows])
         packed = self._tables[window]
@@ -63,7 +69,7 @@ class DecodeTables:
         table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[window])
         state = AttentionState.empty(q)
         self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
-        return state.output(q)
+        return state.write_output_(q)
 
     def _packed(self, sequences: Sequence[SequenceMetadata], rows: int, window: int | None) -> Tensor:
         rows_metadata, blocks, size = [0] * (rows * METADATA_FIELDS), list[int](), self._block_size
@@ -76,7 +82,7 @@ class DecodeTables:
         return torch.tensor(rows_metadata + blocks, dtype=torch.int32)
 
     def _most_blocks(self, window: int | None, max_len: int) -> int:
-        """Blocks that a row can see: of a whole sequence, or those that a window can touch."""
+        """The most blocks that a row can see: those of the longest sequence, or those that a window can overlap."""
         size = self._block_size
-        whole = -(-max_len // size)
-        return whole if window is None else min(whole, (window + size - 2) // size + 1)
+        longest = -(-max_len // size)
+        return longest if window is None else min(longest, (window + size - 2) // size + 1)

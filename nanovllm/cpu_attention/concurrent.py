@@ -1,5 +1,8 @@
-"""CPU attention of host blocks beside a device: queries go down, C++ attends on a stream of its own, a partial state
-comes up and is merged last, in fp32."""
+"""CPU attention that runs concurrently with a device.
+
+Queries are copied to the host, C++ attends on a stream of its own, and the partial result is copied back and merged
+last, in fp32.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from nanovllm.cpu_attention.shares import MAX_CPU_ATTENTION_TOKENS
 from nanovllm.device import Busy, PitchedCopy, Stream
 from nanovllm.kvcache.base import AttentionGeometry
-from nanovllm.kvcache.decode_shares import MAX_CPU_ATTENTION_TOKENS
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import LayerPlan
 from nanovllm.ops.attention import AttentionState
@@ -22,7 +25,7 @@ _GRANULE = 16  # bytes that partial states are padded to
 
 
 class ConcurrentCpuAttention:
-    """What a step leaves to the CPU, prepared when the step begins and launched layer by layer."""
+    """The concurrent groups of a step, prepared when the step begins and launched layer by layer."""
 
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, num_threads: int) -> None:
         self._engine = engine
@@ -32,31 +35,31 @@ class ConcurrentCpuAttention:
         self._staging = Staging(engine, geometry.num_heads)
         self._meter = Meter()
         self._prepared: Mapping[int | None, HostAttention] = {}  # of the step, by sliding window
-        self._launched = False  # in the step under way
+        self._launched = False  # in the current step
         engine.order.add_cpu_attention_streams()
 
     def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
-        """Prepare what the plans, by sliding window, leave to the CPU."""
+        """Prepare the concurrent groups of the plans, which are keyed by sliding window."""
         self._prepared = {window: self._prepare(plan, window) for window, plan in plans.items() if plan.concurrent}
 
     def end_step(self) -> None:
-        """Raises EngineError if a task of the step failed; on some devices nobody who waits for one learns of it."""
+        """Raises EngineError if a task of the step failed. On some devices, streams that wait for a task do not."""
         if self._launched:
             self._launched = False
             self._engine.order.finish_cpu_attention()
 
     def busy(self) -> Busy:
-        """What was read so far, and in what time."""
+        """Bytes read since the start, and the time that took."""
         return Busy(*self._meter.read())
 
     def start(self, layer: int, plan: LayerPlan, q: Tensor, reads: Iterable[Tensor]) -> None:
-        """Put attention over `plan.beside` on its stream, with copies of the queries and of the result.
+        """Issue attention over `plan.concurrent`, with copies of the queries and of the result.
 
-        reads: the parts of the host pool that are attended, for those who follow accesses.
+        reads: the parts of the host pool that are attended, for the ordering check.
         """
         staging, order = self._staging, self._engine.order
         rows, device = plan.concurrent_rows, self._device
-        device.declare_kernel("write the arm's queries", writes=(staging.queries[:rows].flatten(),))
+        device.declare_kernel("write queries for CPU attention", writes=(staging.queries[:rows].flatten(),))
         staging.queries[:rows] = q[:rows]
         device.end_kernel()
         staging.copy_queries(rows, order.before_queries())
@@ -74,10 +77,10 @@ class ConcurrentCpuAttention:
         order.after_partial()
 
     def merge(self, plan: LayerPlan, state: AttentionState) -> None:
-        """Merge what `start` set going into `state`, in place."""
+        """Merge the result of `start` into `state`, in place."""
         staging, rows = self._staging, plan.concurrent_rows
         self._engine.order.before_merge()
-        self._device.declare_kernel("merge the arm's state", reads=(staging.used(staging.partial, rows),))
+        self._device.declare_kernel("merge CPU attention", reads=(staging.used(staging.partial, rows),))
         partial = staging.state(staging.partial, rows)
         merge_states_(state.out[:rows], state.lse[:, :rows], partial.out, partial.lse)
         self._device.end_kernel()
@@ -99,11 +102,11 @@ class ConcurrentCpuAttention:
 
 
 class Staging:
-    """Buffers on both sides for the queries of a step's short sequences and for a partial state of theirs.
+    """Buffers on device and host for the queries of a step's short sequences, and for their partial state.
 
-    A partial state of n rows is one piece of memory, so that it is one copy: output `[n, heads, head_dim]`, then LSE
-    `[heads, n]`, fp32. There is one of each buffer, since a layer's partial state is merged before the next layer has
-    queries.
+    A partial state of n rows is contiguous, so that it takes one copy: output `[n, heads, head_dim]`, then LSE
+    `[heads, n]`, fp32. One buffer of each kind suffices, since a layer's partial state is merged before the next layer
+    has queries.
     """
 
     def __init__(self, engine: OffloadEngine, heads: int) -> None:
@@ -112,20 +115,20 @@ class Staging:
         head_dim, dtype = engine.layout.head_dim, engine.host.dtype
         queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
         partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)
-        self.queries = device.empty("arm queries", queries, dtype)
-        self.partial = device.empty("arm state", partial, torch.float32)
-        self.host_queries = device.empty_host("arm queries on the host", queries, dtype)
-        self.host_partial = device.empty_host("arm state on the host", partial, torch.float32)
+        self.queries = device.empty("CPU attention queries", queries, dtype)
+        self.partial = device.empty("CPU attention state", partial, torch.float32)
+        self.host_queries = device.empty_host("CPU attention queries on the host", queries, dtype)
+        self.host_partial = device.empty_host("CPU attention state on the host", partial, torch.float32)
 
     def state(self, buffer: Tensor, rows: int) -> AttentionState:
-        """The state of `rows` query rows that a partial buffer holds."""
+        """The first `rows` query rows of a partial buffer as a state."""
         heads, head_dim = self._heads, self._head_dim
         floats = rows * heads * head_dim
         lse = buffer[floats : floats + rows * heads].view(heads, rows)
         return AttentionState(buffer[:floats].view(rows, heads, head_dim), lse)
 
     def used(self, buffer: Tensor, rows: int) -> Tensor:
-        """The part of a partial buffer that a state of `rows` rows takes, padded to whole granules."""
+        """The part of a partial buffer that a state of `rows` rows takes, padded to a multiple of _GRANULE bytes."""
         floats, granule = rows * self._heads * (self._head_dim + 1), _GRANULE // 4
         return buffer[: -(-floats // granule) * granule]
 

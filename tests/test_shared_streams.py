@@ -1,4 +1,4 @@
-"""One stream for each direction: copies share two lanes, and whatever the engine orders stays ordered."""
+"""One stream for each direction: copies share two streams and keep every order that the engine asks for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
+from benchmarks.shared_streams import SharedStreams
 from nanovllm import LLM
-from nanovllm.device import CopyKind, Device, PitchedCopy, Stream, create_device
+from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.device.lanes import SharedLanes
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
@@ -23,7 +23,7 @@ SHAPE = (4, 2, 1, 4, 4)  # four pieces
 
 
 class Watched(DeviceWrapper):
-    """Knows on how many streams copies ran, by direction."""
+    """Records the streams that copies ran on, by direction."""
 
     def __init__(self, inner: Device) -> None:
         super().__init__(inner)
@@ -35,8 +35,8 @@ class Watched(DeviceWrapper):
 
 
 @pytest.fixture
-def device() -> Iterator[SharedLanes]:
-    device = SharedLanes(OrderingCheck(CpuDevice()))
+def device() -> Iterator[SharedStreams]:
+    device = SharedStreams(OrderingCheck(CpuDevice()))
     yield device
     device.close()
 
@@ -45,8 +45,8 @@ def copy(device: Device, dst: torch.Tensor, src: torch.Tensor, kind: CopyKind, s
     device.copy_2d(PitchedCopy(dst, src, src.nbytes, src.nbytes, src.nbytes, 1, kind), stream)
 
 
-def test_copies_of_one_stream_stay_in_order_whichever_lane_they_take(device: SharedLanes) -> None:
-    """Out to the host and in again: the second copy reads what the first writes, on the other lane."""
+def test_copies_of_one_stream_stay_in_order_in_both_directions(device: SharedStreams) -> None:
+    """Out to the host and in again: the second copy, on the other shared stream, reads what the first writes."""
     ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
     ring.fill_(1)
     stream = device.new_stream("slot")
@@ -57,14 +57,14 @@ def test_copies_of_one_stream_stay_in_order_whichever_lane_they_take(device: Sha
     assert bool((host[:3] == 1).all())
 
 
-def test_copies_of_two_streams_are_in_no_order_across_lanes(device: SharedLanes) -> None:
+def test_copies_of_two_streams_are_unordered(device: SharedStreams) -> None:
     ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
     copy(device, host[0], ring[0], "d2h", device.new_stream("a"))
     with pytest.raises(OrderingError):
         copy(device, ring[1], host[0], "h2d", device.new_stream("b"))
 
 
-def test_waits_and_records_hold_for_the_copies(device: SharedLanes) -> None:
+def test_waits_and_records_hold_for_the_copies(device: SharedStreams) -> None:
     ring, host = device.empty("ring", SHAPE, torch.float32), device.empty_host("host", SHAPE, torch.float32)
     stream, event = device.new_stream("a"), device.new_event()
     device.declare_kernel("attend", reads=(ring[0],))
@@ -78,8 +78,8 @@ def test_waits_and_records_hold_for_the_copies(device: SharedLanes) -> None:
     device.declare_kernel("attend", reads=(ring[0],))
 
 
-def test_an_engine_on_shared_lanes_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill, decode, moves, several sequences; every copy on one of two streams, and the check below them content."""
+def test_an_engine_on_shared_streams_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, decode and swaps: every copy runs on one of two streams, and the ordering check passes."""
     make_checkpoint(tmp_path, vocab=VOCAB, hidden=32, intermediate=32)
     prompts = [random_prompt(length, VOCAB, 3) for length in (70, 33)]
     arguments = offloaded(BLOCK, 5, 12, max_num_batched_tokens=45)
@@ -87,17 +87,8 @@ def test_an_engine_on_shared_lanes_gives_the_same_tokens(tmp_path: Path, monkeyp
         expected = token_ids(llm, prompts, greedy(5))
         transfers = llm.kv_stats().transfers
     watched = Watched(OrderingCheck(CpuDevice()))
-    monkeypatch.setattr(model_runner, "create_device", lambda name: SharedLanes(watched))
+    monkeypatch.setattr(model_runner, "create_device", lambda name: SharedStreams(watched))
     with LLM(tmp_path, dtype="float32", **arguments) as llm:
         assert token_ids(llm, prompts, greedy(5)) == expected
         assert llm.kv_stats().transfers == transfers
     assert {kind: len(streams) for kind, streams in watched.used.items()} == {"h2d": 1, "d2h": 1}
-
-
-def test_the_number_of_streams_is_an_argument_of_the_device() -> None:
-    device = create_device("cpu", shared_lanes=True)
-    assert isinstance(device, SharedLanes)
-    device.close()
-    device = create_device("cpu")
-    assert isinstance(device, CpuDevice)
-    device.close()

@@ -1,8 +1,9 @@
-"""The door to KV memory for layer-major prefill: one layer of one sequence, whole on the device while it runs.
+"""The KV cache of layer-by-layer prefill: while a layer runs, all its KV of the sequence is on the device.
 
-Blocks of the sequence that live on the device are used in place. Others have a block of the layer buffer, that of their
-index. When a layer begins, what the host holds of them is loaded; chunks write their K/V into them; each is copied out
-once, when the span's last token in it is written; and when all chunks have attended, it is free for the next layer.
+Resident blocks are used in place. For each other block the layer buffer has a block with the same index. When a layer
+begins, the tokens that the host holds are loaded into the buffer. Chunks write their K/V into it. A block is stored to
+the host once, when the last token that the prefill adds to it is written. When all chunks have attended, the buffer is
+released for the next layer.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from itertools import groupby
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceMetadata
-from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
+from nanovllm.forward_context import ForwardContext
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.prefill_plan import LayerwiseStep
-from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    SequenceMetadata,
+    first_visible_block,
+)
 
 
 class LayerwiseKVCache:
-    """Runs one step's slice of a span at a time: `begin_part`, `attend` for every unit in order, `end_part`.
+    """Serves one step's part of a prefill at a time: `begin_part`, `attend` for every layer chunk in order, `end_part`.
 
-    A slice may end within a layer. What the buffer holds of that layer stays for the next slice of the same span.
+    A part may end within a layer. The buffer then keeps the blocks of that layer for the next part.
     """
 
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend) -> None:
@@ -30,14 +37,14 @@ class LayerwiseKVCache:
         self._geometry = geometry
         self._backend = backend
         self._part: LayerwiseStep
-        self._block_table: Sequence[int] = ()  # of the sequence's blocks, in this step
+        self._block_table: Sequence[int] = ()  # of the sequence, in this step
         self._tables: dict[tuple[int, int | None], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and window
 
     def begin_part(self, part: LayerwiseStep, block_table: Sequence[int]) -> tuple[int, int]:
-        """Start loading; to be called after the step's block moves. Returns the bytes that the slice loads and stores.
+        """Start the loads, after the step's block moves. Returns the bytes that the part loads and stores.
 
-        places: of the blocks that hold [0, span.end). They may differ from those of the slice before: a block that
-        moved to the device meanwhile is used there from now on.
+        block_table: physical ids of the blocks that hold positions [0, end) of the prefill. They may differ from those
+        of the part before: a block that has moved to the device since is used there from now on.
         """
         self._part, self._block_table, self._tables = part, block_table, {}
         layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
@@ -56,7 +63,7 @@ class LayerwiseKVCache:
         return loaded * token_bytes, stored * token_bytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """See `forward_context.KVCache`. The batch is one unit: a chunk of the span, in one layer."""
+        """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
         self._write(layer, chunk, k, v)
         state, window = AttentionState.empty(q), self._geometry.windows[layer]
@@ -69,21 +76,21 @@ class LayerwiseKVCache:
         self._engine.device.end_kernel()
         if chunk.total_len == self._part.layerwise.end:
             self._end_layer(layer)
-        return state.output(q)
+        return state.write_output_(q)
 
     def end_part(self) -> None:
-        """All units of the slice have run."""
+        """Release the buffer if the part ends within a layer. Call it after the last layer chunk of the part."""
         if self._part.end_layer_chunk % self._part.layerwise.num_chunks:
             self._release()
 
-    # ---- a layer's way through the buffer
+    # ---- the layer buffer
 
     def _fill(self, layer: int) -> None:
         for index, use in self._uses(layer):
             self._engine.fill_buffer(index, use)
 
     def _uses(self, layer: int) -> Iterator[tuple[int, RingUse]]:
-        """The layer's blocks in the buffer, with what the host holds of them. Those before its window stay out."""
+        """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
         layerwise = self._part.layerwise
         first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
         for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
@@ -91,7 +98,7 @@ class LayerwiseKVCache:
             yield index, RingUse(layer, self._host_block(index), stored)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
-        """Write the chunk's K/V into its blocks, and copy out those that are complete."""
+        """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
         positions = range(chunk.context_len, chunk.total_len)
         for index in range(positions.start // self._block_size, self._num_blocks(positions.stop)):
             first = index * self._block_size
@@ -105,7 +112,7 @@ class LayerwiseKVCache:
             self._engine.store_buffered(index, layer, self._host_block(index), first_token, count)
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
-        """Host blocks of which a chunk writes the span's last token: (index, the span's first token in it, tokens)."""
+        """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
         layerwise = self._part.layerwise
         for index in self._on_host(range(positions.start // self._block_size, self._num_blocks(positions.stop))):
             first = index * self._block_size
@@ -144,27 +151,27 @@ class LayerwiseKVCache:
         return self._block_table[index] - self._engine.split.resident_blocks
 
     def _block(self, layer: int, index: int) -> Tensor:
-        """One layer of a block, `[2, kv_heads, block_size, head_dim]`, ready for compute."""
+        """One layer of a block, `[2, kv_heads, block_size, head_dim]`, once the compute stream may use it."""
         if self._is_on_host(index):
             return self._engine.buffered(index)
         return self._engine.resident[layer, self._block_table[index]]
 
     def _groups(self, chunk: SequenceMetadata, window: int | None) -> list[tuple[bool, AttentionMetadata]]:
-        """What the chunk attends to: blocks in a row that are in the same pool, as (in the buffer?, table)."""
+        """The blocks that the chunk attends to, in groups of consecutive ones in the same pool: (in buffer?, table)."""
         key = chunk.context_len, window
         if key not in self._tables:
             visible = range(self._first_block(chunk, window), self._num_blocks(chunk.total_len))
-            groups = [(in_buffer, list(run)) for in_buffer, run in groupby(visible, self._is_on_host)]
-            self._tables[key] = [(in_buffer, self._table(chunk, run, in_buffer)) for in_buffer, run in groups]
+            groups = [(in_buffer, list(indices)) for in_buffer, indices in groupby(visible, self._is_on_host)]
+            self._tables[key] = [(in_buffer, self._table(chunk, indices, in_buffer)) for in_buffer, indices in groups]
         return self._tables[key]
 
-    def _table(self, chunk: SequenceMetadata, run: list[int], in_buffer: bool) -> AttentionMetadata:
-        segment = KVMetadata(
+    def _table(self, chunk: SequenceMetadata, indices: list[int], in_buffer: bool) -> AttentionMetadata:
+        metadata = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
-            query_position=chunk.context_len,
-            first_position=run[0] * self._block_size,
-            kv_end=min(chunk.total_len, (run[-1] + 1) * self._block_size),
-            blocks=run if in_buffer else [self._block_table[index] for index in run],
+            context_len=chunk.context_len,
+            first_position=indices[0] * self._block_size,
+            kv_end=min(chunk.total_len, (indices[-1] + 1) * self._block_size),
+            block_table=indices if in_buffer else [self._block_table[index] for index in indices],
         )
-        return AttentionMetadata([segment])
+        return AttentionMetadata([metadata])

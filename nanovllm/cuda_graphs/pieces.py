@@ -1,7 +1,7 @@
-"""A decode step in pieces, cut where attention is, over memory that stays where it is: what graphs can record.
+"""A decode step in pieces between attention calls, over memory at fixed addresses, so that graphs can record them.
 
-Piece 0 goes from the token ids to the first layer's q, k and v; piece i from what layer i - 1 attended to, which stands
-where its queries stood, to the q, k and v of layer i; the last piece ends with the final norm.
+Piece 0 computes the first layer's q, k and v from the token ids. Piece i computes the q, k and v of layer i from the
+attention output of layer i - 1, which is in the memory of its queries. The last piece ends with the final norm.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nanovllm.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What passes between the pieces of a step of so many rows, one of each sequence."""
+    """The tensors that the pieces of a step exchange, with one row per sequence."""
 
-    x: Tensor  # [rows, hidden]: the residual stream, and in the end the hidden states after the final norm
+    x: Tensor  # [rows, hidden]: the residual stream, and at the end the hidden states after the final norm
     cos: Tensor  # as of `RotaryEmbedding.cos_sin`
     sin: Tensor
-    q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then what they attended to
+    q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then its attention output
     k: Tensor  # [rows, kv_heads, head_dim]
     v: Tensor
 
     @classmethod
     def of(cls, model: Decoder, rows: int) -> StepMemory:
-        """Memory for at most so many rows, all zero: no content that could spoil a row is ever computed on."""
+        """Memory for at most `rows` rows, filled with zeros, so that padded rows never compute on arbitrary content."""
         spec, head_dim = model.spec, model.spec.head_dim
 
         def zeros(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:

@@ -1,0 +1,136 @@
+"""The order in which a step takes its sequences through the layers of the model, and the usual one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.engine.batch import Batch, ScheduledSequence
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
+from nanovllm.kvcache.base import KVCacheBase, StepTraffic
+from nanovllm.models.decoder import Decoder
+from nanovllm.ops.attention import SequenceMetadata
+from nanovllm.ops.upload import upload
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedRows:
+    """Hidden states after the final norm, [rows, hidden], of sequences whose rows begin at `starts`.
+
+    An order that keeps only the last row of a sequence gives a start before the first row, so that
+    `start + len(token_ids) - 1` is the row to sample from in either case.
+    """
+
+    hidden: Tensor
+    sequences: Sequence[ScheduledSequence]
+    starts: Sequence[int]
+
+
+class ExecutionOrder(Protocol):
+    """Computes those sequences of a batch that go through the layers in this order.
+
+    In each step the runner calls `begin_step` of every order, then `run` of every order, both in one fixed sequence.
+    """
+
+    def begin_step(self, batch: Batch) -> StepTraffic:
+        """Start the step's loads. Returns the KV bytes that each of this order's sequences moves."""
+        ...
+
+    def run(self) -> ComputedRows | None:
+        """Compute the step. None if no sequence of the batch goes in this order."""
+        ...
+
+    def abandon_step(self) -> None:
+        """The step failed: make the order usable for the next one."""
+        ...
+
+
+class DecodeRunner(Protocol):
+    """Runs decode steps in a faster way than calling the model, where it can take them."""
+
+    def take(self, sequences: Sequence[SequenceMetadata]) -> bool:
+        """Whether `run` can compute a step of these sequences."""
+        ...
+
+    def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
+        """Hidden states after the final norm, [rows, hidden], valid until the next step.
+
+        inputs: int64 [3, rows] on the host: token ids, positions and RoPE lengths.
+        """
+        ...
+
+
+class ChunkOrder:
+    """All sequences of a step form one flat batch, which goes through all layers.
+
+    `on_layer` is called with the share of the layers that are done, see `WatchedKVCache`.
+    """
+
+    on_layer: Callable[[float], None] | None = None
+
+    def __init__(self, model: Decoder, kv_cache: KVCacheBase, decode_runner: DecodeRunner | None) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._decode_runner = decode_runner
+        self._sequences: Sequence[ScheduledSequence] = ()
+        self._metadata: tuple[SequenceMetadata, ...] = ()
+
+    def begin_step(self, batch: Batch) -> StepTraffic:
+        """Carry out the block moves of the batch and start the loads of its chunks."""
+        self._sequences, self._metadata = batch.chunked, sequence_metadata(batch.chunked)
+        return self._kv_cache.begin_step(self._metadata, batch.moves)
+
+    def run(self) -> ComputedRows | None:
+        if not self._sequences:
+            return None
+        inputs, sequences, kv_cache = _inputs(self._sequences, self._metadata), self._metadata, self._watched_cache()
+        if self._decode_runner is not None and self._decode_runner.take(sequences):
+            hidden = self._decode_runner.run(inputs, sequences, kv_cache)
+        else:
+            token_ids, positions, rope_lengths = upload(inputs, self._model.device)
+            hidden = self._model(token_ids, ForwardContext(positions, rope_lengths, sequences, kv_cache))
+        return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in sequences])
+
+    def abandon_step(self) -> None:
+        self._kv_cache.abandon_step()
+
+    def _watched_cache(self) -> KVCache:
+        if self.on_layer is None:
+            return self._kv_cache
+        return WatchedKVCache(self._kv_cache, self._model.spec.num_layers, self._report_layer)
+
+    def _report_layer(self, share: float) -> None:
+        """Call `on_layer`. An error in it is logged and does not fail the step."""
+        try:
+            if self.on_layer is not None:
+                self.on_layer(share)
+        except Exception:
+            self.on_layer = None
+            logger.exception("the function that watches the steps has failed, and is not called again")
+
+
+def sequence_metadata(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceMetadata, ...]:
+    """Where each sequence's tokens are in the flat batch that they form in this order."""
+    metadata: list[SequenceMetadata] = []
+    start = 0
+    for seq in sequences:
+        metadata.append(SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table))
+        start += len(seq.token_ids)
+    return tuple(metadata)
+
+
+def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceMetadata]) -> Tensor:
+    """Token ids, positions and RoPE lengths of a flat batch, on the host: int64 [3, tokens]."""
+    token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
+    prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
+    query_lens = torch.tensor([sequence.query_len for sequence in metadata])
+    positions = flat_positions(metadata)
+    rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
+    return torch.stack((token_ids, positions, rope_lengths))

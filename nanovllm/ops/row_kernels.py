@@ -1,0 +1,120 @@
+"""Row-wise operations of the network: norm, RoPE, SiLU, softmax, draws and writes to the KV cache.
+
+Three modules implement them with the same signatures: `cpu_rows` in C++, `triton_rows` on CUDA and `torch_rows` in
+plain torch. The functions here choose the implementation by the tensor. An implementation rounds where the others do;
+results of two implementations differ by the order of sums and by the exponential function.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor
+
+from nanovllm.ops import cpu_rows, torch_rows
+from nanovllm.ops.triton_support import triton_runs
+
+
+class RowKernels(Protocol):
+    """What each implementation provides; the functions of this module document the operations."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def place_heads(
+        self,
+        heads: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> None: ...
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def cos_sin(self, angles: Tensor, factor: float) -> tuple[Tensor, Tensor]: ...
+    def softmax(self, x: Tensor, *, log: bool = False) -> Tensor: ...
+    def draw(self, scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor: ...
+    def store_kv(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
+
+
+def kernels_for(x: Tensor, dims: int) -> RowKernels:
+    """The implementation for `x`, which has `dims` dimensions in the C++ kernels (2 or 3)."""
+    if x.is_cuda:
+        return _cuda_kernels()
+    return cpu_rows if cpu_rows.takes(x, dims) else torch_rows
+
+
+@cache
+def _cuda_kernels() -> RowKernels:
+    if not triton_runs():
+        return torch_rows
+    from nanovllm.ops import triton_rows
+
+    return triton_rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight of each row: [rows, size], weight [size].
+
+    The mean and the division run in fp32. The quotient is rounded to x's dtype before the multiplication by the weight,
+    as in Transformers. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    return kernels_for(x, 2).rms_norm(x, weight, eps)
+
+
+def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual += x, in place and rounded to its dtype; returns `rms_norm` of the sum. Both [rows, size]."""
+    return kernels_for(x, 2).add_rms_norm_(residual, x, weight, eps)
+
+
+def place_heads(
+    heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Split the merged projection into q, k and v; normalise q and k if there is a weight, and apply RoPE to them.
+
+    heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], q before k before v; weight: [num_heads + num_kv_heads,
+    head_dim]; cos, sin: `RotaryEmbedding.cos_sin` of the tokens; q: [tokens, num_heads, head_dim]; k, v: [tokens,
+    num_kv_heads, head_dim].
+    """
+    kernels_for(heads, 3).place_heads(heads, weight, eps, cos, sin, q, k, v)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where each row holds the gate and then up: [rows, 2 * size] -> [rows, size]."""
+    return kernels_for(gate_up, 2).silu_and_mul(gate_up)
+
+
+def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos [tokens, 2 * pairs], each value twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], scaled."""
+    return kernels_for(angles, 2).cos_sin(angles, factor)
+
+
+def powers(bases: Tensor, exponents: Tensor) -> Tensor:
+    """base^exponent in fp64: [bases], [exponents] -> [bases, exponents]. On the CPU each power depends on no other."""
+    return (cpu_rows if bases.is_cpu else torch_rows).powers(bases, exponents)
+
+
+def softmax(x: Tensor, *, log: bool = False) -> Tensor:
+    """The softmax of each row of fp32 x [rows, size], or its natural logarithm."""
+    return kernels_for(x, 2).softmax(x, log=log)
+
+
+def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
+    """The column with the largest score plus Gumbel noise in each row, the first of equal ones: int64 [rows].
+
+    scores: fp32 [rows, width]; tokens: int64 [width] or [rows, width]; starts: int64 [rows] on the device of the
+    scores. `torch_rows.gumbel_noise` gives the formula of the noise.
+    """
+    return kernels_for(scores, 2).draw(scores, tokens, starts)
+
+
+def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write K and V of each token to its slot of the pool; tokens with slot -1 are skipped.
+
+    pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous; k, v: [tokens, kv_heads, head_dim], rows
+    and heads may be strided; slots: int64 [tokens], the slot mapping block * block_size + offset, no slot twice.
+    """
+    kernels: RowKernels = cpu_rows if pool.is_cpu else kernels_for(pool, 5)  # on the CPU: any dtype
+    kernels.store_kv(pool, k, v, slots)
