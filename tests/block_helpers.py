@@ -1,4 +1,4 @@
-"""Short words for what tests of the block manager do again and again. No torch."""
+"""Helpers of the block manager's tests. No torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def sequence(tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
 
 
 def compute(manager: BlockManager, seq: TokenSequence, upto: int | None = None) -> None:
-    """What a step does to the books: tokens up to `upto` are in the cache now."""
+    """Mark tokens up to `upto` as computed, as a step does."""
     before, seq.num_computed = seq.num_computed, len(seq) if upto is None else upto
     manager.register_computed(seq, before)
     manager.check()
 
 
 def running(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> TokenSequence:
-    """A sequence that is admitted and wholly computed."""
+    """A sequence that is admitted and completely computed."""
     seq = sequence(tokens, salt)
     assert manager.can_allocate(seq) is AllocStatus.OK
     manager.allocate(seq)
@@ -40,13 +40,13 @@ def running(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> 
 
 
 def cache(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> None:
-    """Compute tokens and let go of them."""
+    """Compute tokens and free their blocks."""
     manager.free(running(manager, tokens, salt))
     manager.check()
 
 
 def found(manager: BlockManager, tokens: Sequence[int], salt: bytes = b"") -> int:
-    """How many blocks of a prompt are in the prefix cache, were one token to follow."""
+    """How many blocks the prefix cache finds for these tokens and one more."""
     return len(manager.find_prefix(sequence([*tokens, 0], salt)))
 
 

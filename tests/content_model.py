@@ -1,10 +1,10 @@
-"""A plain-Python model of KV content: each place remembers the token history that its entries stand for.
+"""A plain-Python model of KV content, used as the executor of an engine.
 
-It plays the executor of an engine. The KV entry of a token depends on all tokens before it, so an entry is modelled as
-the digest of that history; the next token is a function of the digest, and of seed and index where it is sampled.
-Whatever is wrong with a block table, a block move or a cached prefix then shows in the step that reads it. An entry has
-a digest for each layer: a span writes them layer by layer, and nobody else may read or move a token before it has them
-all.
+The KV entry of a token depends on all tokens before it, so the model stores a digest of that history for each (physical
+block, offset). The next token is a function of the digest and, where it is sampled, of seed and index. An error in a
+block table, a block move or a cached prefix then shows in the first step that reads the entry. An entry has one digest
+per layer: layer-by-layer prefill writes them one by one, and no other sequence may read or move an entry before it is
+complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def history_digest(parent: bytes, token: int, salt: bytes) -> bytes:
 
 
 def sampled_token(digest: bytes, draw: tuple[int, int] | None = None) -> int:
-    """The greedy token, or that of one draw, named by (seed, index)."""
+    """The greedy token, or the token sampled with (seed, index)."""
     return digest[0] % VOCAB if draw is None else Random(f"{digest.hex()} {draw}").randrange(VOCAB)
 
 
@@ -49,7 +49,7 @@ def prompt_digest(prompt: Sequence[int], salt: bytes = b"") -> bytes:
 def expected_output(
     prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), salt: bytes = b"", seed: int | None = None
 ) -> list[int]:
-    """What a sequence generates, whatever happens around it; with a seed, sampled."""
+    """The output of a sequence, whatever else is in the batch: greedy, or sampled with a seed."""
     digest, output = prompt_digest(prompt, salt), list[int]()
     while len(output) < max_tokens:
         output.append(sampled_token(digest, None if seed is None else (seed, len(output))))
@@ -78,7 +78,7 @@ def expected_beams(
     penalty: float = 1.0,
     early_stopping: bool | str = False,
 ) -> list[list[int]]:
-    """Plain beam search over whole histories, best first; written against the description of Transformers' search."""
+    """A second beam search over complete histories, after the description of Transformers' search. Best first."""
     beams: list[tuple[float, list[int], bytes]] = [(0.0, [], prompt_digest(prompt, salt))]
     finished: list[tuple[float, list[int]]] = []
     for length in range(1, max_tokens + 1):
@@ -103,7 +103,7 @@ def expected_beams(
 
 
 class ContentExecutor:
-    """Runs batches on the model of KV content; raises AssertionError at the first entry that is wrong."""
+    """Runs batches on the model of KV content. Raises AssertionError at the first wrong entry."""
 
     def __init__(
         self,
@@ -118,15 +118,15 @@ class ContentExecutor:
         self.first_host = num_device_blocks
         self.first_swap = num_device_blocks + num_host_blocks
         self.num_physical_ids = self.first_swap + num_swap_blocks
-        # (place, offset) -> in each layer the digest of the history up to there, None before the layer is computed
+        # (physical block id, offset) -> the digest of the history for each layer, None before the layer is computed
         self.entries: dict[tuple[int, int], list[bytes | None]] = {}
-        self.layerwise: tuple[int, LayerwisePrefill, int] | None = None  # whose it is, and the unit that comes next
+        self.layerwise: tuple[int, LayerwisePrefill, int] | None = None  # seq_id, part, its next (layer, chunk)
         self.num_layerwise = 0
-        self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, told by the test
+        self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, set by the test
         self.salts: dict[int, bytes] = {}
         self.num_steps = 0
-        self.num_moves = 0  # across the tiers
-        self.num_copies = 0  # that keep their source
+        self.num_moves = 0  # between the tiers
+        self.num_copies = 0  # moves that keep their source
         self.fail_next = False
 
     def execute(self, batch: Batch) -> StepResult:
@@ -158,7 +158,7 @@ class ContentExecutor:
         self.num_moves += not move.keeps_source
         self.num_copies += move.keeps_source
         moved = [self.entries.get((move.src, offset)) for offset in range(self.block_size)]
-        assert moved[0] is not None and None not in moved[0], "what is moved has content, in all layers"
+        assert moved[0] is not None and None not in moved[0], "a moved block has content in all layers"
         if not move.keeps_source:
             assert tiers[0] != tiers[1], "a move crosses the tiers"
             # Only the swap tier takes blocks that may still be written.
@@ -172,14 +172,14 @@ class ContentExecutor:
                     del self.entries[move.src, offset]
 
     def _check_written_blocks(self, batch: Batch) -> None:
-        """No place is written by one sequence and used by another in the same step."""
+        """No physical block is written by one sequence and used by another in the same step."""
         users: dict[int, int] = {}
         for seq in batch.sequences:
             for physical_id in seq.block_table:
                 users[physical_id] = users.get(physical_id, 0) + 1
         for seq in batch.sequences:
             for physical_id in seq.block_table[seq.context_len // self.block_size :]:
-                assert users[physical_id] == 1, f"place {physical_id} is written while another sequence uses it"
+                assert users[physical_id] == 1, f"block {physical_id} is written while another sequence uses it"
 
     def _compute(self, seq: ScheduledSequence) -> list[Sample]:
         assert len(seq.token_ids) > 0, "zero-length query"
@@ -201,13 +201,13 @@ class ContentExecutor:
         return [self._sample(digest, row) for row in seq.samples]
 
     def _run_part(self, seq: ScheduledSequence, part: LayerwiseStep) -> list[Sample]:
-        """A few units of a span: each reads its own layer up to its chunk, and writes it there."""
+        """Part of a layer-by-layer prefill: each chunk reads its layer up to its own end, and writes its own part."""
         layerwise = part.layerwise
         if part.first_layer_chunk == 0:
             self.layerwise = (seq.seq_id, layerwise, 0)
             self.num_layerwise += 1
         assert self.layerwise == (seq.seq_id, layerwise, part.first_layer_chunk), (
-            "the hidden states are those of another unit"
+            "the hidden states are those of another layer or chunk"
         )
         assert seq.context_len == layerwise.begin and layerwise.begin + len(seq.token_ids) == layerwise.end
         assert len(seq.block_table) == len(set(seq.block_table)) == -(-layerwise.end // self.block_size)

@@ -1,4 +1,4 @@
-"""An engine on the model of KV content, with named requests and steps that can be looked at. No torch."""
+"""An engine on the model of KV content, with named requests and recorded steps. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ BLOCK = 4
 
 
 def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
-    """A step computes max_num_batched_tokens tokens in all layers; a span's last unit may be half in, its first all."""
+    """A step computes at most max_num_batched_tokens tokens in all layers.
+
+    A layer-by-layer prefill may exceed that by half of its last chunk, and always computes one chunk.
+    """
     assert 0 < len(batch.sequences) <= limits.max_num_seqs
     assert 0 <= batch.num_tokens <= limits.max_num_batched_tokens
     if batch.layerwise is not None and batch.layerwise.layerwise is not None:
@@ -37,7 +40,7 @@ def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
 
 
 class WatchedExecutor(ContentExecutor):
-    """Keeps the batches, checks the budgets, and charges 10 h2d and 20 d2h bytes for each token."""
+    """Records the batches, checks the budgets, and counts 10 h2d and 20 d2h bytes per token."""
 
     def __init__(self, device: int, host: int, limits: SchedulerLimits, swap: int = 0) -> None:
         super().__init__(device, host, BLOCK, swap, limits.num_layers)
@@ -57,7 +60,7 @@ class WatchedExecutor(ContentExecutor):
 
 
 class Bench:
-    """An engine whose requests are named and whose steps can be looked at."""
+    """An engine with named requests and recorded steps."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Bench:
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
         self.names: dict[int, str] = {}
         self.finished: dict[str, RequestOutput] = {}
-        self.order: list[str] = []  # in which requests finished
+        self.order: list[str] = []  # names, as they finished
 
     @property
     def scheduler(self) -> Scheduler:
@@ -112,7 +115,7 @@ class Bench:
         return outputs
 
     def steps(self, most: int = 500) -> Iterator[list[RequestOutput]]:
-        """The outputs of each step, until nothing is left to do."""
+        """The outputs of each step, until all requests have finished."""
         for _ in range(most):
             if not self.engine.has_unfinished_requests():
                 return
@@ -120,19 +123,19 @@ class Bench:
         raise AssertionError(f"still unfinished after {most} steps")
 
     def run(self, most: int = 500) -> dict[str, RequestOutput]:
-        """Step until nothing is left to do; the outputs of all finished requests."""
+        """Step until all requests have finished. Returns their final outputs."""
         for _ in self.steps(most):
             pass
         return self.finished
 
     def chunks(self) -> dict[str, int]:
-        """Tokens of each sequence in the last step, in batch order."""
+        """Number of tokens of each sequence in the last step, in batch order."""
         return {self.names[seq.seq_id]: len(seq.token_ids) for seq in self.executor.batches[-1].sequences}
 
     def rows(self, name: str) -> list[ScheduledSequence]:
-        """One request's share of every step."""
-        everything = (seq for batch in self.executor.batches for seq in batch.sequences)
-        return [seq for seq in everything if self.names[seq.seq_id] == name]
+        """The sequences of one request in all steps."""
+        scheduled = (seq for batch in self.executor.batches for seq in batch.sequences)
+        return [seq for seq in scheduled if self.names[seq.seq_id] == name]
 
     def tokens(self, name: str) -> list[int]:
         return self.finished[name].outputs[0].token_ids

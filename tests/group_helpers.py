@@ -7,7 +7,7 @@ from engine_helpers import Bench
 
 
 def seeds(seed: int, count: int) -> list[int]:
-    """The sequences' seeds: the first has the request's own."""
+    """The seeds of the sequences; the first has the request's own."""
     return [seed, *(hash((seed, index)) for index in range(1, count))]
 
 

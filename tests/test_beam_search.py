@@ -127,7 +127,7 @@ def test_at_max_length_the_best_finish_whatever_their_token() -> None:
 
 
 def test_there_are_candidates_enough_for_every_end_token() -> None:
-    assert search(end_token_ids=()).num_candidates == 4
+    assert search(end_token_ids=set()).num_candidates == 4
     assert search(end_token_ids={1, 2, 3}).num_candidates == 8
     assert search(end_token_ids={1, 2, 3}, vocab_size=6).num_candidates == 6
 

@@ -1,4 +1,4 @@
-"""Blocks of KV memory: who gets them, who holds them, and what is found again by its content. No torch."""
+"""The block manager: allocation, sharing, and finding blocks by their content. No torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 
 @pytest.fixture
 def fresh() -> Iterator[int]:
-    """Tokens that occur nowhere else."""
+    """Tokens that occur in no other sequence."""
     return count(1000)
 
 
 # ---- allocation
 
 
-def test_device_places_go_first_then_host_places() -> None:
+def test_device_blocks_are_allocated_before_host_blocks() -> None:
     manager = BlockManager(3, 4, BLOCK)
     first, second = running(manager, range(2 * BLOCK)), running(manager, range(100, 100 + 3 * BLOCK + 1))
     assert manager.physical_ids(first, 2 * BLOCK) == [0, 1]
@@ -90,7 +90,7 @@ def test_never_does_not_depend_on_what_is_cached() -> None:
     assert manager.can_allocate(sequence(range(4 * BLOCK + 1))) is NEVER
 
 
-def test_cached_blocks_count_as_room_unless_the_sequence_itself_uses_them(fresh: Iterator[int]) -> None:
+def test_cached_blocks_are_allocatable_unless_the_sequence_itself_uses_them(fresh: Iterator[int]) -> None:
     manager = BlockManager(10, 0, BLOCK)
     prefix = new_tokens(fresh, 6)
     cache(manager, prefix)
@@ -99,7 +99,7 @@ def test_cached_blocks_count_as_room_unless_the_sequence_itself_uses_them(fresh:
     wanted = sequence([*prefix, *new_tokens(fresh, 4)])
     assert manager.can_allocate(wanted) is OK, "6 hits and 4 free blocks"
     other = running(manager, new_tokens(fresh, 1))
-    assert manager.can_allocate(wanted) is LATER, "its own hits are no room for the rest of it"
+    assert manager.can_allocate(wanted) is LATER, "its own hits cannot be evicted for its other blocks"
     manager.free(other)
     assert manager.can_allocate(wanted) is OK
     manager.allocate(wanted)
@@ -135,7 +135,7 @@ def test_a_prefix_is_found_allocated_freed_and_found_again(fresh: Iterator[int])
 
 
 @pytest.mark.parametrize("extra, hits", [(-1, 1), (0, 1), (1, 2), (BLOCK, 2)])
-def test_a_hit_never_covers_the_whole_prompt(extra: int, hits: int, fresh: Iterator[int]) -> None:
+def test_a_hit_never_covers_all_of_the_prompt(extra: int, hits: int, fresh: Iterator[int]) -> None:
     manager = BlockManager(8, 0, BLOCK)
     prompt = new_tokens(fresh, 4)
     cache(manager, prompt[: 2 * BLOCK])
@@ -183,7 +183,7 @@ def test_shared_blocks_stay_until_the_last_holder_lets_go(fresh: Iterator[int]) 
     assert first.block_table[:2] == second.block_table[:2] and first.block_table[2] != second.block_table[2]
     assert manager.num_used == 4
     manager.free(first)
-    assert (manager.num_used, manager.num_cached) == (3, 0), "the shared blocks are still held"
+    assert (manager.num_used, manager.num_cached) == (3, 0), "the shared blocks are still used"
     manager.free(second)
     assert (manager.num_used, manager.num_cached) == (0, 2)
 
@@ -193,7 +193,7 @@ def test_the_same_content_computed_twice_is_cached_once(fresh: Iterator[int]) ->
     prompt = new_tokens(fresh, 2)
     first, second = sequence(prompt), sequence(prompt)
     manager.allocate(first)
-    manager.allocate(second)  # nothing to be found yet
+    manager.allocate(second)  # the cache is still empty
     assert not set(first.block_table) & set(second.block_table)
     compute(manager, first)
     compute(manager, second)
@@ -235,7 +235,7 @@ def test_a_hash_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.Mo
     manager = BlockManager(8, 0, BLOCK)
     prompt, other = new_tokens(fresh, 2), new_tokens(fresh, 2)
     cache(manager, prompt)
-    assert found(manager, prompt) >= 1, "the collision is there"
+    assert found(manager, prompt) >= 1, "the hashes collide"
     assert found(manager, other) == 0
     cache(manager, other)
     assert found(manager, other) == 0 and found(manager, prompt) >= 1
@@ -264,6 +264,6 @@ def test_reset_forgets_all_content_and_takes_no_block_from_its_holder(fresh: Ite
     assert found(manager, old) == found(manager, current) == 0
     assert seq.block_table == blocks
     manager.free(seq)
-    assert manager.num_free == 8, "what was forgotten is not cached"
+    assert manager.num_free == 8, "blocks that were forgotten are free"
     cache(manager, old)
     assert found(manager, old) == 3, "the cache works on"

@@ -1,4 +1,4 @@
-"""What is evicted when blocks run out, and which blocks move between device and host. No torch."""
+"""Eviction, and block moves between device and host. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.kvcache.hybrid_manager import BlockMove
 
 @pytest.fixture
 def fresh() -> Iterator[int]:
-    """Tokens that occur nowhere else."""
+    """Tokens that occur in no other sequence."""
     return count(1000)
 
 
@@ -26,7 +26,7 @@ def test_least_recently_used_goes_first(fresh: Iterator[int]) -> None:
     a, b, c, d = (new_tokens(fresh, 1) for _ in range(4))
     for prompt in (a, b, c):
         cache(manager, prompt)
-    manager.free(running(manager, [*a, 1]))  # uses a again; its own half block takes b's place
+    manager.free(running(manager, [*a, 1]))  # uses a again; its own half block evicts b
     assert [found(manager, p) for p in (a, b, c)] == [1, 0, 1]
     cache(manager, d)
     assert [found(manager, p) for p in (a, b, c, d)] == [1, 0, 1, 1]
@@ -57,7 +57,7 @@ def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh:
     prompt = new_tokens(fresh, 2)
     cache(manager, prompt)
     seq = running(manager, new_tokens(fresh, 2))
-    # The end of the old prefix left its place first.
+    # The end of the old prefix was evicted first.
     assert manager.take_moves() == [BlockMove(1, 2), BlockMove(0, 3)]
     assert manager.take_moves() == []
     assert tiers(manager, seq) == "DD" and found(manager, prompt) == 2
@@ -77,7 +77,7 @@ def test_with_a_full_host_something_is_evicted(fresh: Iterator[int]) -> None:
 
 
 def test_the_oldest_block_goes_first_whatever_its_tier(fresh: Iterator[int]) -> None:
-    """The start of a long prefix is on the device and its end on the host: the end still goes first."""
+    """The start of a long prefix is on the device and its end on the host: the end is still evicted first."""
     manager = BlockManager(4, 4, BLOCK)
     prompt = new_tokens(fresh, 8)
     cache(manager, prompt)
@@ -121,7 +121,7 @@ def test_without_device_blocks_all_lives_on_the_host(fresh: Iterator[int]) -> No
 # ---- promotion
 
 
-def test_full_host_blocks_of_active_sequences_come_to_free_device_places(fresh: Iterator[int]) -> None:
+def test_full_host_blocks_of_active_sequences_move_to_free_device_blocks(fresh: Iterator[int]) -> None:
     manager = BlockManager(2, 4, BLOCK, enable_prefix_caching=False)
     filler = running(manager, new_tokens(fresh, 2))
     seq = running(manager, [*new_tokens(fresh, 2), 1])
@@ -130,7 +130,7 @@ def test_full_host_blocks_of_active_sequences_come_to_free_device_places(fresh: 
     assert manager.take_moves() == [], "the device is full"
     manager.free(filler)
     manager.promote([seq])
-    assert tiers(manager, seq) == "DDH", "the block being written stays where it is"
+    assert tiers(manager, seq) == "DDH", "the block being written is not moved"
     assert manager.take_moves() == [BlockMove(2, 0), BlockMove(3, 1)]
     manager.promote([seq])
     assert manager.take_moves() == []
@@ -145,7 +145,7 @@ def test_promotion_sends_cached_blocks_to_the_host(fresh: Iterator[int]) -> None
     assert tiers(manager, seq) == "H"
     manager.promote([seq])
     manager.check()
-    assert manager.take_moves() == [BlockMove(0, 2), BlockMove(1, 0)], "room is made before it is taken"
+    assert manager.take_moves() == [BlockMove(0, 2), BlockMove(1, 0)], "a block is freed before it is used"
     assert tiers(manager, seq) == "D" and found(manager, old) == 1
 
 

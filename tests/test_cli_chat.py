@@ -1,4 +1,4 @@
-"""`nanovllm chat` as a person uses it: turns over a document that is computed once, /reset, Ctrl-C, refusals."""
+"""`nanovllm chat`: turns about a document that is computed once, /reset, Ctrl-C, refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import chat as command
 from nanovllm.cli import status
 from nanovllm.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
@@ -154,7 +153,7 @@ def test_progress_of_a_long_document(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "REPRINT", 0.0)
-    monkeypatch.setattr(command, "LONG_PROMPT", 100)
+    monkeypatch.setattr("nanovllm.progress_bar.LONG_PROMPT", 100)
     options = ["--document", document, "--progress", "--max-num-batched-tokens", "150"]
     assert talk(monkeypatch, model, "", *options) == 0
     told = capsys.readouterr().err.splitlines()

@@ -49,7 +49,7 @@ def test_prompts_come_from_everywhere_in_the_order_that_they_were_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "whole.txt").write_bytes(b"\xef\xbb\xbftwo\nlines\n")
+    (tmp_path / "all.txt").write_bytes(b"\xef\xbb\xbftwo\nlines\n")
     (tmp_path / "lines.txt").write_bytes("line 3\r\nünïcode".encode())
     jsonl = write_jsonl(
         tmp_path / "p.jsonl",
@@ -59,7 +59,7 @@ def test_prompts_come_from_everywhere_in_the_order_that_they_were_named(
         {"messages": [{"role": "user", "content": "hi"}], "id": 7},
     )
     set_stdin(monkeypatch, b"two words\n")
-    files = ["--lines", str(tmp_path / "lines.txt"), "--file", str(tmp_path / "whole.txt"), "--jsonl", jsonl]
+    files = ["--lines", str(tmp_path / "lines.txt"), "--file", str(tmp_path / "all.txt"), "--jsonl", jsonl]
     assert generate(model, "one", "-", *files, "--json") == 0
     printed = capsys.readouterr()
     results = json_lines(printed.out)
@@ -250,7 +250,7 @@ def test_a_failed_step_ends_its_requests_and_no_others(
 def test_progress_says_where_a_long_prefill_is(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "LONG_PROMPT", 100)
+    monkeypatch.setattr("nanovllm.progress_bar.LONG_PROMPT", 100)
     monkeypatch.setattr(status, "REPRINT", 0.0)
     (tmp_path / "doc.txt").write_text("x" * 800)
     options = ["--file", str(tmp_path / "doc.txt"), "--progress", "--max-num-batched-tokens", "400"]
@@ -262,7 +262,7 @@ def test_progress_says_where_a_long_prefill_is(
     assert lines[-1].startswith("1 prompts, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
 
 
-def test_on_a_terminal_the_line_is_redrawn_and_makes_room(
+def test_on_a_terminal_the_line_is_redrawn_and_erased(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "REDRAW", 0.0)

@@ -1,4 +1,4 @@
-"""What `nanovllm generate` refuses as a whole, in one sentence and before a model is loaded; and help, as quickly."""
+"""What `nanovllm generate` refuses at once, in one sentence and before a model is loaded; and help, as quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nanovllm generate` with more prompts than the engine holds: a window of them, and results in order."""
+"""`nanovllm generate` with more prompts than the engine holds at a time; results come in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class SlowestFirst:
-    """An engine that finishes requests in any order, and knows how many it held."""
+    """An engine that finishes requests in any order, and records how many it held."""
 
     def __init__(self) -> None:
         self.tokenizer = object()
@@ -55,7 +55,7 @@ class SlowestFirst:
 
 
 class FakeLLM:
-    """Has an engine and nothing else."""
+    """An LLM with only an engine."""
 
     def __init__(self, engine: SlowestFirst) -> None:
         self.engine = engine

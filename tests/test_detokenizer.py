@@ -1,4 +1,4 @@
-"""Text of a growing sequence: whole characters only, nothing lost, the text of the tokens in the end."""
+"""Incremental detokenization: complete characters only, and the text of all tokens at the end."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def test_text_continues_that_of_the_prompt(
     prompt, text = data.draw(st.text(alphabet, max_size=8)), data.draw(st.text(alphabet, max_size=12))
     prompt_ids = tokenizer.encode(prompt)
     token_ids = tokenizer.encode(text)
-    whole = tokenizer.decode([*prompt_ids, *token_ids])
+    text = tokenizer.decode([*prompt_ids, *token_ids])
     shown = pieces(tokenizer, token_ids, prompt_ids)
-    assert tokenizer.decode(prompt_ids) + "".join(shown) == whole
+    assert tokenizer.decode(prompt_ids) + "".join(shown) == text
     assert not any(REPLACEMENT in piece for piece in shown)
 
 
@@ -130,7 +130,7 @@ def test_a_space_after_the_prompt_is_kept(marks_tokenizer: HuggingFaceTokenizer)
 
 
 def test_malformed_bytes_never_change_what_was_shown(marks_tokenizer: HuggingFaceTokenizer) -> None:
-    """A byte run is decoded as a whole: one that becomes malformed would take back the character before."""
+    """A run of bytes is decoded together: if it becomes malformed, that would take back the character before."""
     byte = {value: marks_tokenizer.tokenizer.convert_tokens_to_ids(f"<0x{value:02X}>") for value in range(256)}
     a, b = marks_tokenizer.tokenizer.convert_tokens_to_ids(["▁a", "b"])
     good = [byte[value] for value in "日".encode()]
@@ -142,11 +142,11 @@ def test_malformed_bytes_never_change_what_was_shown(marks_tokenizer: HuggingFac
 @given(token_ids=st.lists(st.integers(2 + 128, 300), max_size=40))  # no bytes of ASCII
 @QUICK
 def test_no_tokens_break_the_stream(marks_tokenizer: HuggingFaceTokenizer, token_ids: list[int]) -> None:
-    whole, joined = marks_tokenizer.decode(token_ids), "".join(pieces(marks_tokenizer, token_ids))
-    if REPLACEMENT not in whole:
-        assert joined == whole
+    text, joined = marks_tokenizer.decode(token_ids), "".join(pieces(marks_tokenizer, token_ids))
+    if REPLACEMENT not in text:
+        assert joined == text
     else:  # an earlier byte's meaning may have been decided before
-        assert [c for c in joined if c.isalpha() and c.isascii()] == [c for c in whole if c.isalpha() and c.isascii()]
+        assert [c for c in joined if c.isalpha() and c.isascii()] == [c for c in text if c.isalpha() and c.isascii()]
 
 
 # ---- slow tokenizers

@@ -38,7 +38,7 @@ LENGTH_DEPENDENT_ABOVE = 30
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and the number that the engine derives its seed and its sequences' from."""
+    """A request, and the number from which the engine derives the seeds of its sequences."""
 
     prompt: list[int]
     params: SamplingParams
@@ -49,7 +49,7 @@ class Asked:
         return bytes([len(self.prompt)]) if len(self.prompt) > LENGTH_DEPENDENT_ABOVE else b""
 
     def every_sequence(self, max_model_len: int) -> list[list[int]]:
-        """What the request generates, whatever happens around it: all its sequences, or the results of its search."""
+        """The expected outputs: of all sequences, or the results of the beam search."""
         p = self.params
         length = min(p.max_tokens or 0, max(max_model_len - len(self.prompt), 1))
         if p.use_beam_search:
@@ -63,7 +63,7 @@ class Asked:
         ]
 
     def results(self, max_model_len: int) -> list[list[int]]:
-        """What it returns, in order."""
+        """The expected results, in order."""
         found = self.every_sequence(max_model_len)
         if not self.params.use_beam_search and self.params.num_sequences > self.params.n:
             found.sort(key=lambda output: -logprob_of(self.prompt, output, self.salt))
@@ -106,7 +106,7 @@ PARAMS = st.builds(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Every rule leaves the books balanced, and every finished request has the tokens of a request run alone."""
+    """After every rule the block counts add up, and every finished request has the tokens of a request run alone."""
 
     totals: ClassVar[Counter[str]] = Counter()
 
@@ -146,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
 
-    # ---- what can happen
+    # ---- rules
 
     @rule(added=st.lists(st.tuples(PROMPTS, PARAMS, st.integers(0, 2)), min_size=1, max_size=4))
     def add(self, added: list[tuple[list[int], dict[str, Any], int]]) -> None:
@@ -214,7 +214,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.fail_next = False
 
     def teardown(self) -> None:
-        """Everything that is left comes to its end, and no block stays behind."""
+        """All requests finish, and no block leaks."""
         if not hasattr(self, "engine"):
             return
         for _ in range(20_000):
@@ -237,7 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
             }
         )
 
-    # ---- what must hold
+    # ---- invariants
 
     @invariant()
     def books_balance(self) -> None:
@@ -292,7 +292,7 @@ TROUBLE = ("forks", "copies on write", "swapped", "recomputed", "beam steps", "m
 
 
 def has_seen_enough(totals: Counter[str]) -> bool:
-    """The runs went where the trouble is, and often."""
+    """The runs reached preemption, swapping, forks and layer-by-layer prefill often enough."""
     return totals["steps"] >= STEPS and all(totals[what] >= 50 for what in TROUBLE)
 
 
@@ -304,9 +304,9 @@ def test_random_runs_never_corrupt_leak_or_lose_a_block() -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    logging.disable(logging.WARNING)  # of every preemption
+    logging.disable(logging.WARNING)  # every preemption logs one
     try:
-        for _ in range(30):  # how far an example goes is chance
+        for _ in range(30):  # the length of an example is random
             run_state_machine_as_test(EngineMachine, settings=machine_settings)
             if has_seen_enough(EngineMachine.totals):
                 break

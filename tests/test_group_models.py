@@ -112,7 +112,7 @@ def test_copy_on_write_moves_exactly_one_block(model_dir: Path, tiers: str) -> N
         assert stats.transfers == TransferCount(), "nothing crosses the link"
 
 
-def test_swapping_moves_whole_blocks_once_each_way(model_dir: Path) -> None:
+def test_swapping_moves_each_block_once_each_way(model_dir: Path) -> None:
     with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=14, max_model_len=80) as llm:
         prompts = [random_prompt(2 * BLOCK, VOCAB, seed=index) for index in range(3)]
         llm.generate(prompts, [sampled(2, 30, index) for index in range(3)], use_tqdm=False)

@@ -38,7 +38,9 @@ def test_preempted_groups_give_what_they_give_alone(
     assert sum(m.preemptions for m in metrics) == stats.total and sum(m.swaps for m in metrics) == stats.swapped
     for name in ("n0", "n1", "n2", "n3"):
         draws = sorted((row.index, row.seed) for seq in bench.rows(name) for row in seq.samples)
-        assert draws == sorted((index, seed) for index in range(12) for seed in seeds(7, 2)), "each draw is made once"
+        assert draws == sorted((index, seed) for index in range(12) for seed in seeds(7, 2)), (
+            "each token is sampled once"
+        )
 
 
 def test_one_sequence_is_recomputed_and_several_are_swapped() -> None:
@@ -56,7 +58,7 @@ def test_one_sequence_is_recomputed_and_several_are_swapped() -> None:
     assert (stats.recomputed, stats.tokens_lost) == (0, 0) and stats.swapped > 0
 
 
-def test_without_room_in_the_swap_space_a_group_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_that_does_not_fit_into_the_swap_space_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(12, swap=1, mode="swap", caching=False)
     sampled(bench, "a", prompt_of(7), 12, n=2)
     sampled(bench, "b", prompt_of(7, 1), 12, n=2)
@@ -120,7 +122,7 @@ def test_swapped_requests_come_before_waiting_ones_of_their_order_and_after_more
     while not bench.scheduler.swapped:
         bench.step()
     assert [request.request_id for request in bench.scheduler.swapped] == ["b"]
-    assert "b" not in bench.chunks(), "nobody comes back in the step that swapped somebody out"
+    assert "b" not in bench.chunks(), "no request is swapped in by the step that swapped one out"
     swapped_at = len(bench.executor.batches) - 1
     bench.add("later", prompt_of(1, 2), 2)
     bench.add("urgent", prompt_of(1, 3), 2, priority=-1)

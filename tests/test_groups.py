@@ -43,11 +43,13 @@ def test_copy_on_write_copies_exactly_one_block(device: int, host: int) -> None:
     sampled(bench, "a", prompt_of(BLOCK + 2), 2, n=2)
     bench.step()
     tables = [list(seq.block_table) for seq in bench.scheduler.running[0].sequences]
-    assert tables[0] == tables[1] and bench.manager.num_used == 2, "all is shared, the half-written block too"
+    assert tables[0] == tables[1] and bench.manager.num_used == 2, (
+        "all blocks are shared, including the partly filled one"
+    )
     bench.step()
     (move,) = bench.executor.batches[-1].moves
     first, second = (row.block_table for row in bench.executor.batches[-1].sequences)
-    assert move == BlockMove(second[1], first[1], keeps_source=True), "the last holder writes in place"
+    assert move == BlockMove(second[1], first[1], keeps_source=True), "the last sequence to write needs no copy"
     assert first[0] == second[0] and bench.executor.num_copies == bench.manager.num_copied_blocks == 1
     assert outputs(bench, "a") == expected_group(prompt_of(BLOCK + 2), 2, 2)
 
@@ -77,7 +79,7 @@ def test_finished_siblings_free_their_blocks_at_once() -> None:
     assert [output.finish_reason for output in bench.finished["a"].outputs] == ["length", "stop", "length"]
 
 
-def test_a_group_runs_as_a_whole_or_not_at_all() -> None:
+def test_all_sequences_of_a_group_run_or_none() -> None:
     bench = Bench(max_num_seqs=5, budget=6)
     sampled(bench, "group", prompt_of(4), 6, n=3)
     sampled(bench, "other", prompt_of(4, 1), 6, n=3)
@@ -87,7 +89,7 @@ def test_a_group_runs_as_a_whole_or_not_at_all() -> None:
         assert names.count("group") in (0, 3) and names.count("other") in (0, 3)
     assert outputs(bench, "group") == expected_group(prompt_of(4), 3, 6)
     assert outputs(bench, "other") == expected_group(prompt_of(4, 1), 3, 6)
-    assert bench.order[0] == "group", "the others wait for its free_seqs"
+    assert bench.order[0] == "group", "the others wait for its sequence slots"
 
 
 def test_best_of_returns_the_most_likely_first() -> None:
@@ -95,13 +97,13 @@ def test_best_of_returns_the_most_likely_first() -> None:
     bench = Bench()
     sampled(bench, "a", prompt, 6, n=2, best_of=5)
     for step in bench.steps():
-        assert step[0].finished or step[0].outputs == [], "which ones are the best is not known yet"
+        assert step[0].finished or step[0].outputs == [], "the ranking is not known before the end"
     group = sorted(expected_group(prompt, 5, 6), key=lambda output: -logprob_of(prompt, output))
     assert outputs(bench, "a") == group[:2]
     found = [output.cumulative_logprob for output in bench.finished["a"].outputs]
     assert found == pytest.approx([logprob_of(prompt, output) for output in group[:2]])
     assert [output.index for output in bench.finished["a"].outputs] == [0, 1]
-    assert bench.finished["a"].outputs[0].logprobs is None, "nobody asked for them"
+    assert bench.finished["a"].outputs[0].logprobs is None, "no logprobs were asked for"
 
 
 # ---- beam search

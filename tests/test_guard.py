@@ -13,8 +13,10 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.errors import EngineError
+from nanovllm.outputs import RequestOutput
 
 VOCAB = 97
 PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
@@ -97,21 +99,22 @@ def test_another_thread_is_refused_and_the_call_goes_on(llm: LLM, monkeypatch: p
 
 def test_between_two_steps_as_well(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call has the engine until it ends, not only while it computes."""
-    expected, step = token_ids(llm, PROMPTS, greedy(6)), llm._step
+    expected, step = token_ids(llm, PROMPTS, greedy(6)), EngineClient.step
     raised: list[Exception] = []
 
-    def then_intrude() -> None:
-        step()
+    def then_intrude(client: EngineClient) -> list[RequestOutput]:
+        outputs = step(client)
         raised.extend(in_thread(uses(llm)["generate"]))
+        return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "_step", then_intrude)
+        patch.setattr(EngineClient, "step", then_intrude)
         assert token_ids(llm, PROMPTS, greedy(6)) == expected
     assert len(raised) >= 6 and all("generate() in thread 'MainThread'" in str(error) for error in raised)
 
 
 def test_many_threads_at_once(llm: LLM) -> None:
-    """Whoever comes first is served right, the others are refused, and nobody gets anything else."""
+    """The first thread gets its results, all others EngineError."""
     expected = token_ids(llm, PROMPTS, greedy(6))
     start, outcomes = threading.Barrier(5), []
 
@@ -219,7 +222,7 @@ def test_what_is_let_go_during_a_step_is_aborted_after_it(llm: LLM, monkeypatch:
     assert not llm.engine.has_unfinished_requests() and llm.engine.scheduler.block_manager.num_used == 0
 
 
-def test_closing_waits_for_nobody_who_does_not_run(model_dir: Path) -> None:
+def test_closing_does_not_wait_for_a_suspended_call(model_dir: Path) -> None:
     llm = LLM(model_dir, num_gpu_blocks=8)
     streams: list[Any] = []
     held = threading.Event()

@@ -98,7 +98,7 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed(model_di
 
 
 def test_aborts_in_the_middle_leave_the_others_alone(model_dir: Path) -> None:
-    """Aborted during chunked prefill and during decode, blocks reused at once: nobody else notices."""
+    """Aborted during chunked prefill and during decode, blocks reused at once: no other request changes."""
     prompts = [random_prompt(length, VOCAB, seed=9) for length in (150, 140, 90, 33)]
     with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=60) as llm:
         expected = token_ids(llm, prompts, greedy(20))

@@ -232,7 +232,7 @@ def test_a_stop_string_ends_the_text(llm: LLM, include: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_generate_gives_whole_outputs_whatever_the_kind(llm: LLM, kind: RequestOutputKind) -> None:
+def test_generate_gives_complete_outputs_whatever_the_kind(llm: LLM, kind: RequestOutputKind) -> None:
     (expected,) = llm.generate("Hello", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1), use_tqdm=False)
     params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, output_kind=kind)
     (output,) = llm.generate("Hello", params, use_tqdm=False)
@@ -244,14 +244,14 @@ def test_generate_gives_whole_outputs_whatever_the_kind(llm: LLM, kind: RequestO
 
 
 def test_a_stream_gives_outputs_as_they_come(llm: LLM) -> None:
-    whole = llm.generate(["Hello", "one two"], GREEDY, use_tqdm=False)
+    expected = llm.generate(["Hello", "one two"], GREEDY, use_tqdm=False)
     params = SamplingParams(temperature=0.0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
     texts: dict[str, str] = {}
     num_outputs = 0
     for output in llm.stream(["Hello", "one two"], params):
         num_outputs += 1
         texts[output.request_id] = texts.get(output.request_id, "") + output.outputs[0].text
-    assert list(texts.values()) == [output.outputs[0].text for output in whole] and num_outputs == 24
+    assert list(texts.values()) == [output.outputs[0].text for output in expected] and num_outputs == 24
 
 
 def test_a_bad_stream_is_refused_before_it_is_read(llm: LLM) -> None:

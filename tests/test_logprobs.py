@@ -1,4 +1,4 @@
-"""Log-probabilities of whole engines: right, complete, and the same to the bit however the prompt was computed."""
+"""Log-probabilities of real engines: right, complete, and the same to the bit however the prompt was computed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reported(output: RequestOutput) -> tuple[Any, ...]:
 
 
 def check_position(found: Mapping[int, Logprob], token: int, logprobs: Tensor, count: int) -> None:
-    """`count` entries, or one more where the token is none of the most likely; each with its place in the softmax."""
+    """`count` entries, or one more where the token is none of the most likely; each with its rank in the softmax."""
     best = set(logprobs.topk(count).indices.tolist())
     assert set(found) == best | {token}
     assert next(iter(found)) == token
@@ -84,8 +84,8 @@ def test_logprobs_are_those_of_transformers(model_dir: Path, reference: PreTrain
             check_position(found, prompt[position], logprobs[position - 1], 2)
         assert len(completion.logprobs) == len(completion.token_ids) == 12
         chosen = list(zip(completion.logprobs, completion.token_ids, strict=True))
-        for place, (found, token) in enumerate(chosen, len(prompt) - 1):
-            check_position(found, token, logprobs[place], 3)
+        for position, (found, token) in enumerate(chosen, len(prompt) - 1):
+            check_position(found, token, logprobs[position], 3)
         assert completion.cumulative_logprob == pytest.approx(sum(found[token].logprob for found, token in chosen))
         assert any(found[token].rank > 3 for found, token in chosen if found[token].rank), "never one entry more"
 

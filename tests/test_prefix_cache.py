@@ -1,4 +1,4 @@
-"""The prefix cache from the outside: a walk, salts, resets, hit rates; and who is admitted when. No torch."""
+"""The prefix cache: an example step by step, salts, resets, hit rates; and admission. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def test_a_walk_of_allocate_free_hit_and_evict() -> None:
-    """10 blocks of 16 tokens; 55 common tokens, which fill 3 blocks and leave 7 over."""
+    """10 blocks of 16 tokens; 55 common tokens, which fill 3 blocks and 7 tokens of the next."""
     manager = BlockManager(10, 0, 16)
     common = [token for block in range(3) for token in [block] * 16]
 
@@ -39,7 +39,7 @@ def test_a_walk_of_allocate_free_hit_and_evict() -> None:
     first.token_ids.extend([3] * 9)  # its fourth block is full now, and found by its content
     compute(manager, first)
     manager.free(first)
-    assert states() == (5, 1, 4), "the shared blocks are in use, its own is cached"
+    assert states() == (5, 1, 4), "the shared blocks are used, its own is cached"
     manager.free(second)
     assert states() == (6, 4, 0)
 
@@ -159,14 +159,14 @@ def test_the_grid_of_admission(total: int) -> None:
             expected = OK if total - used - needed >= watermark else LATER
             expected = NEVER if total - needed < watermark else expected
             assert manager.can_allocate(sequence(range(needed))) is expected, (used, needed)
-            if needed > 1:  # a part of it for siblings
+            if needed > 1:  # some of the blocks for other sequences
                 assert manager.can_allocate(sequence(range(1)), extra_blocks=needed - 1) is expected
 
 
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "n", "blocks"),
     [
-        (8, 1, 4, 2),  # all end with the token that the prompt gives
+        (8, 1, 4, 2),  # all end with the token that is sampled from the prompt
         (7, 1, 4, 2),
         (8, 2, 4, 2 + 4),  # the ninth token is computed, the tenth is not
         (7, 2, 4, 1 + 4),

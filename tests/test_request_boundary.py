@@ -159,7 +159,7 @@ def test_any_error_of_a_request_is_its_own(
         if what == "encode":
             patch.setattr(llm.engine.tokenizer, "encode", fails)
         elif what == "add":
-            patch.setattr("nanovllm.engine.llm_engine.resolve_sampling", fails)
+            patch.setattr("nanovllm.engine.input_processor.resolve_sampling", fails)
         else:
             patch.setattr("nanovllm.prompts.ChatTemplate._render", fails)
         with pytest.raises(RequestError, match=rf"of the library.*\({error.__name__}\)"):

@@ -1,4 +1,4 @@
-"""The life of a request in the engine: refused, aborted, failed, ended, and what it reports. No torch."""
+"""Requests in the engine: refused, aborted, failed, finished, and their metrics. No torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
 
 
 def test_a_sequence_that_outgrows_the_cache_never_hangs() -> None:
-    """Either such an engine is refused, or its sequences come to an end."""
+    """Either such an engine is refused, or its sequences finish."""
     try:
         bench = Bench(10, max_model_len=1000)
     except ConfigError as error:
@@ -108,7 +108,7 @@ def test_abort_in_the_middle_of_a_chunked_prefill() -> None:
     assert output is not None and output.finished and output.outputs[0].finish_reason == "abort"
     assert output.outputs[0].token_ids == [] and output.metrics.prefill_tokens == 10
     assert bench.manager.num_used == 0
-    assert bench.manager.num_cached == 2, "the two full blocks are found again, the half-written one is not"
+    assert bench.manager.num_cached == 2, "the two full blocks are cached, the partly filled one is not"
     assert not bench.engine.has_unfinished_requests() and bench.step() == []
     bench.add("a", prompt_of(30))
     assert bench.run()["a"].num_cached_tokens == 8
@@ -125,7 +125,7 @@ def test_abort_of_a_waiting_and_of_a_decoding_request() -> None:
     bench.step()
     decoding = bench.engine.abort_request("a")
     assert decoding is not None and decoding.outputs[0].token_ids == expected_output(prompt_of(6), 2)
-    assert bench.engine.abort_request("a") is None and bench.engine.abort_request("nobody") is None
+    assert bench.engine.abort_request("a") is None and bench.engine.abort_request("unknown") is None
     assert bench.manager.num_used == 0 and not bench.engine.has_unfinished_requests()
 
 
@@ -141,8 +141,8 @@ def test_a_failed_step_ends_what_ran_and_nothing_else() -> None:
     for output, name in zip(failure.value.outputs, "ab", strict=True):
         assert isinstance(output, RequestOutput) and output.finished and output.request_id == name
         assert output.outputs[0].finish_reason == "error"
-        assert output.outputs[0].token_ids == expected_output(output.prompt_token_ids, 1), "what it had generated"
-    assert bench.manager.num_free == bench.manager.num_blocks, "what a failed step wrote is not found again"
+        assert output.outputs[0].token_ids == expected_output(output.prompt_token_ids, 1), "the tokens generated so far"
+    assert bench.manager.num_free == bench.manager.num_blocks, "blocks of a failed step are not cached"
     assert bench.engine.abort_request("a") is None, "it has ended"
     bench.add("a", prompt_of(9))
     bench.run()
@@ -160,7 +160,7 @@ def test_a_failed_step_forgets_the_moves_that_it_did_not_make() -> None:
     bench.add("new", prompt_of(8, 1), 1)
     bench.executor.error = ValueError("no")
     with pytest.raises(EngineError):
-        bench.step()  # it was to move old's blocks to the host
+        bench.step()  # would have moved the blocks of "old" to the host
     bench.add("again", [*old, 1], 4)
     assert bench.run()["again"].num_cached_tokens == 0
     assert bench.tokens("again") == expected_output([*old, 1], 4)
@@ -258,7 +258,7 @@ def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
 
 
 class SpelledOut:
-    """Token 7 is " 7"; end of text is not printed."""
+    """Token 7 is " 7"; the end token has no text."""
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
@@ -282,7 +282,7 @@ def test_text_goes_in_and_comes_out() -> None:
     assert bench.finished["a"].outputs[0].text == "".join(f" {token}" for token in free)
     until_stop = free[: free.index(stop)]
     assert bench.finished["b"].outputs[0].text == "".join(f" {token}" for token in until_stop)
-    assert bench.finished["b"].outputs[0].token_ids == [*until_stop, stop], "the token is there, its text is not"
+    assert bench.finished["b"].outputs[0].token_ids == [*until_stop, stop], "the token is reported, its text is not"
 
 
 # ---- metrics
@@ -307,7 +307,7 @@ def test_metrics_of_one_token_and_of_cached_and_preempted_requests() -> None:
     bench.add("first", prompt_of(13), 1)
     bench.add("unseeded", prompt_of(3, 5), 1)
     bench.run()
-    assert bench.finished["first"].metrics.tpot is None, "there is no time between tokens"
+    assert bench.finished["first"].metrics.tpot is None, "there is only one token"
     bench.add("second", prompt_of(13), 2)
     cached = bench.run()["second"]
     assert (cached.num_cached_tokens, cached.metrics.prefill_tokens) == (12, 1)

@@ -1,4 +1,4 @@
-"""What the scheduler puts into a step, in which order, and who gives way when blocks run out. No torch."""
+"""The scheduler: what is in a step, in which order, and which request is preempted. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_several_prompts_share_a_step_and_the_last_is_cut() -> None:
     bench.step()
     assert bench.chunks() == {"a": 10, "b": 10, "c": 4}
     bench.step()
-    assert bench.chunks() == {"a": 1, "b": 1, "c": 6}, "decodes stand first, the prefill goes on beside them"
+    assert bench.chunks() == {"a": 1, "b": 1, "c": 6}, "decodes come first, and the prefill goes on in the same step"
     bench.step()
     assert bench.chunks() == {"a": 1, "b": 1, "c": 1}
     bench.run()
@@ -54,7 +54,7 @@ def test_a_long_prefill_never_stalls_a_decode(priority: int) -> None:
     assert bench.tokens("long") == expected_output(prompt_of(100, 1), 2)
 
 
-def test_freed_room_is_filled_in_the_next_step() -> None:
+def test_freed_slots_and_blocks_are_used_in_the_next_step() -> None:
     bench = Bench(max_num_seqs=2)
     for name, tokens in (("a", 1), ("b", 3), ("c", 2)):
         bench.add(name, prompt_of(3, ord(name)), max_tokens=tokens)
@@ -77,8 +77,8 @@ def test_budgets_hold_and_everybody_is_served(
         bench.add(str(i), prompt_of(length, i), max_tokens, priority)
     bench.run(3000)
     for i, (length, max_tokens, _) in enumerate(requests):
-        room = bench.limits.max_model_len - length
-        assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), min(max_tokens, room))
+        most = bench.limits.max_model_len - length
+        assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), min(max_tokens, most))
     assert bench.manager.num_used == 0
 
 
@@ -130,12 +130,12 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_engine_seed() -> Non
 
 def test_priority_then_arrival_decides_who_runs_first() -> None:
     bench = Bench(max_num_seqs=1)
-    arrivals = {"late": (1, 3.0), "early": (1, 2.0), "urgent": (0, 9.0), "idle": (5, 1.0), "tied": (1, 2.0)}
+    arrivals = {"late": (1, 3.0), "early": (1, 2.0), "urgent": (0, 9.0), "last": (5, 1.0), "tied": (1, 2.0)}
     for name, (priority, arrival) in arrivals.items():
         params = SamplingParams(temperature=0.0, max_tokens=2)
         bench.engine.add_request(name, None, params, prompt_of(3), arrival_time=arrival, priority=priority)
     bench.run()
-    assert bench.order == ["urgent", "early", "tied", "late", "idle"]
+    assert bench.order == ["urgent", "early", "tied", "late", "last"]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -149,12 +149,12 @@ def test_preempted_requests_give_what_they_give_alone(caching: bool, device: int
     for i, (name, length) in enumerate(lengths.items()):
         assert bench.tokens(name) == expected_output(prompt_of(length, i), 12)
         draws = [row.index for seq in bench.rows(name) for row in seq.samples]
-        assert draws == list(range(12)), "every draw is made once, whatever was recomputed"
+        assert draws == list(range(12)), "every token is sampled once, whatever was recomputed"
 
 
 def test_the_lowest_priority_is_preempted_first() -> None:
     bench = Bench(6)
-    crowd(bench, {"a": 7, "b": 7, "c": 7})  # two blocks each: full; the next block costs somebody all of his
+    crowd(bench, {"a": 7, "b": 7, "c": 7})  # two full blocks each; the next block needs a preemption
     bench.step()
     bench.step()
     bench.step()
@@ -174,9 +174,9 @@ def test_of_equal_priority_the_latest_is_preempted_first() -> None:
     assert finished["a"].metrics.preemptions == 0 and finished["c"].metrics.preemptions >= 1
 
 
-def test_the_last_in_order_preempts_itself_and_nobody_else() -> None:
+def test_the_last_in_order_preempts_only_itself() -> None:
     bench = Bench(4)
-    crowd(bench, {"a": 5, "b": 7}, max_tokens=3)  # b outgrows its blocks while a still has room in its own
+    crowd(bench, {"a": 5, "b": 7}, max_tokens=3)  # b needs a new block before a does
     for _ in range(3):
         bench.step()
     assert list(bench.chunks()) == ["a"]
@@ -188,9 +188,9 @@ def test_a_preempted_request_waits_in_front() -> None:
     bench = Bench(6)
     crowd(bench, {"a": 7, "b": 7, "c": 7})
     bench.step()
-    bench.add("newcomer", prompt_of(2, 9), 2, priority=2)
+    bench.add("new", prompt_of(2, 9), 2, priority=2)
     next(outputs for outputs in bench.steps() if bench.scheduler.num_preemptions)
-    assert [seq.request_id for seq in bench.scheduler.waiting] == ["c", "newcomer"]
+    assert [seq.request_id for seq in bench.scheduler.waiting] == ["c", "new"]
 
 
 def test_preemptions_are_logged_with_the_tokens_lost(caplog: pytest.LogCaptureFixture) -> None:
@@ -212,6 +212,8 @@ def test_what_the_prefix_cache_still_holds_is_not_recomputed() -> None:
     first_scheduled = bench.scheduler.running[1].metrics.first_scheduled_time
     metrics = bench.run()["b"].metrics
     assert metrics.preemptions == 1
-    assert metrics.first_scheduled_time == first_scheduled and metrics.cached_tokens == 0, "only the first time counts"
+    assert metrics.first_scheduled_time == first_scheduled and metrics.cached_tokens == 0, (
+        "metrics keep the first admission"
+    )
     resumed = next(row for row in bench.rows("b")[1:] if len(row.token_ids) > 1)
     assert resumed.context_len > 0 and resumed.context_len % BLOCK == 0

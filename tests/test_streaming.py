@@ -1,4 +1,4 @@
-"""What steps say of a request: everything so far, what is new, or nothing before the end."""
+"""The outputs of steps: everything so far, what is new, or nothing before the end."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_abort_gives_the_rest(kind: RequestOutputKind) -> None:
     free = only(bench.run()["free"])
     bench.add("a", prompt_of(6), 8, output_kind=kind, stop=free.text + "!")
     outputs = [output for _ in range(3) for output in bench.step()]
-    assert all(only(output).text == "" for output in outputs), "it may all be a stop string"
+    assert all(only(output).text == "" for output in outputs), "all of it may be the start of a stop string"
     last = bench.engine.abort_request("a")
     assert last is not None and last.finished
     assert (only(last).text, only(last).finish_reason) == (free.text, "abort")
@@ -121,11 +121,11 @@ def test_a_request_whose_text_fails_says_so_once(kind: RequestOutputKind) -> Non
 
 
 def test_the_cost_of_a_delta_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is as long as the output is made for an output of what is new."""
+    """An output of what is new never looks at the entire output."""
     bench = speaking(max_model_len=200)
 
     def everything(*_: object) -> None:
-        raise AssertionError("the whole output was asked for")
+        raise AssertionError("the entire output was asked for")
 
     monkeypatch.setattr(Sequence, "output_token_ids", property(everything))
     monkeypatch.setattr("nanovllm.engine.detokenizer.SequenceText.visible", everything)
@@ -140,23 +140,23 @@ def test_every_sequence_has_its_own_deltas() -> None:
     asked.sequences = [first, second]
     processor = OutputProcessor(asked, TokenTexts(None))
 
-    def news() -> list[tuple[int, list[int], str | None]]:
+    def deltas() -> list[tuple[int, list[int], str | None]]:
         output = processor.output()
         assert output is not None
         return [(new.index, new.token_ids, new.finish_reason) for new in output.outputs]
 
-    assert news() == []
+    assert deltas() == []
     first.append(Sample(5))
     second.append(Sample(6))
     second.append(Sample(7))
-    assert news() == [(0, [5], None), (1, [6, 7], None)]
+    assert deltas() == [(0, [5], None), (1, [6, 7], None)]
     first.append(Sample(8))
     first.finish_reason = "stop"
-    assert news() == [(0, [8], "stop")]
+    assert deltas() == [(0, [8], "stop")]
     second.append(Sample(9))
-    assert news() == [(1, [9], None)], "one that has ended is not heard of again"
+    assert deltas() == [(1, [9], None)], "a finished sequence has no further outputs"
     second.finish_reason = "length"
-    assert news() == [(1, [], "length")]
+    assert deltas() == [(1, [], "length")]
 
 
 def test_deltas_of_a_group_join_to_its_sequences() -> None:
@@ -171,6 +171,6 @@ def test_deltas_of_a_group_join_to_its_sequences() -> None:
             text, tokens = joined.get(new.index, ("", []))
             joined[new.index] = (text + new.text, [*tokens, *new.token_ids])
     final = outputs["CUMULATIVE"][-1]
-    assert joined == {whole.index: (whole.text, whole.token_ids) for whole in final.outputs}
+    assert joined == {last.index: (last.text, last.token_ids) for last in final.outputs}
     assert all(not output.outputs for output in outputs["ranked"][:-1])
-    assert [len(best.token_ids) for best in outputs["ranked"][-1].outputs] == [7, 7], "all of it is new in the end"
+    assert [len(best.token_ids) for best in outputs["ranked"][-1].outputs] == [7, 7], "everything is new at the end"

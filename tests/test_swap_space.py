@@ -28,7 +28,7 @@ def swap_blocks(
     return plan_swap_space(config, LAYOUT, memory, plan)
 
 
-def test_by_default_4_gib_or_half_of_what_is_left_or_the_whole_cache(tmp_path: Path) -> None:
+def test_by_default_4_gib_or_half_of_what_is_left_or_the_size_of_the_cache(tmp_path: Path) -> None:
     assert LAYOUT.block_bytes == 2**30 // GIB_BLOCKS
     assert swap_blocks(tmp_path, 100, resident=1000) == 4 * GIB_BLOCKS
     assert swap_blocks(tmp_path, 4, resident=1000) == 2 * GIB_BLOCKS

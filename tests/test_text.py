@@ -38,7 +38,7 @@ class Ending(NamedTuple):
 
 
 def reference(tokenizer: HuggingFaceTokenizer, token_ids: Sequence[int], params: SamplingParams) -> Ending:
-    """The same, read off whole decoded texts, one more token at a time."""
+    """The same from complete decodes, one more token at a time."""
     visible, known = [], ""
     for count in range(1, len(token_ids) + 2):
         text = tokenizer.decode(token_ids[:count])
@@ -64,8 +64,8 @@ def cut(tokenizer: HuggingFaceTokenizer, data: bytes, sizes: list[int]) -> list[
     }
     token_ids, at = [], 0
     while at < len(data):
-        whole = not sizes or sizes[len(token_ids) % len(sizes)] > 1
-        fits = [piece for piece in longer if whole and data.startswith(piece, at)]
+        complete = not sizes or sizes[len(token_ids) % len(sizes)] > 1
+        fits = [piece for piece in longer if complete and data.startswith(piece, at)]
         token_ids.append(token_of[fits[0]] if fits else data[at])
         at += len(fits[0]) if fits else 1
     return token_ids

@@ -47,8 +47,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "chat",
         help=summary,
-        description=f"A conversation: a line in, an answer out. {COMMANDS}; Ctrl-C ends an answer, a second one "
-        "everything. After each turn, standard error says what was found in the prefix cache and what was computed.",
+        description=f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second "
+        "one the program. After each turn, standard error shows the numbers of cached and computed tokens.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)

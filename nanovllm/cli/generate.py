@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanovllm.cli.arguments import (
@@ -45,8 +45,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "generate",
         help=summary,
-        description="Answers prompts. Results come in the order of the prompts, as they finish. Of a text file's end "
-        "one line end is left out. - is standard input, which is also read where no prompt is named.",
+        description="Answers prompts. Results come in the order of the prompts, as they finish. One line end at the "
+        "end of a text file is ignored. - is standard input, which is also read if no prompt is given.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -57,13 +57,13 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--jsonl",
         type=_source(JSONL),
-        help="a file with a JSON object in each line: prompt, prompt_token_ids or messages, sampling parameters that "
-        "differ from the flags, a cache_salt and an id if you like",
+        help="a file with a JSON object in each line: prompt, prompt_token_ids or messages, and optionally "
+        "sampling parameters that override the flags, a cache_salt and an id",
         **add_source,  # type: ignore[arg-type]
     )
-    parser.add_argument("--json", action="store_true", help="results as JSON lines with everything that is known")
-    parser.add_argument("--output", metavar="FILE", help="where results go; else to standard output")
-    parser.add_argument("--stream", action="store_true", help="show text as it comes, one prompt after the other")
+    parser.add_argument("--json", action="store_true", help="results as JSON lines with all outputs and metrics")
+    parser.add_argument("--output", metavar="FILE", help="where results go; by default standard output")
+    parser.add_argument("--stream", action="store_true", help="show text as it is generated, one prompt at a time")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template for messages")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add_sampling_flags(parser)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             status, meter = StatusLine(args.progress), Meter(count_prompts(sources))
             boundary = Boundary(args.verbose)
             feed = Feed(sources, boundary)
-            return Generation(args, requests, feed, file, status, meter, interrupt, boundary).run()
+            return Generation(requests, feed, file, args.json, args.stream, status, meter, interrupt, boundary).run()
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
@@ -130,7 +130,7 @@ class Requests:
     """The prompts that are in the engine, by request id."""
 
     def __init__(self, llm: LLM, params: SamplingParams, template: str | None, stream: bool) -> None:
-        self._llm = llm
+        self.llm = llm
         self._client = EngineClient(llm.engine)
         self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self._stream = stream
@@ -144,7 +144,7 @@ class Requests:
         params = replace(self._params, **item.params)
         if self._stream:
             check_streamed(params)
-        token_ids = self._llm.engine.check_prompt(item.prompt, self._token_ids(item))
+        token_ids = self.llm.engine.check_prompt(item.prompt, self._token_ids(item))
         self._client.add(str(index), item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
         self.running[str(index)] = (index, item)
         self.num_tokens += len(token_ids)
@@ -158,11 +158,8 @@ class Requests:
         if item.messages is None:
             return item.prompt_token_ids
         if self._template is None:
-            self._template = chat_template(self._llm, self._template_text)
+            self._template = chat_template(self.llm, self._template_text)
         return self._template.token_ids(item.messages)
-
-    def watch(self, on_layer: Callable[[float], None]) -> None:
-        self._llm.watch_steps(on_layer)
 
     def step(self) -> list[RequestOutput]:
         """The outputs of one step. A failed step ends its requests, with outputs that give the error."""
@@ -176,71 +173,62 @@ class Requests:
 
     def progress(self, step_share: float) -> Progress:
         """The progress once this share of the running step is done."""
-        return self._llm.engine.progress().within_step(step_share, self._llm.config.max_num_batched_tokens)
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._llm.config.max_num_seqs
+        return self.llm.engine.progress().within_step(step_share, self.llm.config.max_num_batched_tokens)
 
 
+@dataclass
 class Generation:
     """Runs all prompts and writes their results, until none is left or Ctrl-C is pressed."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        requests: Requests,
-        feed: Feed,
-        file: TextIO,
-        status: StatusLine,
-        meter: Meter,
-        interrupt: Interrupt,
-        boundary: Boundary,
-    ) -> None:
-        self._boundary = boundary
-        self._json, self._stream = args.json, args.stream
-        self._requests, self._feed, self._file = requests, feed, file
-        self._status, self._meter, self._interrupt = status, meter, interrupt
-        self._num_taken = 0
-        self._order = InOrder()
-        self._in_line = False  # whether a streamed text has begun and not ended
-        self._first_error = ""
+    requests: Requests
+    feed: Feed
+    file: TextIO
+    json: bool
+    stream: bool
+    status: StatusLine
+    meter: Meter
+    interrupt: Interrupt
+    boundary: Boundary
+    _num_taken: int = 0
+    _order: InOrder = field(default_factory=InOrder)
+    _in_line: bool = False  # whether a streamed text has begun and not ended
+    _first_error: str = ""
 
     def run(self) -> int:
         """Run all prompts. Returns the exit status."""
-        if self._status.shown:
-            self._requests.watch(self._show_status)
+        if self.status.shown:
+            self.requests.llm.watch_steps(self._show_status)
         try:
-            while self._top_up() or self._requests.running:
-                with self._interrupt.allowed():
-                    outputs = self._requests.step()
+            while self._top_up() or self.requests.running:
+                with self.interrupt.allowed():
+                    outputs = self.requests.step()
                 for output in outputs:
                     self._take(output)
-                self._file.flush()
+                self.file.flush()
                 self._show_status()
         except KeyboardInterrupt:
             return self._interrupted()
         finally:
-            self._status.clear()
+            self.status.clear()
         return self._ended()
 
     # ---- prompts
 
     def _top_up(self) -> bool:
         """Add prompts until the window is full. Returns whether more may follow."""
-        while not self._feed.ended and not self._is_full():
-            with self._interrupt.allowed():
-                item = self._feed.take(wait=not self._requests.running)
+        while not self.feed.ended and not self._is_full():
+            with self.interrupt.allowed():
+                item = self.feed.take(wait=not self.requests.running)
             if item is None:
                 break
             self._add(item)
-        return not self._feed.ended
+        return not self.feed.ended
 
     def _is_full(self) -> bool:
         """Whether no prompt can be added now. --stream runs one prompt at a time."""
-        requests, seqs = self._requests, self._requests.max_num_seqs
+        requests, seqs = self.requests, self.requests.llm.config.max_num_seqs
         num_running = len(requests.running)
-        if self._stream or not num_running:
+        if self.stream or not num_running:
             return num_running > 0
         many_held = num_running + self._order.num_held >= HELD * seqs
         return num_running >= WINDOW * seqs or requests.num_tokens >= WINDOW_TOKENS or many_held
@@ -250,71 +238,71 @@ class Generation:
         self._num_taken += 1
         error = item.error
         if error is None:
-            _, error = self._boundary.attempt(lambda: self._requests.add(index, item))
+            _, error = self.boundary.attempt(lambda: self.requests.add(index, item))
         if error is not None:
             self._fail(index, item, error, None)
 
     # ---- results
 
     def _take(self, output: RequestOutput) -> None:
-        if output.request_id not in self._requests.running:
+        if output.request_id not in self.requests.running:
             return
-        self._meter.count(output)
-        if self._stream:
+        self.meter.count(output)
+        if self.stream:
             self._write(completion.text for completion in output.outputs)
             self._in_line = self._in_line or bool(output.outputs)
         if not output.finished:
             return
-        index, item = self._requests.remove(output)
+        index, item = self.requests.remove(output)
         failed = [o.finish_reason for o in output.outputs if o.finish_reason in ("error", "abort")]
         if failed:
             self._fail(index, item, output.error or "the request was ended by a failure of the engine", output)
             return
-        line, error = self._boundary.attempt(lambda: self._line(index, item, output, None))
+        line, error = self.boundary.attempt(lambda: self._line(index, item, output, None))
         if line is None or error is not None:
             self._fail(index, item, error or "", None)
             return
-        self._meter.finished += 1
-        if self._stream:
+        self.meter.finished += 1
+        if self.stream:
             self._write(["\n"])
             self._in_line = False
         self._put(index, line)
 
     def _line(self, index: int, item: PromptItem, output: RequestOutput | None, error: str | None) -> str:
-        if self._json:
+        if self.json:
             return json_result(index, item, output, error)
         return "" if output is None else text_result(output)
 
     def _fail(self, index: int, item: PromptItem, error: str, output: RequestOutput | None) -> None:
         """Write the error as the result of this prompt; the other prompts go on."""
-        self._meter.failed += 1
+        self.meter.failed += 1
         sentence = f"{item.source}: {error}"
         self._first_error = self._first_error or sentence
-        is_one_of_many = self._meter.total != 1
-        if not self._json and is_one_of_many:
-            self._status.clear()
+        is_one_of_many = self.meter.total != 1
+        if not self.json and is_one_of_many:
+            self.status.clear()
             say(f"nanovllm generate: {sentence}")
-        self._put(index, self._line(index, item, output, error) if self._json else "\n" * is_one_of_many)
+        self._put(index, self._line(index, item, output, error) if self.json else "\n" * is_one_of_many)
 
     def _put(self, index: int, line: str) -> None:
-        self._write(self._order.put(index, "" if self._stream else line))
+        self._write(self._order.put(index, "" if self.stream else line))
 
     def _write(self, lines: Iterable[str]) -> None:
         for line in lines:
             if line:
-                self._status.clear()
-                self._file.write(line)
+                self.status.clear()
+                self.file.write(line)
 
     # ---- display
 
     def _show_status(self, step_share: float = 0.0) -> None:
-        if self._status.is_due() and not self._in_line:  # the status line would overwrite streamed text
-            self._status.show(self._meter.line(self._requests.progress(step_share)))
+        if self.status.is_due() and not self._in_line:  # the status line would overwrite streamed text
+            self.status.show(self.meter.line(self.requests.progress(step_share)))
 
     def _ended(self) -> int:
-        meter = self._meter
-        self._file.flush()
-        if self._status.shown:
+        meter = self.meter
+        self.file.flush()
+        if self.status.shown:
             say(meter.summary())
         if not meter.failed:
             return 0
@@ -325,13 +313,13 @@ class Generation:
 
     def _interrupted(self) -> int:
         """Write all finished results, also those after unfinished ones."""
-        self._status.clear()
+        self.status.clear()
         self._write(self._order.rest())
         if self._in_line:
             self._write(["\n"])
         with suppress(BrokenPipeError):
-            self._file.flush()
-        finished = of(self._meter.finished, self._meter.total)
-        known = "" if self._meter.total is not None else f" of at least {self._num_taken:,}"
+            self.file.flush()
+        finished = of(self.meter.finished, self.meter.total)
+        known = "" if self.meter.total is not None else f" of at least {self._num_taken:,}"
         say(f"nanovllm generate: interrupted: {finished}{known} prompts were finished")
         return INTERRUPTED

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -57,30 +57,25 @@ class Expansion:
     finished: list[Candidate]
 
 
+@dataclass
 class BeamSearch(Generic[T]):
-    """The beam search of one request. `results`: the best finished beams so far as (score, beam), best first."""
+    """The beam search of one request. `results`: the best finished beams so far as (score, beam), best first.
 
-    def __init__(
-        self,
-        width: int,
-        max_length: int,
-        end_token_ids: Collection[int],
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-        min_length: int = 0,
-        banned_before_min_length: Collection[int] = (),
-        vocab_size: int | None = None,
-    ) -> None:
-        """Lengths count generated tokens. The first `min_length` tokens are none of `banned_before_min_length`."""
-        self.width = width
-        self.max_length = max_length
-        self.end_token_ids = frozenset(end_token_ids)
-        self.length_penalty = length_penalty
-        self.early_stopping = early_stopping
-        self.min_length = min_length
-        self.banned = frozenset(banned_before_min_length)
-        wanted = max(2, 1 + len(self.end_token_ids | self.banned)) * width
-        self.num_candidates = wanted if vocab_size is None else min(wanted, vocab_size)
+    Lengths count generated tokens. The first `min_length` tokens are none of `banned_before_min_length`.
+    """
+
+    width: int
+    max_length: int
+    end_token_ids: Set[int]
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    min_length: int = 0
+    banned_before_min_length: Set[int] = frozenset()
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        wanted = max(2, 1 + len(self.end_token_ids | self.banned_before_min_length)) * self.width
+        self.num_candidates = wanted if self.vocab_size is None else min(wanted, self.vocab_size)
         self.results: list[tuple[float, T]] = []
 
     def score(self, cumulative_logprob: float, length: int) -> float:
@@ -94,7 +89,7 @@ class BeamSearch(Generic[T]):
 
     def expand(self, beams: Sequence[BeamRow], length: int) -> Expansion:
         """Continue the beams by one token, to `length` tokens."""
-        banned = self.banned if length <= self.min_length else frozenset[int]()
+        banned = self.banned_before_min_length if length <= self.min_length else frozenset[int]()
         candidates = [
             Candidate(index, rank, token, logprob, beam.cumulative_logprob + logprob, self._ends(token, length))
             for index, beam in enumerate(beams)

@@ -26,7 +26,7 @@ def make_beam_search(
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
         min_length=params.min_tokens,
-        banned_before_min_length={*params.stop_token_ids, *ends} if params.min_tokens else (),
+        banned_before_min_length={*params.stop_token_ids, *ends} if params.min_tokens else frozenset(),
         vocab_size=vocab_size,
     )
 

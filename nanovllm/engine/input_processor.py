@@ -6,9 +6,9 @@ import copy
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanovllm.engine.admission import check_num_sequences
 from nanovllm.engine.beams import make_beam_search
@@ -33,31 +33,21 @@ class ModelFacts:
     length_dependent_above: int | None = None
 
 
-def shorten_or_raise(num_tokens: int) -> str:
-    """Advice for a prompt of more than max_model_len tokens, where the memory is not known."""
-    return "shorten the prompt or raise max_model_len"
-
-
+@dataclass(slots=True)
 class InputProcessor:
-    """Tokenizes and checks prompts and sampling parameters. Every method raises RequestError for invalid input."""
+    """Tokenizes and checks prompts and sampling parameters. Every method raises RequestError for invalid input.
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        facts: ModelFacts,
-        tokenizer: Tokenizer | None,
-        seed: int,
-        max_logprobs: int,
-        advise: Callable[[int], str],
-    ) -> None:
-        self._limits = limits
-        self._facts = facts
-        self._tokenizer = tokenizer
-        self._sampling_facts = SamplingFacts(facts.vocab_size, limits.eos_token_ids, tokenizer, max_logprobs)
-        self._seed = seed
-        self._advise = advise
-        self._numbers = itertools.count()
-        self._seq_ids = itertools.count()
+    advise: returns advice for a prompt of more tokens than max_model_len.
+    """
+
+    limits: SchedulerLimits
+    facts: ModelFacts
+    tokenizer: Tokenizer | None
+    seed: int
+    max_logprobs: int
+    advise: Callable[[int], str]
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def request(
         self,
@@ -80,9 +70,10 @@ class InputProcessor:
             raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds on the time.monotonic clock")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
-        check_num_sequences(request_id, params.num_sequences, self._limits)
+        check_num_sequences(request_id, params.num_sequences, self.limits)
         params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt, prompt_token_ids)
+        facts = SamplingFacts(self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs)
         number = next(self._numbers)
         return Request(
             request_id,
@@ -91,13 +82,13 @@ class InputProcessor:
             number=number,
             seq_ids=self._seq_ids,
             # Without a seed, requests differ from each other, and the engine's seed reproduces all of them.
-            seed=params.seed if params.seed is not None else hash((self._seed, number)),
+            seed=params.seed if params.seed is not None else hash((self.seed, number)),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             prompt=prompt,
             cache_salt=self._cache_salt(len(token_ids), cache_salt),
-            sampling=resolve_sampling(params, token_ids, self._sampling_facts),
-            beam_search=make_beam_search(params, len(token_ids), self._limits, self._facts.vocab_size),
+            sampling=resolve_sampling(params, token_ids, facts),
+            beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
         )
 
     def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
@@ -105,16 +96,16 @@ class InputProcessor:
         token_ids = self._tokenize(prompt, prompt_token_ids)
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
-        if len(token_ids) > self._limits.max_model_len:
+        if len(token_ids) > self.limits.max_model_len:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {self._limits.max_model_len}: "
-                f"{self._advise(len(token_ids))}"
+                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}: "
+                f"{self.advise(len(token_ids))}"
             )
         for token in token_ids:
-            if type(token) is not int or not 0 <= token < self._facts.vocab_size:
+            if type(token) is not int or not 0 <= token < self.facts.vocab_size:
                 raise RequestError(
                     f"token id {quoted(token)} in the prompt is not one of the model's: ids are of type int, from 0 to "
-                    f"{self._facts.vocab_size - 1}"
+                    f"{self.facts.vocab_size - 1}"
                 )
         return token_ids
 
@@ -129,16 +120,16 @@ class InputProcessor:
             return list(prompt_token_ids)
         if prompt is None:
             raise RequestError("a request needs a prompt: give text or token ids")
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError(
                 "the model directory has no tokenizer files, so a text prompt cannot be read: give token ids, or add "
                 "the tokenizer's files to the directory"
             )
         with as_request_error("the tokenizer cannot read the prompt"):
-            return self._tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt)
 
     def _cache_salt(self, prompt_len: int, salt: str | None) -> bytes:
         """The user's salt and, where K/V depend on it, the length of the prompt."""
-        threshold = self._facts.length_dependent_above
+        threshold = self.facts.length_dependent_above
         length = 0 if threshold is None or prompt_len <= threshold else prompt_len
         return length.to_bytes(8, "little") + (salt or "").encode("utf-8", "surrogatepass")

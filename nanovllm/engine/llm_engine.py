@@ -11,7 +11,7 @@ from contextlib import suppress
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guard import EngineGuard
-from nanovllm.engine.input_processor import InputProcessor, ModelFacts, shorten_or_raise
+from nanovllm.engine.input_processor import InputProcessor, ModelFacts
 from nanovllm.engine.metrics import EngineMetrics, Progress, engine_metrics
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Request
@@ -39,7 +39,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
-        advise: Callable[[int], str] = shorten_or_raise,
+        advise: Callable[[int], str] = lambda num_tokens: "shorten the prompt or raise max_model_len",
     ) -> None:
         self.limits = limits
         self.facts = facts

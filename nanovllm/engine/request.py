@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 
 from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
@@ -21,47 +22,37 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(eq=False)
 class Request:
     """A prompt, its sampling parameters, and the sequences that answer it.
 
     Several sequences share the prompt. The first one computes it for all; then they fork, and `forked` is true from
     there on. With `beam_search`, the sequences are the beams of the last step. `number` counts the engine's requests;
-    `seq_ids` yields a unique id for every sequence of the engine.
+    `seq_ids` yields a unique id for every sequence of the engine. `error`: why it ended with finish_reason "error".
+    `prompt_logprobs`: from the second prompt token on, as far as they are computed.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        number: int,
-        seq_ids: Iterator[int],
-        seed: int,
-        arrival_time: float,
-        priority: int = 0,
-        prompt: str | None = None,
-        cache_salt: bytes = b"",
-        sampling: ResolvedSampling | None = None,
-        beam_search: BeamSearch[Sequence] | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.number = number
-        self.seed = seed
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.sampling = sampling if sampling is not None else ResolvedSampling()
-        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second prompt token on, as far as computed
-        self.status = RequestStatus.WAITING
-        self.error: str | None = None  # why it ended, with finish_reason "error"
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    _: KW_ONLY
+    number: int
+    seq_ids: Iterator[int]
+    seed: int
+    arrival_time: InitVar[float]
+    priority: int = 0
+    prompt: str | None = None
+    cache_salt: bytes = b""
+    sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
+    beam_search: BeamSearch[Sequence] | None = None
+    status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
+    error: str | None = field(default=None, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+
+    def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
-        self.beam_search = beam_search
-        self.seq_ids = seq_ids
-        count = params.num_sequences if beam_search is None else 1
-        self.sequences = [Sequence(self, next(seq_ids), index) for index in range(count)]
+        count = self.params.num_sequences if self.beam_search is None else 1
+        self.sequences = [Sequence(self, next(self.seq_ids), index) for index in range(count)]
         self.forked = count == 1
 
     @property
@@ -173,7 +164,7 @@ class Sequence:
 
     @property
     def prompt_len(self) -> int:
-        return self.request.prompt_len
+        return len(self.request.prompt_token_ids)
 
     @property
     def end(self) -> int:
