@@ -1,8 +1,9 @@
-"""The door to KV memory for layer-major prefill: one layer of one sequence, whole on the device while it runs.
+"""The KV cache of layer-by-layer prefill: all KV of one layer of one sequence is on the device while the layer runs.
 
-Blocks of the sequence that live on the device are used in place. Others have a block of the layer buffer, that of their
-index. When a layer begins, what the host holds of them is loaded; chunks write their K/V into them; each is copied out
-once, when the span's last token in it is written; and when all chunks have attended, it is free for the next layer.
+Resident blocks of the sequence are used directly. Every other block uses the block of the layer buffer with its index
+in the sequence. When a layer begins, the stored tokens of these blocks are loaded. Chunks write their K/V into them.
+Each block is stored once, when the prefill's last token in it is written, and is released for the next layer when all
+chunks have attended.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from nanovllm.ops.attention import (
 
 
 class LayerwiseKVCache:
-    """Runs one step's slice of a span at a time: `begin_part`, `attend` for every unit in order, `end_part`.
+    """Runs one step of a prefill at a time: `begin_part`, `attend` for every layer chunk in order, `end_part`.
 
-    A slice may end within a layer. What the buffer holds of that layer stays for the next slice of the same span.
+    A step may end within a layer. The layer buffer then keeps that layer for the next step of the same prefill.
     """
 
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend) -> None:
@@ -40,10 +41,10 @@ class LayerwiseKVCache:
         self._tables: dict[tuple[int, int | None], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and window
 
     def begin_part(self, part: LayerwiseStep, block_table: Sequence[int]) -> tuple[int, int]:
-        """Start loading; to be called after the step's block moves. Returns the bytes that the slice loads and stores.
+        """Start loading, after the step's block moves. Returns the bytes that the step loads and stores.
 
-        places: of the blocks that hold [0, span.end). They may differ from those of the slice before: a block that
-        moved to the device meanwhile is used there from now on.
+        block_table: physical block ids for positions [0, end) of the prefill. They may differ from those of the last
+        step: a block that has moved to the device is used there from now on.
         """
         self._part, self._block_table, self._tables = part, block_table, {}
         layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
@@ -62,7 +63,7 @@ class LayerwiseKVCache:
         return loaded * token_bytes, stored * token_bytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """See `forward_context.KVCache`. The batch is one unit: a chunk of the span, in one layer."""
+        """See `forward_context.KVCache`. The batch is one layer chunk. Overwrites q."""
         (chunk,) = ctx.sequences
         self._write(layer, chunk, k, v)
         state, window = AttentionState.empty(q), self._geometry.windows[layer]
@@ -78,18 +79,18 @@ class LayerwiseKVCache:
         return state.write_output_(q)
 
     def end_part(self) -> None:
-        """All units of the slice have run."""
+        """All layer chunks of the step have run."""
         if self._part.end_layer_chunk % self._part.layerwise.num_chunks:
             self._release()
 
-    # ---- a layer's way through the buffer
+    # ---- the layer buffer
 
     def _fill(self, layer: int) -> None:
         for index, use in self._uses(layer):
             self._engine.fill_buffer(index, use)
 
     def _uses(self, layer: int) -> Iterator[tuple[int, RingUse]]:
-        """The layer's blocks in the buffer, with what the host holds of them. Those before its window stay out."""
+        """The layer's blocks in the buffer, except those before its sliding window, with their stored tokens."""
         layerwise = self._part.layerwise
         first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
         for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
@@ -97,7 +98,7 @@ class LayerwiseKVCache:
             yield index, RingUse(layer, self._host_block(index), stored)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
-        """Write the chunk's K/V into its blocks, and copy out those that are complete."""
+        """Write the chunk's K/V into its blocks, and store the blocks that are complete."""
         positions = range(chunk.context_len, chunk.total_len)
         for index in range(positions.start // self._block_size, self._num_blocks(positions.stop)):
             first = index * self._block_size
@@ -111,7 +112,7 @@ class LayerwiseKVCache:
             self._engine.store_buffered(index, layer, self._host_block(index), first_token, count)
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
-        """Host blocks of which a chunk writes the span's last token: (index, the span's first token in it, tokens)."""
+        """Host blocks whose last token of the prefill is in `positions`: (index, first token, tokens)."""
         layerwise = self._part.layerwise
         for index in self._on_host(range(positions.start // self._block_size, self._num_blocks(positions.stop))):
             first = index * self._block_size
@@ -128,7 +129,7 @@ class LayerwiseKVCache:
         for index in self._on_host(range(self._num_blocks(self._part.layerwise.end))):
             self._engine.release_buffer(index)
 
-    # ---- where blocks are
+    # ---- blocks
 
     @property
     def _block_size(self) -> int:
@@ -156,21 +157,21 @@ class LayerwiseKVCache:
         return self._engine.resident[layer, self._block_table[index]]
 
     def _groups(self, chunk: SequenceMetadata, window: int | None) -> list[tuple[bool, AttentionMetadata]]:
-        """What the chunk attends to: blocks in a row that are in the same pool, as (in the buffer?, table)."""
+        """What the chunk attends to: consecutive blocks in the same pool, as (in the layer buffer, metadata)."""
         key = chunk.context_len, window
         if key not in self._tables:
             visible = range(self._first_block(chunk, window), self._num_blocks(chunk.total_len))
-            groups = [(in_buffer, list(run)) for in_buffer, run in groupby(visible, self._is_on_host)]
-            self._tables[key] = [(in_buffer, self._table(chunk, run, in_buffer)) for in_buffer, run in groups]
+            groups = [(in_buffer, list(indices)) for in_buffer, indices in groupby(visible, self._is_on_host)]
+            self._tables[key] = [(in_buffer, self._table(chunk, indices, in_buffer)) for in_buffer, indices in groups]
         return self._tables[key]
 
-    def _table(self, chunk: SequenceMetadata, run: list[int], in_buffer: bool) -> AttentionMetadata:
+    def _table(self, chunk: SequenceMetadata, indices: list[int], in_buffer: bool) -> AttentionMetadata:
         segment = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
             context_len=chunk.context_len,
-            first_position=run[0] * self._block_size,
-            kv_end=min(chunk.total_len, (run[-1] + 1) * self._block_size),
-            block_table=run if in_buffer else [self._block_table[index] for index in run],
+            first_position=indices[0] * self._block_size,
+            kv_end=min(chunk.total_len, (indices[-1] + 1) * self._block_size),
+            block_table=indices if in_buffer else [self._block_table[index] for index in indices],
         )
         return AttentionMetadata([segment])
