@@ -1,4 +1,4 @@
-"""The bookkeeping under the block manager: places on two tiers, and idle blocks by age."""
+"""The bookkeeping of physical block ids on the tiers."""
 
 from __future__ import annotations
 

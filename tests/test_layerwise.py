@@ -1,4 +1,4 @@
-"""Prompts that go layer by layer through a whole engine: cached prefixes, aborts, failures, moved blocks, memory."""
+"""Layer-by-layer prefill in a complete engine: cached prefixes, aborts, failures, moved blocks, memory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_logits_are_computed_for_the_last_row_alone(model_dir: Path) -> None:
 # ---- what is kept
 
 
-def test_the_hidden_states_are_there_while_the_span_runs_and_no_longer(model_dir: Path) -> None:
+def test_the_hidden_states_are_freed_when_the_prefill_ends(model_dir: Path) -> None:
     with open_llm(model_dir) as llm:
         llm.engine.add_request("long", None, greedy(2), random_prompt(200, VOCAB, 1))
         while not llm.engine.step()[0].outputs[0].token_ids:
@@ -110,7 +110,7 @@ def test_the_hidden_states_are_there_while_the_span_runs_and_no_longer(model_dir
         assert state_of(llm) is None
 
 
-def test_aborts_at_every_step_of_a_span_leave_others_alone(model_dir: Path) -> None:
+def test_aborts_at_every_step_of_a_prefill_leave_others_alone(model_dir: Path) -> None:
     prompts = [random_prompt(length, VOCAB, 4) for length in (150, 140, 30)]
     expected = expected_tokens(model_dir, prompts, 6)
     with open_llm(model_dir, num_gpu_blocks=5, num_cpu_blocks=26) as llm:
@@ -130,7 +130,7 @@ def test_aborts_at_every_step_of_a_span_leave_others_alone(model_dir: Path) -> N
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_failure_within_a_span_ends_it_and_not_the_engine(
+def test_a_failure_within_a_prefill_ends_it_and_not_the_engine(
     model_dir: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = random_prompt(180, VOCAB, 8)
@@ -152,7 +152,7 @@ def test_a_failure_within_a_span_ends_it_and_not_the_engine(
 
 
 def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Path) -> None:
-    """Somebody who shares the prefix decodes, and a leaver makes room on the device: its host blocks move there."""
+    """Another request shares the prefix and decodes; a finished one frees device blocks, and host blocks move there."""
     document = random_prompt(5 * BLOCK, VOCAB, 1)
     prompts = [random_prompt(40, VOCAB, 9), document + random_prompt(150, VOCAB, 2), [*document, 1, 2, 3]]
     expected = expected_tokens(model_dir, prompts, 12)
@@ -211,7 +211,7 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length:
         with _LiveBytes() as counter:
             llm.generate(prompt, greedy(1), use_tqdm=False)
         activations, hidden_size = activation_peak(llm._runner.model, llm.config), llm._runner.spec.hidden_size
-    assert len(layerwise[0].token_ids) == length + 1, "all of it is one span"
+    assert len(layerwise[0].token_ids) == length + 1, "all of it is one layer-by-layer prefill"
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
     assert plan.working_bytes == activations + (length + 4) * (hidden_size * 2 + 8) + stats.layer_buffer_bytes
@@ -230,7 +230,7 @@ def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:
 
 
 def run_layerwise(model_dir: Path) -> None:
-    """A cached document on the host, and spans behind it that end or are aborted within a layer, one after another."""
+    """A cached document on the host, and layer-by-layer prefills after it that end or are aborted within a layer."""
     document = random_prompt(6 * BLOCK, VOCAB, 1)
     with open_llm(model_dir, chunk=24) as llm:
         llm.engine.add_request("talker", None, greedy(150), random_prompt(5, VOCAB, 3))
