@@ -36,7 +36,7 @@ class Shape:
 
 
 class Case:
-    """Sequences whose K/V lie scattered over a pool that is NaN everywhere else."""
+    """Sequences whose K/V are scattered over a pool that is NaN everywhere else."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, seed: int, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -52,7 +52,7 @@ class Case:
         self.pool = torch.full((len(order), *block), float("nan"), dtype=dtype)
         self.segments: list[SequenceMetadata] = []
         self.keys: list[tuple[Tensor, Tensor]] = []
-        start = 1  # rows before, between and after the sequences belong to nobody
+        start = 1  # rows before, between and after the sequences are of none
         for (context, new), count in zip(shape.lengths, counts, strict=True):
             blocks, order = order[:count], order[count:]
             k, v = (
@@ -79,16 +79,16 @@ class Case:
         """Every row of a sequence is what fp64 says, every other row is empty."""
         out_bound, lse_bound = BOUNDS[self.q.dtype]
         q, state = self.q.cpu(), AttentionState(state.out.cpu(), state.lse.cpu())
-        nobody = torch.ones(q.shape[0], dtype=torch.bool)
+        unused = torch.ones(q.shape[0], dtype=torch.bool)
         for segment, (k, v) in zip(self.segments, self.keys, strict=True):
             rows = slice(segment.query_start, segment.query_start + segment.query_len)
-            nobody[rows] = False
+            unused[rows] = False
             out, lse = reference_attention(
                 q[rows], k, v, self.shape.scale, segment.context_len, window=self.shape.window
             )
             assert (state.out[rows] - out).abs().max() <= out_bound
             assert (state.lse[:, rows] - lse).abs().max() <= lse_bound
-        assert (state.out[nobody] == 0).all() and (state.lse[:, nobody] == -math.inf).all()
+        assert (state.out[unused] == 0).all() and (state.lse[:, unused] == -math.inf).all()
 
 
 def part(segment: SequenceMetadata, first: int, last: int, block_size: int) -> SequenceMetadata:

@@ -1,4 +1,4 @@
-"""What the tests of the CPU arm share: a device that has one on threads of its own, and shares that are forced."""
+"""Helpers for tests of CPU attention: a device that is not the host, and forced shares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class DeviceOfItsOwn(CpuDevice):
-    """Stands for a device beside the host: the CPU arm has a thread, buffers and copies, as on a GPU's host."""
+    """Emulates a device of its own: CPU attention has a thread, buffers and copies, as on a GPU's host."""
 
     shares_host = False
 
@@ -61,7 +61,7 @@ class SilentDevice(DeviceOfItsOwn):
 
 
 def add_cpu_attention_streams(monkeypatch: pytest.MonkeyPatch, device: type[DeviceOfItsOwn] = DeviceOfItsOwn) -> None:
-    """Engines made from now on have an arm that works beside the device."""
+    """Engines created from now on have concurrent CPU attention."""
     monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device()))
 
 
@@ -82,7 +82,7 @@ def force_share(llm: LLM, share: float) -> None:
 
 
 def around_tasks(patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]], None]) -> None:
-    """From now on every task of an arm beside the device is `around(run)`, on the thread that runs it."""
+    """From now on every task of concurrent CPU attention is `around(run)`, on the thread that runs it."""
     task = HostAttention.task
 
     def wrapped(attention: HostAttention, layer_offset: int) -> PythonTask:

@@ -41,7 +41,7 @@ SCALE = HEAD_DIM**-0.5
 
 
 class Watch:
-    """Calls and seconds of the functions that it is put around; copies run on other threads, beside the rest."""
+    """Counts the calls and seconds of the functions that it wraps. Copies run concurrently, on other threads."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -103,7 +103,7 @@ def test_copies_calls_and_merges_follow_the_formula(
         out, expected = prefill(kv_cache, watch, chunk)
         kv_cache.engine.synchronize()
         stats, layout = kv_cache.stats(), kv_cache.layout
-        run_slots = kv_cache.engine.group_slots
+        group_slots = kv_cache.engine.group_slots
     assert (out - expected).abs().max() < 1e-5
 
     resident = stats.resident_blocks
@@ -111,13 +111,13 @@ def test_copies_calls_and_merges_follow_the_formula(
     for index in range(CHUNKS):
         predicted += predict_transfers(layout, resident, index * chunk, chunk)
     assert stats.transfers == predicted
-    # A call for the resident blocks together and one for each run of host blocks. Blocks of a run are neighbours on the
-    # host, so each run that holds a stored one is loaded by one call; each chunk's block is stored by another.
-    runs = [-(-max(0, index + 1 - resident) // run_slots) for index in range(CHUNKS)]
-    loads = [-(-max(0, index - resident) // run_slots) for index in range(CHUNKS)]
+    # One attention call for the resident blocks, and one for each group of host blocks. Blocks of a group are adjacent
+    # on the host, so each group with stored tokens is loaded in one copy; each chunk's block is stored in another.
+    groups = [-(-max(0, index + 1 - resident) // group_slots) for index in range(CHUNKS)]
+    loads = [-(-max(0, index - resident) // group_slots) for index in range(CHUNKS)]
     assert sum(loads) < predicted.h2d_copies // LAYERS
     assert watch.calls["copy"] == LAYERS * sum(loads) + predicted.d2h_copies
-    assert watch.calls["attend"] == LAYERS * sum(1 + count for count in runs)
+    assert watch.calls["attend"] == LAYERS * sum(1 + count for count in groups)
     # The native kernel carries its state on. torch's operator leaves a result to be merged for each block, and for the
     # one that the rows stand in two: of the rows under the causal mask, and of the last row, which sees all.
     merges = LAYERS * (CHUNKS * (CHUNKS + 1) // 2 + CHUNKS)

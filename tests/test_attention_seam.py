@@ -80,7 +80,7 @@ SHAPES = st.builds(
 # Edges of tiles, blocks, partitions and windows, with few query rows and with many.
 FIXED = {
     "small heads": Shape(16, 1, 2, 16, None, ((0, 3), (20, 1), (5, 70))),
-    "80 of 128, a whole partition": Shape(80, 2, 2, 512, None, ((511, 1), (5, 66))),
+    "80 of 128, a full partition": Shape(80, 2, 2, 512, None, ((511, 1), (5, 66))),
     "window": Shape(64, 1, 3, 32, 20, ((70, 66), (63, 10))),
     "window of one": Shape(64, 1, 1, 32, 1, ((31, 2), (0, 65))),
     "tiny blocks": Shape(128, 1, 1, 5, None, ((30, 4), (0, 65))),
@@ -91,7 +91,7 @@ FIXED = {
     "most of the few": Shape(64, 1, 1, 64, None, ((9, FEW_ROWS), (0, FEW_ROWS + 1))),
 }
 
-NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a whole partition", "window")  # of products, not of masks
+NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a full partition", "window")  # of products, not of masks
 FIXED_CASES = [*((name, False) for name in FIXED), *((name, True) for name in NARROW_TOO)]
 
 
@@ -202,7 +202,7 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_grouping_of_blocks_and_company_of_other_rows_change_no_bit(
+def test_grouping_of_blocks_and_other_rows_change_no_bit(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
     case = Case(shape, dtype, seed)

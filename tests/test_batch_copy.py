@@ -158,7 +158,7 @@ def test_extension_refuses_lists_of_different_lengths() -> None:
         _sgdma.memcpy_batch_async([1, 2], [3], [4], "h2h", 0)
 
 
-def test_memory_that_nobody_registered_is_pageable() -> None:
+def test_unregistered_memory_is_pageable() -> None:
     assert _sgdma.memory_of(torch.zeros(8).data_ptr()) == ("pageable", -1)
 
 

@@ -1,4 +1,4 @@
-"""How decode bytes are shared out: the formula, whole blocks, and rates that follow what is observed."""
+"""How decode bytes are divided: the formula, whole numbers of blocks, and rates that follow observations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_while_weights_are_read_only_the_link_works() -> None:
     share = best_share(100 * MIB, 0, weights, GPU)
     cpu = weights / GPU.device + share * 100 * MIB / GPU.host
     assert cpu == pytest.approx((1 - share) * 100 * MIB / GPU.link) and 0 < share < 0.8
-    # The link is done before the arm can begin, which then only spares the device its attention.
+    # The link finishes before CPU attention starts, which then only saves the device some attention.
     share = best_share(100 * MIB, 0, 10**10, GPU)
     assert share == pytest.approx(GPU.host / (GPU.host + GPU.device))
 
@@ -113,7 +113,7 @@ def test_whole_blocks_come_close_to_the_formula() -> None:
 
 
 def test_a_block_with_many_readers_is_the_links() -> None:
-    """The link moves it once, the arm would read it for each."""
+    """The link copies it once, the CPU would read it for each."""
     alone, crowded = HostRead(MIB), HostRead(MIB, readers=64)
     assert blocks_for_cpu_attention(LayerLoad([alone] * 10), GPU) == 8
     assert blocks_for_cpu_attention(LayerLoad([crowded] * 10), GPU) == 0

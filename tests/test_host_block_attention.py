@@ -1,7 +1,7 @@
-"""The CPU arm in whole engines: at every share the answer is that of an engine without it, and nobody waits in vain.
+"""CPU attention in complete engines: at every share the output is that of an engine without it, and nothing deadlocks.
 
-Where the arm shares the device's cores its blocks are attended in order, and logits are the same to the bit. Beside a
-device, for which a CPU device with threads for the arm stands here, the arm's partial state is merged last: fp32
+Where the CPU is the device, its blocks are attended in order, and logits are bit-identical. Concurrently with a device,
+here a CPU device with extra threads, the partial state of CPU attention is merged last: fp32
 rounding, and what becomes of it. The bounds below are a few times what was seen.
 """
 
@@ -38,7 +38,7 @@ BLOCK, VOCAB = 16, 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 MAX_TOKENS = 12
 
-# Of the largest logit: how far an arm beside the device may move any.
+# How much concurrent CPU attention may change any logit, relative to the largest one.
 BOUNDS = {"float32": 5e-6, "bfloat16": 0.02}
 
 
@@ -50,7 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits_of_run(path: Path, share: float | None, **arguments: Any) -> tuple[Tensor, list[list[int]], int]:
-    """All logits `[sampled rows, vocab]`, the tokens, and how often the arm attended to a block's layer."""
+    """All logits `[sampled rows, vocab]`, the tokens, and how many layers of blocks the CPU attended to."""
     prompts = [random_prompt(length, VOCAB, seed=4) for length in LENGTHS]
     arguments = {**offloaded(BLOCK, 6, 40, max_num_batched_tokens=40), **arguments}
     with LLM(path, cpu_attention=share is not None, **arguments) as llm:
@@ -165,7 +165,7 @@ def test_shared_blocks_preemption_and_aborts(
 
 
 def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path) -> None:
-    """A decode and a prefill in one batch: the arm attends for the decode and leaves the chunk to the ring."""
+    """A decode and a prefill in one batch: the CPU attends for the decode and leaves the chunk to the ring."""
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 60, max_num_batched_tokens=64)) as llm:
         force_share(llm, 1.0)
         llm.engine.add_request("decode", None, greedy(30), random_prompt(7 * BLOCK, VOCAB, 1))
@@ -183,18 +183,18 @@ def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path)
 
 
 def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arm's first call does not end before the device's next one has begun: they run at the same time."""
+    """The first call of CPU attention ends only after the device's next one has begun: they run at the same time."""
     add_cpu_attention_streams(monkeypatch)
     prompt = random_prompt(9 * BLOCK, VOCAB, 3)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
         expected = token_ids(llm, prompt, greedy(4))
         device_call = threading.Event()
         threads: list[str] = []
-        device_attend = kv_cache(llm)._backend.attend
+        device_attend = kv_cache(llm).attention._backend.attend
 
         def on_host(attend: Callable[[], None]) -> None:
             threads.append(threading.current_thread().name)
-            assert device_call.wait(20), "the launching thread waits for the arm"
+            assert device_call.wait(20), "the launching thread waits for CPU attention"
             attend()
 
         def on_device(*arguments: Any) -> None:
@@ -239,7 +239,7 @@ def test_queries_and_partial_states_are_two_small_copies_a_layer(
 
 
 @pytest.mark.parametrize("device", [None, DeviceOfItsOwn, SilentDevice])
-def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
+def test_failing_cpu_attention_ends_the_running_requests_and_not_the_engine(
     model_dir: Path, device: type[DeviceOfItsOwn] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device is not None:
@@ -279,7 +279,7 @@ def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
 def test_without_a_forced_share_rates_decide(
     model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one processor everything is read where it is; beside a device, two thirds at twice the link's rate."""
+    """On one processor the CPU reads all host blocks; next to a device, two thirds at twice the link's rate."""
     if concurrent:
         add_cpu_attention_streams(monkeypatch)
     prompt = random_prompt(14 * BLOCK, VOCAB, 1)
@@ -294,7 +294,7 @@ def test_without_a_forced_share_rates_decide(
     assert counted.cpu_attention_blocks == layers * (round(on_host * 2 / 3) if concurrent else on_host)
 
 
-def test_rates_are_corrected_from_what_link_and_arm_did(model_dir: Path) -> None:
+def test_rates_are_corrected_from_the_link_and_cpu_attention(model_dir: Path) -> None:
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
         seen: list[tuple[int, int]] = []
         policy = cpu_attention(llm).policy

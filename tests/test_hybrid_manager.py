@@ -1,4 +1,4 @@
-"""The bookkeeping under the block manager: places on two tiers, and idle blocks by age."""
+"""The bookkeeping of physical block ids on the tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Ti
 def test_a_place_pool_hands_out_each_place_once() -> None:
     pool = IdPool(5, 3)
     assert [pool.take() for _ in range(3)] == [5, 6, 7] and pool.num_free == 0
-    with pytest.raises(IndexError, match="no free place"):
+    with pytest.raises(IndexError, match="no free block"):
         pool.take()
     pool.give_back(6)
     assert (pool.num_free, pool.take(), pool.num_free) == (1, 6, 0)
@@ -31,7 +31,7 @@ def test_places_are_handed_out_lowest_first() -> None:
 def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
     manager = HybridManager(1, 1)
     manager.assign(7, Tier.DEVICE)
-    with pytest.raises(ValueError, match="block 7 already has place 0"):
+    with pytest.raises(ValueError, match="block 7 already has physical block id 0"):
         manager.assign(7, Tier.HOST)
     with pytest.raises(ValueError, match="block 7 is already on the device"):
         manager.move(7, Tier.DEVICE)

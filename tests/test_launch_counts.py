@@ -15,10 +15,10 @@ blocks get new tokens, and `written groups` have one of them:
 So a group without new tokens, which is 16 MiB or more, takes 2 launches, 2 waits, 2 records and 1 copy. A step waits
 once for what was stored before it: at most 2 waits and a record for each stream of the ring, and one record.
 
-A prefill that goes layer by layer visits blocks one by one, and is held to the sum over chunks of
+A layer-by-layer prefill reads blocks one by one, and is held to the sum over chunks of
 
-    waits               3 visits + 2 written
-    records             2 visits + 2 written
+    waits               3 reads + 2 written
+    records             2 reads + 2 written
 
 A decode step with graphs, on the host: of a whole step one replay, one kernel declared and a copy to the device for the
 inputs, one for the slots and one for each table, however many layers there are; under offload a replay for each layer
@@ -135,8 +135,8 @@ def bounds(llm: LLM, context: int, query: int, way: str = "chunk-major") -> Coun
     """Of a step of one sequence alone whose first blocks are on the device."""
     resident, engine = llm.kv_stats().resident_blocks, kv_cache(llm).engine
     begin, end = context // BLOCK, -(-(context + query) // BLOCK)
-    visits, written = max(0, end - resident), max(0, end - max(begin, resident))
-    groups, is_part = -(-visits // engine.group_slots), context % BLOCK > 0 and context // BLOCK >= resident
+    reads, written = max(0, end - resident), max(0, end - max(begin, resident))
+    groups, is_part = -(-reads // engine.group_slots), context % BLOCK > 0 and context // BLOCK >= resident
     written_groups = min(written, groups)
     most = {
         "kernels": 1 + groups + (end - begin),
@@ -147,8 +147,8 @@ def bounds(llm: LLM, context: int, query: int, way: str = "chunk-major") -> Coun
         "records": 2 * groups + written_groups,
     }
     if way == "layer-major":
-        most |= {"kernels": end + (end - begin), "h2d": visits}
-        most |= {"waits": 3 * visits + 2 * written, "records": 2 * visits + 2 * written}
+        most |= {"kernels": end + (end - begin), "h2d": reads}
+        most |= {"waits": 3 * reads + 2 * written, "records": 2 * reads + 2 * written}
     streams = len(engine.order._group_streams)
     once = Counter({"waits": 2 * streams, "records": streams + 1})
     return Counter({name: LAYERS * count for name, count in most.items()}) + once
@@ -161,7 +161,7 @@ def check(counts: Counter[str], most: Counter[str]) -> None:
 
 def count_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the backend count as well from now on."""
-    device, backend = llm._runner.device, kv_cache(llm)._backend
+    device, backend = llm._runner.device, kv_cache(llm).attention._backend
     assert isinstance(device, CountedDevice)
     attend = backend.attend
 

@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: int) -> int:
-    """Bytes that decoding loads: at each token all that stands on the host before it."""
+    """Bytes that decoding loads: for each token all earlier KV on the host."""
     lengths = range(prompt_len, prompt_len + max_tokens - 1)
     return sum(max(0, length - resident * BLOCK) for length in lengths) * layout.token_bytes
 

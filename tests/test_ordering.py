@@ -139,7 +139,7 @@ def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
 def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
     """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in three engines.
 
-    share: of the host blocks for the CPU arm; None without an arm. Returns how often requests were preempted, how many
+    share: of the host blocks for CPU attention; None without it. Returns how often requests were preempted, how many
     blocks were moved, and how many accesses were checked.
     """
     preemptions = moves = checked = 0
@@ -205,20 +205,20 @@ def without_call(line: int, column: int) -> types.ModuleType:
 
 
 CPU_ATTENTION_SHARES = {
-    "without an arm": None,
-    "an arm in order": 0.5,
-    "an arm beside": 0.5,
-    "all for an arm beside": 1.0,
+    "no CPU attention": None,
+    "in order": 0.5,
+    "concurrent": 0.5,
+    "all concurrent": 1.0,
 }
 
 
-@pytest.mark.parametrize("ring_slots", [3, 4, 8])  # in runs of up to 1, 2 and 4
+@pytest.mark.parametrize("ring_slots", [3, 4, 8])  # in groups of up to 1, 2 and 4
 @pytest.mark.parametrize("name", CPU_ATTENTION_SHARES)
 def test_the_engine_orders_everything(
     model_dir: Path, name: str, ring_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_ring(monkeypatch, ring_slots)
-    if "beside" in name:
+    if "concurrent" in name:
         add_cpu_attention_streams(monkeypatch)
     preemptions, moves, checked = stress(model_dir, CPU_ATTENTION_SHARES[name])
     assert min(preemptions, moves) > 0 and checked > 1000
@@ -267,7 +267,7 @@ def test_every_wait_and_record_taken_out_is_noticed(
     assert isinstance(failed.value.__cause__, OrderingError), source
 
 
-def test_an_arm_in_order_that_waits_for_no_store_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_attention_that_waits_for_no_store_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (wait,) = [call for call in order_calls() if call[2].startswith("self._cpu_attention.wait(self._host_ready")]
     monkeypatch.setattr(offload_engine, "TransferOrder", without_call(*wait[:2]).TransferOrder)
     with pytest.raises(EngineError) as failed:
@@ -275,7 +275,7 @@ def test_an_arm_in_order_that_waits_for_no_store_is_noticed(model_dir: Path, mon
     assert isinstance(failed.value.__cause__, OrderingError)
 
 
-# ---- the room without offload, whose only copies are of whole blocks
+# ---- the KV cache without offload, which only moves blocks
 
 
 def stress_resident(model_dir: Path) -> int:
@@ -289,7 +289,7 @@ def stress_resident(model_dir: Path) -> int:
         return llm._runner.device.num_checked
 
 
-def test_the_resident_room_orders_everything(model_dir: Path) -> None:
+def test_the_paged_cache_orders_everything(model_dir: Path) -> None:
     assert stress_resident(model_dir) > 200
 
 
@@ -297,7 +297,7 @@ MOVE_CALLS = [call for call in order_calls() if "_moves_" in call[2]]
 
 
 @pytest.mark.parametrize(("line", "column", "source"), MOVE_CALLS, ids=lambda value: str(value))
-def test_the_resident_room_notices_every_missing_order_of_moves(
+def test_the_paged_cache_notices_every_missing_order_of_moves(
     model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(MOVE_CALLS) == 4

@@ -1,4 +1,4 @@
-"""The choice between chunk-major and layer-major prefill, slices of spans, and the memory kept for them. No torch."""
+"""The choice between prefill chunk by chunk and layer by layer, its steps and its memory. No torch."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ ALL = LayerwiseMemory(buffer_blocks=100, max_tokens=800)
     [
         ("everything on the device: nothing to save", (), 0, 400, ALL, None),
         ("one step does it", range(50), 0, 64, ALL, None),
-        ("no memory for spans", range(50), 0, 400, NO_LAYERWISE, None),
+        ("no memory", range(50), 0, 400, NO_LAYERWISE, None),
         ("a long prompt", range(50), 0, 400, ALL, (0, 400)),
         ("a long prompt on a cached prefix", range(50), 160, 400, ALL, (160, 400)),
         ("the rest of a cached prompt is a step", range(50), 340, 400, ALL, None),
         ("a shorter buffer: the tail goes by chunks", range(50), 0, 400, LayerwiseMemory(30, 800), (0, 192)),
-        ("fewer hidden states: the next span comes after it", range(50), 0, 400, LayerwiseMemory(50, 200), (0, 192)),
+        ("fewer hidden states: another prefill follows", range(50), 0, 400, LayerwiseMemory(50, 200), (0, 192)),
         ("a buffer for no more than the cached prefix", range(50), 240, 400, LayerwiseMemory(30, 800), None),
         ("only the last block on the host: each earlier token is on the device", (49,), 0, 400, ALL, None),
     ],
@@ -140,7 +140,7 @@ def test_slices_cover_every_unit_once_within_the_budget(
 def test_a_prompt_within_the_memory_for_spans_loads_nothing(
     resident: int, prompt: int, output: int, chunk: int
 ) -> None:
-    moved = predict_request(LAYOUT, resident, prompt, output, chunk, layerwise_prefills=ALL)
+    moved = predict_request(LAYOUT, resident, prompt, output, chunk, layerwise_memory=ALL)
     decodes = [predict_transfers(LAYOUT, resident, length, 1) for length in range(prompt, prompt + output - 1)]
     loaded = sum(decode.h2d_bytes for decode in decodes)
     assert moved.h2d_bytes == loaded
@@ -148,15 +148,15 @@ def test_a_prompt_within_the_memory_for_spans_loads_nothing(
 
 
 def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its_tail() -> None:
-    moved = predict_request(LAYOUT, 2, 400, 1, 64, layerwise_prefills=LayerwiseMemory(buffer_blocks=40, max_tokens=140))
-    steps = [(0, 128), (128, 128), (256, 64), (320, 64), (384, 16)]  # chunks from where 40 blocks leave room for one
+    moved = predict_request(LAYOUT, 2, 400, 1, 64, layerwise_memory=LayerwiseMemory(buffer_blocks=40, max_tokens=140))
+    steps = [(0, 128), (128, 128), (256, 64), (320, 64), (384, 16)]  # single chunks once 40 blocks hold only one more
     assert moved == sum((predict_transfers(LAYOUT, 2, *step) for step in steps), TransferCount())
     assert moved.h2d_bytes < predict_request(LAYOUT, 2, 400, 1, 64).h2d_bytes
 
 
 def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
     layout = replace(LAYOUT, block_size=100)
-    moved = predict_request(layout, 1, 700, 1, 64, layerwise_prefills=LayerwiseMemory(10, 1000))
+    moved = predict_request(layout, 1, 700, 1, 64, layerwise_memory=LayerwiseMemory(10, 1000))
     assert (moved.h2d_copies, moved.d2h_copies) == (0, 6 * layout.num_layers)
 
 
@@ -177,7 +177,7 @@ def test_memory_is_divided_so_that_the_longest_prompt_loads_least(
     assert layerwise_prefills.num_bytes(LAYOUT, row_bytes) <= max(memory, 0)
 
     def loaded(given: LayerwiseMemory) -> int:
-        return predict_request(LAYOUT, 0, longest, 1, chunk, layerwise_prefills=given).h2d_bytes
+        return predict_request(LAYOUT, 0, longest, 1, chunk, layerwise_memory=given).h2d_bytes
 
     least = loaded(layerwise_prefills)
     for blocks in range(-(-longest // BLOCK) + 1):

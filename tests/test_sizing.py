@@ -137,7 +137,7 @@ def test_no_more_is_taken_than_sequences_can_use() -> None:
     assert few.max_model_len == both.max_model_len == 160
 
 
-ROW = 128  # bytes that a span keeps for a token: as much as a layer's K and V of it
+ROW = 128  # bytes that layer-by-layer prefill keeps for a token: as much as K and V of one layer
 LAYERWISE = replace(MEMORY, layerwise_token_bytes=ROW)
 SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
 FOR_ALL = LayerwiseMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
@@ -148,7 +148,7 @@ def plan_with_layerwise(memory: MemoryFacts = LAYERWISE, **arguments: Any) -> KV
 
 
 def layerwise_blocks(made: KVPlan) -> float:
-    """The memory that is kept for spans, in KV blocks."""
+    """The memory for layer-by-layer prefill, in KV blocks."""
     return made.layerwise_memory.num_bytes(LAYOUT, ROW) / BLOCK
 
 
@@ -201,7 +201,7 @@ def test_no_memory_is_kept_where_it_is_of_no_use(arguments: dict[str, Any]) -> N
 
 
 def test_spans_never_cost_a_prompt_its_blocks() -> None:
-    """Beside spans the cache would be too small for max_model_len, or for the smallest cache."""
+    """With it the cache would be too small for max_model_len, or smaller than the smallest cache."""
     wanted = 16 * 690
     assert plan_with_layerwise(num_cpu_blocks=4).num_gpu_blocks < 690
     tight = plan_with_layerwise(num_cpu_blocks=4, max_model_len=wanted)
@@ -305,7 +305,7 @@ def test_what_cannot_be_sized_is_refused_with_numbers_and_a_way_out(
 
 
 def test_a_cache_without_a_block_for_sequences_is_refused() -> None:
-    """One layer: the smallest ring takes the whole device, and there is no host pool."""
+    """One layer: the smallest ring takes all device blocks, and there is no host pool."""
     layout = replace(LAYOUT, num_layers=1)
     with pytest.raises(ConfigError) as refusal:
         plan(layout=layout, enable_cpu_offload=True, num_gpu_blocks=4, num_cpu_blocks=0)

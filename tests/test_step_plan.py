@@ -1,4 +1,4 @@
-"""The order of work of one layer: every visit once, every sequence's blocks in order, in few calls."""
+"""The plan of one layer: every block is read once, every sequence reads its blocks in order, in few calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
+from nanovllm.errors import EngineError
 from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.offload_engine import RingSchedule, RingUse
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
     CpuAttentionGroup,
@@ -21,7 +23,7 @@ from nanovllm.kvcache.step_plan import (
 )
 from nanovllm.ops.attention import SequenceMetadata
 
-BLOCK, RESIDENT, RUN = 4, 10, 3
+BLOCK, RESIDENT, GROUP = 4, 10, 3
 
 
 def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceMetadata]:
@@ -32,23 +34,23 @@ def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceMetadata]:
     ]
 
 
-def segments_of(item: BlockGroup) -> list[tuple[int, int, list[int]]]:
-    """(first query row, first position, blocks) of each segment."""
+def parts_of(item: BlockGroup) -> list[tuple[int, int, list[int]]]:
+    """(first query row, first position, blocks) of each sequence in the group."""
     return [(s.query_start, s.first_position, list(s.block_table)) for s in item.table.sequences]
 
 
-def segments_of_sequence(items: Sequence[BlockGroup], seq: SequenceMetadata) -> list[tuple[int, int]]:
-    """(index of the first block, number of blocks) of each segment, item by item."""
-    segments = [s for item in items for s in item.table.sequences if s.query_start == seq.query_start]
-    return [(s.first_position // BLOCK, len(s.block_table)) for s in segments]
+def parts_of_sequence(items: Sequence[BlockGroup], seq: SequenceMetadata) -> list[tuple[int, int]]:
+    """(index of the first block, number of blocks) of a sequence in each group."""
+    parts = [s for item in items for s in item.table.sequences if s.query_start == seq.query_start]
+    return [(s.first_position // BLOCK, len(s.block_table)) for s in parts]
 
 
 def test_a_sequence_is_three_calls() -> None:
     (seq,) = sequences = decodes([0, 1, 12, 13, 14])
     reads = plan_block_reads(sequences, BLOCK, None)
-    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention={2, 3})
+    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, GROUP, cpu_attention={2, 3})
     assert [type(item) for item in plan.items] == [ResidentGroup, CpuAttentionGroup, RingGroup]
-    assert [segments_of(item) for item in plan.items] == [[(0, 0, [0, 1])], [(0, 8, [2, 3])], [(0, 16, [0])]]
+    assert [parts_of(item) for item in plan.items] == [[(0, 0, [0, 1])], [(0, 8, [2, 3])], [(0, 16, [0])]]
     assert plan.items[1].table.sequences[0].kv_end == 16 < seq.total_len
     assert (plan.concurrent, plan.concurrent_rows) == ([], 0)
 
@@ -57,14 +59,14 @@ def test_sequences_share_calls_whatever_tiers_they_are_on() -> None:
     sequences = decodes([0, 11, 12, 19], [1, 2, 3, 18], [13, 14, 4, 17])
     reads = plan_block_reads(sequences, BLOCK, None)
     cpu_attention = cpu_attention_candidates(reads, RESIDENT, len(sequences))
-    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention)
+    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, GROUP, cpu_attention)
     kinds = [type(item) for item in plan.items]
-    # The third begins on the host, so its resident block comes after the arm; the others' do not.
+    # The third sequence begins on the host, so its resident block comes after CPU attention; the others' do not.
     assert kinds == [ResidentGroup, CpuAttentionGroup, ResidentGroup, RingGroup]
-    assert segments_of(plan.items[0]) == [(0, 0, [0]), (1, 0, [1, 2, 3])]
-    assert segments_of(plan.items[1]) == [(2, 0, [3, 4]), (0, 4, [1, 2])]
-    assert segments_of(plan.items[2]) == [(2, 8, [4])]
-    assert segments_of(plan.items[3]) == [(0, 12, [0]), (1, 12, [1]), (2, 12, [2])]
+    assert parts_of(plan.items[0]) == [(0, 0, [0]), (1, 0, [1, 2, 3])]
+    assert parts_of(plan.items[1]) == [(2, 0, [3, 4]), (0, 4, [1, 2])]
+    assert parts_of(plan.items[2]) == [(2, 8, [4])]
+    assert parts_of(plan.items[3]) == [(0, 12, [0]), (1, 12, [1]), (2, 12, [2])]
 
 
 MIB = 1 << 20
@@ -92,24 +94,24 @@ def test_two_groups_fit_and_16_mib_are_a_group_where_they_can_be(ring_slots: int
     assert size * slot_bytes >= 16 * MIB or ring_slots // size == 2 or ring_slots < 4
 
 
-def test_what_streams_goes_in_runs_of_ring_slots() -> None:
+def test_host_blocks_are_grouped_by_ring_slots() -> None:
     sequences = decodes([0, 11, 12, 13, 14, 15], [16])
-    plan = group_block_reads(plan_block_reads(sequences, BLOCK, None), sequences, BLOCK, RESIDENT, RUN)
+    plan = group_block_reads(plan_block_reads(sequences, BLOCK, None), sequences, BLOCK, RESIDENT, GROUP)
     assert [[read.physical_id for read in group.reads] for group in plan.ring] == [[16, 11, 12], [13, 14, 15]]
-    assert [segments_of(group) for group in plan.ring] == [[(1, 0, [0]), (0, 4, [1, 2])], [(0, 12, [0, 1, 2])]]
+    assert [parts_of(group) for group in plan.ring] == [[(1, 0, [0]), (0, 4, [1, 2])], [(0, 12, [0, 1, 2])]]
 
 
-def test_an_arm_beside_the_device_has_runs_of_its_own() -> None:
+def test_concurrent_cpu_attention_has_its_own_groups() -> None:
     sequences = decodes([11, 0, 12, 13, 19], [1, 2, 18])
     reads = plan_block_reads(sequences, BLOCK, None)
     cpu_attention = cpu_attention_candidates(reads, RESIDENT, len(sequences))
-    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention, concurrent=True)
-    assert [segments_of(group) for group in plan.concurrent] == [[(0, 0, [1])], [(0, 8, [2, 3])]]
+    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, GROUP, cpu_attention, concurrent=True)
+    assert [parts_of(group) for group in plan.concurrent] == [[(0, 0, [1])], [(0, 8, [2, 3])]]
     assert all(isinstance(item, ResidentGroup | RingGroup) for item in plan.items)
-    assert plan.concurrent_rows == 1, "the second sequence has nothing for the arm"
+    assert plan.concurrent_rows == 1, "the CPU reads no block of the second sequence"
 
 
-def test_the_arm_takes_whole_blocks_of_short_sequences() -> None:
+def test_the_cpu_takes_full_blocks_of_short_sequences() -> None:
     sequences = [*decodes([11, 12, 13], [14, 15]), SequenceMetadata.full(2, 40, 0, [11, *range(20, 30)])]
     reads = plan_block_reads(sequences, BLOCK, None)
     assert leading_short(sequences, max_query_len=8, max_rows=512) == 2
@@ -134,7 +136,7 @@ def test_short_sequences_at_the_start_of_the_batch(most_tokens: int, most_rows: 
 
 @pytest.mark.parametrize("concurrent", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
-def test_every_visit_once_and_in_order(concurrent: bool, window: int | None) -> None:
+def test_every_block_is_read_once_and_in_order(concurrent: bool, window: int | None) -> None:
     for seed in range(200):
         random = Random(seed)
         physical_ids = list(range(40))
@@ -147,13 +149,27 @@ def test_every_visit_once_and_in_order(concurrent: bool, window: int | None) -> 
         reads = plan_block_reads(sequences, BLOCK, window)
         candidates = cpu_attention_candidates(reads, RESIDENT, len(sequences))
         cpu_attention = set(random.sample(candidates, random.randint(0, len(candidates))))
-        plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention, concurrent)
+        plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, GROUP, cpu_attention, concurrent)
         items = [*plan.items, *plan.concurrent]
         done = [read for item in items for read in item.reads]
-        assert all(len(item.reads) <= RUN for item in plan.ring)
+        assert all(len(item.reads) <= GROUP for item in plan.ring)
         assert sorted(map(id, done)) == sorted(map(id, reads))
         for reader, seq in enumerate(sequences):
-            in_order = segments_of_sequence(plan.items, seq)
+            in_order = parts_of_sequence(plan.items, seq)
             assert in_order == sorted(in_order)
-            covered = [p for first, count in segments_of_sequence(items, seq) for p in range(first, first + count)]
+            covered = [p for first, count in parts_of_sequence(items, seq) for p in range(first, first + count)]
             assert sorted(covered) == [v.first_position // BLOCK for v in reads if reader in v.readers]
+
+
+def test_a_group_attended_out_of_turn_is_refused() -> None:
+    uses = [[RingUse(layer, block, BLOCK) for block in (4, 5)] for layer in range(2)]
+    schedule = RingSchedule(uses)
+    schedule.check_next(uses[0][0])
+    with pytest.raises(EngineError, match=r"begins with RingUse\(layer=1, .*but announced RingUse\(layer=0"):
+        schedule.check_next(uses[1][0])
+    schedule.advance()
+    schedule.check_next(uses[1][0])
+    schedule.advance()
+    assert schedule.is_finished
+    with pytest.raises(EngineError, match="but announced None next"):
+        schedule.check_next(uses[1][0])

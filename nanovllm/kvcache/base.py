@@ -1,4 +1,4 @@
-"""What both rooms behind the KV-cache door have in common."""
+"""The interface of KV caches, and the plain data that goes with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
-    """What attention needs to know of the model beyond the KV layout."""
+    """The model's attention parameters beyond the KV layout."""
 
     scale: float
     num_heads: int  # query heads
@@ -36,7 +36,7 @@ class AttendedPool:
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """KV bytes that one step moves for each of its sequences, each way."""
+    """KV bytes that a step copies for each of its sequences, in each direction."""
 
     h2d_bytes: list[int]
     d2h_bytes: list[int]
@@ -44,21 +44,21 @@ class StepTraffic:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """Sizes of the KV memory, and what was copied between its tiers since the engine was made."""
+    """Sizes of the KV memory, and the copies between its tiers since the engine was created."""
 
     block_size: int  # tokens
     bytes_per_block: int  # all layers
-    num_gpu_blocks: int  # the device budget that was given: resident blocks and ring together
+    num_gpu_blocks: int  # the device budget: resident blocks and ring together
     resident_blocks: int
     ring_slots: int  # each holds one layer of one block
     num_cpu_blocks: int
     num_swap_blocks: int
-    device_bytes: int  # really allocated
+    device_bytes: int  # allocated
     host_bytes: int
-    swap_bytes: int  # on the host too, for preempted requests
+    swap_bytes: int  # in host memory, for preempted requests
     transfers: TransferCount
-    layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # what prompts may go layer by layer
-    layer_buffer_bytes: int = 0  # really allocated for that, beyond num_gpu_blocks
+    layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
+    layer_buffer_bytes: int = 0  # allocated for it, beyond num_gpu_blocks
 
 
 class KVCacheBase(ABC):
@@ -69,19 +69,19 @@ class KVCacheBase(ABC):
 
     @abstractmethod
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
-        """Prepare a forward pass over a flat batch, after carrying out the block moves."""
+        """Move the blocks, then prepare a forward pass over the flat batch."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`."""
 
     def end_step(self) -> None:
-        """The step's results are there. Raises EngineError if they rest on something that failed."""
+        """Finish the step once its results are there. Raises EngineError if work that they depend on failed."""
         return
 
     @abstractmethod
     def abandon_step(self) -> None:
-        """The forward pass failed half-way: make the room usable again. What was being written is undefined."""
+        """After a failed forward pass: make the cache usable again. The blocks that the step wrote are undefined."""
 
     @abstractmethod
     def stats(self) -> KVStats: ...

@@ -1,4 +1,4 @@
-"""Copies of whole blocks, between any two places: moves across the tiers, copy-on-write, swapping."""
+"""Copies of blocks with all their layers: moves between the tiers, copy-on-write, swapping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.kvcache.transfer_order import TransferOrder
 
 
 class CountedCopies:
-    """Puts copies on streams and counts them; only those across the link, and the CPU arm's reads, are reported."""
+    """Issues copies on streams and counts them. Reports copies over the link, and blocks of CPU attention."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class CountedCopies:
         return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
 
     def put(self, copy: PitchedCopy, stream: Stream, blocks: int | None = None) -> None:
-        """blocks: what the copy counts for; without it, as many copies as it takes."""
+        """blocks: how many copies to count; None counts the calls that the device makes."""
         number = self._device.copy_2d(copy, stream)
         self.count(copy.kind, number if blocks is None else blocks, copy.width * copy.height)
 
@@ -37,10 +37,11 @@ class CountedCopies:
 
 
 class BlockMover:
-    """Carries out a step's block moves, in order, on the move stream. See `hybrid_manager` for places.
+    """Carries out a step's block moves, in order, on the move stream.
 
-    resident: [layers, blocks, 2, kv_heads, block_size, head_dim], the first places; host and swap: block-major, the
-    places after them. Swap blocks are ordered as host blocks are, and numbered after them.
+    resident: [layers, blocks, 2, kv_heads, block_size, head_dim]; host, swap: the same with blocks before layers.
+    Physical block ids count the resident blocks first, then the host blocks, then the swap blocks. Swap blocks need the
+    same orderings as host blocks.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class BlockMover:
         self._swap = swap
 
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Called between forward passes; the next one starts when they are done, and when all stores before are."""
+        """Call it between forward passes: the next pass waits for the moves, and for all earlier stores."""
         if moves:
             stream = self._order.before_moves()
             for move in moves:

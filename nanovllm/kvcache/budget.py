@@ -1,4 +1,4 @@
-"""Arithmetic of KV memory: how a device budget is split, and what a step has to move or attend on the host."""
+"""Arithmetic of KV memory: how a device budget is split, and what a step copies or leaves to CPU attention."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, prefill_steps
 
-MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; with more slots, as many groups of slots
-MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
-GROUP_BYTES = 16 << 20  # of host blocks in a group, at least: on a fast link several times what the host does for it
+MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; a deeper ring has as many groups of slots
+MAX_RING_SLOTS = 16  # a deeper ring only takes memory from resident blocks
+GROUP_BYTES = 16 << 20  # smallest group of host blocks: its copy takes several times as long as issuing it
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSplit:
-    """A device budget of `num_gpu_blocks` blocks, cut into ring slots (one layer of a block each) and whole blocks."""
+    """`num_gpu_blocks` device blocks, split into ring slots (a layer of a block each) and resident blocks."""
 
     ring_slots: int
     resident_blocks: int
 
     def group_slots(self, slot_bytes: int) -> int:
-        """How many host blocks are loaded and attended together, at most.
+        """The most host blocks that are loaded and attended together.
 
-        A quarter of the ring; more, up to half of it, where that is less than GROUP_BYTES: one group loads while the
-        other is attended. The ring is divided evenly, and holds `ring_slots // group_slots` groups.
+        A quarter of the ring. Where that is less than GROUP_BYTES, up to half of it: one group loads while the other is
+        attended. The ring is divided evenly into `ring_slots // group_slots` groups.
         """
         wanted = max(self.ring_slots // MIN_RING_SLOTS, -(-GROUP_BYTES // slot_bytes))
         size = max(1, min(wanted, self.ring_slots // 2))
@@ -32,10 +32,10 @@ class DeviceSplit:
 
 
 def split_device(num_gpu_blocks: int, num_layers: int, slot_bytes: int | None = None) -> DeviceSplit:
-    """The ring takes as few whole blocks as give it its depth; all others stay resident.
+    """Give the ring the fewest blocks that reach its depth; all others are resident.
 
-    slot_bytes: one layer of a block. Where slots are small, the ring has as many of its whole blocks' layers as two
-    groups of GROUP_BYTES take, which costs no further block.
+    slot_bytes: one layer of a block. Where slots are small, the ring uses as much of its blocks as two groups of
+    GROUP_BYTES need, which costs no further block.
     """
     ring_slots = max(MIN_RING_SLOTS, min(MAX_RING_SLOTS, num_layers))
     ring_blocks = -(-ring_slots // num_layers)
@@ -46,10 +46,10 @@ def split_device(num_gpu_blocks: int, num_layers: int, slot_bytes: int | None = 
 
 @dataclass(frozen=True, slots=True)
 class TransferCount:
-    """KV copies over the link and their bytes, each way, and what the CPU arm attended to without a copy.
+    """KV copies over the link and their bytes, in each direction, and what the CPU attended to without a copy.
 
-    A copy is one layer of one block, or a whole block between steps. Neighbouring ones go out in one call, so there may
-    be fewer calls than copies. `cpu_attention_blocks` counts one layer of one block too.
+    A copy is one layer of a block, or all layers of a block moved between steps. Neighbouring blocks take one call, so
+    there may be fewer calls than copies. `cpu_attention_blocks` also counts single layers of a block.
     """
 
     h2d_copies: int = 0
@@ -61,7 +61,7 @@ class TransferCount:
 
     @property
     def without_cpu_attention(self) -> TransferCount:
-        """What would have been copied had the arm attended to nothing: each of its blocks spares one load."""
+        """What would have been copied without CPU attention: each of its blocks saves one load."""
         h2d = self.h2d_copies + self.cpu_attention_blocks, self.h2d_bytes + self.cpu_attention_bytes
         return TransferCount(*h2d, self.d2h_copies, self.d2h_bytes)
 
@@ -91,7 +91,7 @@ class TransferCount:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionUse:
-    """The CPU arm takes `share` of the host blocks that a step may give it, if the step has few enough new tokens."""
+    """CPU attention of a `share` of the host blocks, in steps with at most `most_tokens` new tokens."""
 
     share: float
     most_tokens: int  # see `cpu_attention.shares.cpu_attention_query_len`
@@ -110,11 +110,11 @@ def predict_transfers(
     window: int | None = None,
     cpu_attention: CpuAttentionUse | None = None,
 ) -> TransferCount:
-    """What one step moves for one sequence alone whose first `resident_blocks` blocks are on the device.
+    """What a step copies for a sequence alone whose first `resident_blocks` blocks are on the device.
 
-    Every stored token of the rest is loaded once per layer, block by block; every new token of the rest is stored once
-    per layer, one copy for each block that it falls into. With a sliding window, blocks that no new token sees stay
-    where they are. The arm spares loads: it takes whole blocks that get no new token.
+    Of the other blocks, every stored token is loaded once per layer, block by block, and every new token is stored once
+    per layer, with one copy for each block that gets new tokens. With a sliding window, blocks that no new token sees
+    are not loaded. CPU attention saves the loads of full blocks without new tokens.
     """
     block_size, layers = layout.block_size, layout.num_layers
     first = resident_blocks * block_size  # first position on the host
@@ -144,9 +144,9 @@ def predict_request(
     cpu_attention: CpuAttentionUse | None = None,
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
 ) -> TransferCount:
-    """`predict_transfers` summed over a whole request: its prefill, then one step for each further token.
+    """`predict_transfers` summed over a request: its prefill, then one step for each further token.
 
-    A span that is prefilled layer-major moves what one chunk of its length would.
+    A layer-by-layer prefill copies what a single chunk of its length would.
     """
     total = TransferCount()
     host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))

@@ -1,4 +1,4 @@
-"""What would make a longer sequence fit the KV cache: engine arguments, found by planning with them."""
+"""Suggests engine arguments that make a longer sequence fit the KV cache, found by planning with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanovllm.memory_checks import gib
 
 @dataclass(frozen=True, slots=True)
 class KVSizing:
-    """Everything that the sizes of the KV cache follow from. `watermark`: the share of the blocks that stays free."""
+    """The inputs of the KV cache's sizes. `watermark`: the share of the blocks that stays free."""
 
     config: EngineConfig
     layout: KVLayout
@@ -25,7 +25,7 @@ class KVSizing:
     watermark: float
 
     def plan(self) -> KVPlan:
-        """`plan_kv_cache` of these. Raises ConfigError, with numbers and a way out, when that cannot be done."""
+        """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""
         try:
             return self._plan()
         except CacheTooSmallError as error:
@@ -41,9 +41,10 @@ class KVSizing:
         return "positions" if plan.max_model_len == self.model_max_len else "max_model_len"
 
     def changes_for(self, tokens: int) -> list[dict[str, Any]]:
-        """Engine arguments each set of which makes a sequence of so many tokens fit, the nearest first.
+        """Sets of engine arguments that each make a sequence of `tokens` tokens fit, the smallest change first.
 
-        Block counts and shares are the smallest that do. Empty where the model's positions or the memory end before.
+        Block counts and memory shares are the smallest that suffice. Empty if the model's positions or the memory do
+        not allow such a sequence.
         """
         if tokens > self.model_max_len:
             return []
@@ -55,7 +56,7 @@ class KVSizing:
         return [change for change in found if self._holds(tokens, change)]
 
     def advice(self, tokens: int) -> str:
-        """What to do about a sequence of too many tokens, with the plan's numbers: half a sentence."""
+        """What to do about a sequence of too many tokens, with the plan's numbers, as part of an error message."""
         if tokens > self.model_max_len:
             return (
                 f"the model's positions end at {self.model_max_len}, so shorten the prompt, or give the model a RoPE "
@@ -79,7 +80,7 @@ class KVSizing:
         return plan_kv_cache(self.config, self.layout, self.model_max_len, self.memory, self.watermark)
 
     def _counts(self) -> KVPlan:
-        """The blocks of both tiers, however long a sequence they hold."""
+        """The plan, even if it holds no sequence of the requested length."""
         try:
             return self._plan()
         except CacheTooSmallError as error:
@@ -98,7 +99,7 @@ class KVSizing:
             return False
 
     def _blocks_for(self, tokens: int) -> int:
-        """The fewest blocks that admit a sequence of so many tokens."""
+        """The fewest blocks that a sequence of `tokens` tokens fits."""
         block_size = self.layout.block_size
         blocks = -(-tokens // block_size)
         while longest_sequence(blocks, block_size, self.watermark) < tokens:
@@ -106,9 +107,9 @@ class KVSizing:
         return blocks
 
     def _larger_caches(self, tokens: int) -> Iterator[dict[str, Any]]:
-        """Changes that could make the cache large enough. Whether the memory allows them is not looked at.
+        """Changes that could make the cache large enough. Does not check whether the memory allows them.
 
-        A count that was given is raised; a tier that is sized from memory gets a larger share of it.
+        Raises a given block count, or the memory share of a tier that is sized from memory.
         """
         config, counts = self.config, self._counts()
         lacking = self._blocks_for(tokens) - counts.num_sequence_blocks
@@ -126,9 +127,9 @@ class KVSizing:
                     return
 
     def _offload(self, tokens: int) -> dict[str, Any]:
-        """Offload switched on. Where the device's blocks were counted, they keep their size, and the host's are too.
+        """Switch offload on. With a given number of device blocks, keep their size and give the host blocks too.
 
-        Otherwise blocks get offload's own size, unless the device is too small for that.
+        Otherwise use the default block size of offload, unless the device is too small for it.
         """
         config, switch = self.config, {"enable_cpu_offload": True}
         if config.num_gpu_blocks == -1:
@@ -139,5 +140,5 @@ class KVSizing:
 
 
 def spelled(change: Mapping[str, Any]) -> str:
-    """As it is written in a call."""
+    """The change as it is written in a call."""
     return " with ".join(f"{name}={value!r}" for name, value in change.items())

@@ -1,8 +1,8 @@
-"""Which block lives on which tier. Pure bookkeeping: what it decides is carried out by the room.
+"""Which block is on which tier. Pure bookkeeping, without torch: the KV cache carries out the moves.
 
-A block has an identity (its id, which sequences and the prefix cache hold) and a place (where its bytes are). Places
-are numbered through: resident device blocks first, then host blocks, then swap blocks, which are host memory too but
-are never attended. Moving a block changes its place and nothing else, so no block table has to be rewritten.
+Sequences and the prefix cache hold a block by its block id. Its physical block id says where its bytes are. Physical
+ids are numbered across the tiers: resident device blocks first, then host blocks, then swap blocks, which are host
+memory too but are never attended. Moving a block changes its physical id only, so no block table has to be rewritten.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """All layers of one block, from place to place. Moves of one step are carried out in order.
+    """A copy of all layers of a block between two physical block ids. Moves of a step are carried out in order.
 
-    `keeps_source`: the block at `src` stays in use, as in copy-on-write. The bytes go the same way.
+    `keeps_source`: the block at `src` stays in use, as in copy-on-write. It changes bookkeeping only, not the copy.
     """
 
     src: int
@@ -33,9 +33,9 @@ class BlockMove:
 
 
 class IdPool:
-    """The free places of one tier: a range of integers, handed out lowest first.
+    """The free physical block ids of one tier: a range of integers, handed out lowest first.
 
-    Blocks that are placed one after the other so lie beside each other where they can, and are copied in one call.
+    Blocks allocated one after the other are then neighbours where possible, and are copied in one call.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -49,11 +49,11 @@ class IdPool:
         return self._end - self._next + len(self._returned)
 
     def take(self) -> int:
-        """A free place. The caller has checked that there is one."""
+        """Take a free id. Raises IndexError if there is none: the caller checks `num_free` first."""
         if self._returned:
             return heapq.heappop(self._returned)
         if self._next == self._end:
-            raise IndexError("no free place")
+            raise IndexError("no free block")
         self._next += 1
         return self._next - 1
 
@@ -62,7 +62,7 @@ class IdPool:
 
 
 class HybridManager:
-    """Maps block ids to places on the tiers."""
+    """Maps block ids to physical block ids."""
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int, num_swap_blocks: int = 0) -> None:
         self.num_device_blocks = num_device_blocks
@@ -80,7 +80,7 @@ class HybridManager:
         return len(self._physical_ids)
 
     def num_free(self, tier: Tier) -> int:
-        """Places of `tier` that hold no block."""
+        """Free blocks of `tier`."""
         return self._pools[tier].num_free
 
     def tier_of(self, block_id: int) -> Tier:
@@ -93,18 +93,18 @@ class HybridManager:
         return self._physical_ids[block_id]
 
     def assign(self, block_id: int, tier: Tier) -> None:
-        """Give a new block a free place on `tier`."""
+        """Give a new block a free physical id on `tier`. Raises ValueError if the block already has one."""
         if block_id in self._physical_ids:
-            raise ValueError(f"block {block_id} already has place {self._physical_ids[block_id]}")
+            raise ValueError(f"block {block_id} already has physical block id {self._physical_ids[block_id]}")
         self._physical_ids[block_id] = self._pools[tier].take()
 
     def release(self, block_id: int) -> None:
-        """The block's content is gone; its place is free."""
+        """Forget the block and free its physical id."""
         tier = self.tier_of(block_id)
         self._pools[tier].give_back(self._physical_ids.pop(block_id))
 
     def move(self, block_id: int, tier: Tier) -> BlockMove:
-        """Put the block on another tier. The returned move must be carried out before the next forward pass."""
+        """Assign the block to another tier. Carry out the returned move before the next forward pass."""
         source_tier, source = self.tier_of(block_id), self._physical_ids[block_id]
         if source_tier is tier:
             raise ValueError(f"block {block_id} is already on the {tier.value}")

@@ -1,8 +1,8 @@
-"""Every shape, byte size and pitch of KV memory, once.
+"""All shapes, byte sizes and pitches of KV memory.
 
 A block is `[2, kv_heads, block_size, head_dim]` for each layer, K before V and heads before tokens. The device pool is
 layer-major, so that one layer's pool is one tensor; the host pool is block-major, so that one layer of one block is
-contiguous for streaming and a whole block is contiguous too. A ring slot holds one layer of one block.
+contiguous for streaming, and so are all layers of a block. A ring slot holds one layer of one block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KVLayout:
 
     @property
     def head_pitch(self) -> int:
-        """From one head's rows to the next head's within a block."""
+        """Bytes from one head's rows to the next head's within a block."""
         return self.block_size * self.row_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""The room where every KV block that is attended lives on the device."""
+"""The KV cache without offload: all blocks that are attended are on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm.ops.upload import upload
 
 
 class PagedKVCache(KVCacheBase):
-    """One pool of blocks, written by slot mapping and attended in place through block tables; swap blocks beside it."""
+    """One pool of blocks, written by slot mapping and attended through block tables, and swap blocks on the host."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class PagedKVCache(KVCacheBase):
         self._order = TransferOrder(device, num_groups=0)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
-        self._sequences: Sequence[SequenceMetadata] = ()  # of the step under way
-        # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window. Made by
-        # the first layer that attends: a graph has tables of its own.
+        self._sequences: Sequence[SequenceMetadata] = ()  # of the current step
+        # Of the current step: the slot mapping, and the attention metadata by sliding window. Built by the first layer
+        # that attends, since a step with a CUDA graph needs neither.
         self._slots: Tensor | None = None
         self._tables: dict[int | None, AttentionMetadata] = {}
-        self._few_rows: dict[int | None, PagedStep | None] = {}  # what attends in a step of few rows on the CPU
+        self._few_rows: dict[int | None, PagedStep | None] = {}  # faster attention for steps of few rows on the CPU
 
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
         self._mover.move_blocks(moves)
@@ -74,7 +74,7 @@ class PagedKVCache(KVCacheBase):
         return state.write_output_(q)
 
     def _make_tables(self) -> Tensor:
-        """The slots and tables of the step under way."""
+        """Build the slot mapping and the attention metadata of the current step."""
         block_size, slots = self.layout.block_size, []
         for sequence in self._sequences:
             positions = positions_of(sequence)
@@ -94,7 +94,7 @@ class PagedKVCache(KVCacheBase):
         return self._slots
 
     def _blocks(self, *, written: bool = False) -> set[int]:
-        """The blocks that the step attends to, or those of them that it writes first."""
+        """The blocks that the step attends to, or only those that it writes."""
         block_size = self.layout.block_size
         return {
             block

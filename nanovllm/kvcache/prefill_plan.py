@@ -1,13 +1,12 @@
-"""Which way a prompt goes through the model, what that moves, and what memory it takes. No torch.
+"""Whether a prompt is prefilled chunk by chunk or layer by layer, what that copies, and the memory it takes. No torch.
 
-*Chunk-major*: a chunk of `max_num_batched_tokens` tokens goes through all layers, then the next. Every chunk loads all
-that stands on the host before it, so n tokens load about n^2 / (2 * chunk) tokens' worth of KV.
+*Chunk by chunk*: a chunk of `max_num_batched_tokens` tokens goes through all layers, then the next. Every chunk loads
+all earlier KV from the host, so n tokens load about n^2 / (2 * chunk) tokens' worth of KV.
 
-*Layer-major*: a span of several chunks goes through one layer, chunk by chunk, before any of it goes through the next.
-While a layer runs, its K/V of prefix and span are on the device, in the *layer buffer*: what stood on the host before
-the span comes in once per layer, and what the span adds goes out once per layer. In return the residual stream of the
-whole span is kept from layer to layer. Projections, attention and MLP see one chunk at a time either way: they need the
-same memory and are called with the same shapes.
+*Layer by layer*: several chunks go through one layer before any of them goes through the next. While a layer runs, its
+K/V of these chunks and of all tokens before them are on the device, in the *layer buffer*: earlier KV is loaded once
+per layer, and new KV is stored once per layer. In return the residual stream of all these chunks is kept from layer to
+layer. Projections, attention and MLP process one chunk at a time either way, with the same memory and shapes.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from nanovllm.kvcache.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerwisePrefill:
-    """Positions [begin, end) of a sequence, prefilled layer-major in chunks of `chunk` tokens.
+    """Positions [begin, end) of a sequence, prefilled layer by layer in chunks of `chunk` tokens.
 
-    A *unit* is one chunk through one layer. Units are numbered in the order in which they run: all chunks of layer 0,
-    then all of layer 1, ... A step runs a few of them.
+    A *layer chunk* is one chunk in one layer. Layer chunks are numbered in the order in which they run: all chunks of
+    layer 0, then all of layer 1, and so on. A step runs a few of them.
     """
 
     begin: int
@@ -38,15 +37,15 @@ class LayerwisePrefill:
         return layer_chunk // self.num_chunks
 
     def positions(self, layer_chunk: int) -> range:
-        """Positions of the unit's tokens."""
+        """Positions of the layer chunk's tokens."""
         first = self.begin + layer_chunk % self.num_chunks * self.chunk
         return range(first, min(first + self.chunk, self.end))
 
     def step_end(self, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
-        """Where a step stops that starts at `first_layer_chunk`: after `token_layers` tokens in all, at least one.
+        """The end of a step that starts at `first_layer_chunk`, with a budget of `token_layers` tokens times layers.
 
-        Each unit takes its tokens through one of the layers, a step of n tokens takes n through `num_layers` of them. A
-        last unit is run if at least half of it fits, so that a token of somebody else does not cost a whole unit.
+        A step runs at least one layer chunk. It runs a last one if at least half of it fits the budget, so that a token
+        of another sequence does not cost a full layer chunk.
         """
         layer_chunk = first_layer_chunk
         while layer_chunk < num_layers * self.num_chunks:
@@ -60,7 +59,7 @@ class LayerwisePrefill:
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseStep:
-    """Units [first_layer_chunk, end_layer_chunk) of a span: its share of one step."""
+    """Layer chunks [first_layer_chunk, end_layer_chunk) of a layer-by-layer prefill, which one step runs."""
 
     layerwise: LayerwisePrefill
     first_layer_chunk: int
@@ -68,7 +67,7 @@ class LayerwiseStep:
 
     @property
     def token_layers(self) -> int:
-        """Tokens times layers that it computes."""
+        """Tokens times layers that the step computes."""
         return sum(
             len(self.layerwise.positions(layer_chunk))
             for layer_chunk in range(self.first_layer_chunk, self.end_layer_chunk)
@@ -77,10 +76,10 @@ class LayerwiseStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseMemory:
-    """Device memory kept for spans: the layer buffer, and the residual stream of a span. Without it there are none."""
+    """Device memory for layer-by-layer prefill: the layer buffer and the residual stream. Zeros disable it."""
 
-    buffer_blocks: int = 0  # one layer of each; spans reach as far as these positions
-    max_tokens: int = 0  # of a span
+    buffer_blocks: int = 0  # one layer of each; only positions in these blocks are prefilled layer by layer
+    max_tokens: int = 0  # of one layer-by-layer prefill
 
     def num_bytes(self, layout: KVLayout, row_bytes: int) -> int:
         """row_bytes: the residual stream of a token, with its id."""
@@ -94,23 +93,23 @@ NO_LAYERWISE = LayerwiseMemory()
 
 
 def stored_before(host_blocks: Sequence[int], block_size: int, position: int) -> int:
-    """Tokens at positions below `position` that stand in the blocks with these indices."""
+    """Tokens at positions below `position` in the blocks with these indices."""
     return sum(min(max(position - index * block_size, 0), block_size) for index in host_blocks)
 
 
 def chunk_major_loads(host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int) -> int:
-    """Tokens that every layer loads while [begin, end) is prefilled chunk by chunk."""
+    """Tokens that each layer loads while [begin, end) is prefilled chunk by chunk."""
     return sum(stored_before(host_blocks, block_size, first) for first in range(begin, end, chunk))
 
 
 def plan_prefill(
     host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> LayerwisePrefill | None:
-    """What of [begin, end) goes layer-major next; None if the next chunk goes through all layers.
+    """The next layer-by-layer prefill of [begin, end); None if the next chunk goes through all layers.
 
-    host_blocks: indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The span is as long as
-    memory allows, in whole chunks. It is taken if it loads fewer bytes than its chunks would: both ways store the same,
-    and chunk-major takes less memory.
+    host_blocks: indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The prefill is as long as
+    memory allows, in full chunks, and is chosen if it loads fewer bytes than its chunks would. Both orders store the
+    same bytes, and chunk by chunk takes less memory.
     """
     reach = min(end, memory.buffer_blocks * block_size, begin + memory.max_tokens)
     if reach < end:
@@ -125,7 +124,7 @@ def plan_prefill(
 def prefill_steps(
     host_blocks: Sequence[int], block_size: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> list[LayerwisePrefill]:
-    """How a lone prompt of `end` tokens is prefilled: its spans, and chunks through all layers as spans of one."""
+    """How a prompt of `end` tokens alone is prefilled. A chunk through all layers is a prefill of a single chunk."""
     steps: list[LayerwisePrefill] = []
     begin = 0
     while begin < end:
@@ -141,13 +140,13 @@ def prefill_steps(
 def divide_layerwise_memory(layout: KVLayout, row_bytes: int, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
     """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
 
-    row_bytes: the residual stream of a token, with its id. A buffer of T tokens leaves memory for spans of S: the first
-    T tokens then load about T^2 / (2 * S) tokens' worth of KV, of the T^2 / (2 * chunk) that chunks would, and nothing
-    where S reaches T. The T that saves most is taken; nothing where none saves any.
+    row_bytes: the residual stream of a token, with its id. A buffer of T tokens leaves memory for the residual stream
+    of S tokens. The first T tokens then load about T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and
+    nothing if S reaches T. Returns the T that saves most, or NO_LAYERWISE if none saves anything.
     """
 
     def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
-        """What is left beside a buffer of so many blocks, and how much it saves."""
+        """The division with a buffer of so many blocks, and the tokens' worth of loads that it saves."""
         reach = min(blocks * layout.block_size, longest)
         if reach < longest:
             reach -= reach % chunk
@@ -162,7 +161,7 @@ def divide_layerwise_memory(layout: KVLayout, row_bytes: int, memory: int, longe
 
 
 def _loads(tokens: int, step: int, chunk: int) -> int:
-    """Tokens that each layer loads for `tokens`, all those before each step; steps but the last are whole chunks."""
-    whole = step - step % chunk
-    steps = 1 + max(0, -(-(tokens - step) // whole))
-    return whole * steps * (steps - 1) // 2
+    """Tokens that each layer loads for a prompt of `tokens`. All steps but the last are multiples of `chunk`."""
+    full = step - step % chunk
+    steps = 1 + max(0, -(-(tokens - step) // full))
+    return full * steps * (steps - 1) // 2

@@ -11,32 +11,32 @@ from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, divide_layerwise_memory
 from nanovllm.memory_checks import check_fits, gib
 
-LAYERWISE_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
+LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Bytes, as they stand with the weights loaded and before any KV memory is allocated."""
+    """Bytes of memory once the weights are loaded and before any KV memory is allocated."""
 
     device_total: int
     device_free: int
     host_free: int
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
-    activation_peak: int  # of the largest batch, graphs with it; 0 when nothing had to be sized from memory
-    host_may_grow: bool = False  # what is free now is not all that can be had: only allocating it tells
-    layerwise_token_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
+    activation_peak: int  # of the largest batch, including CUDA graphs; 0 if nothing is sized from memory
+    host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
+    layerwise_token_bytes: int = 0  # that layer-by-layer prefill keeps for each token; 0 if there is no such prefill
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """What is allocated. Without offload every device block is resident and there is no ring."""
+    """The KV memory to allocate. Without offload every device block is resident and there is no ring."""
 
     num_gpu_blocks: int
     num_cpu_blocks: int
     split: DeviceSplit
     max_model_len: int
-    layerwise_memory: LayerwiseMemory  # what prompts may go layer by layer
-    working_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
+    layerwise_memory: LayerwiseMemory  # limits of layer-by-layer prefill
+    working_bytes: int  # beyond weights and KV blocks: activations, memory of layer-by-layer prefill
 
     @property
     def num_sequence_blocks(self) -> int:
@@ -45,7 +45,7 @@ class KVPlan:
 
 
 class CacheTooSmallError(ConfigError):
-    """The blocks of `plan` hold no sequence of the length that was asked for."""
+    """The blocks of `plan` hold no sequence of the requested length."""
 
     def __init__(self, message: str, plan: KVPlan) -> None:
         super().__init__(message)
@@ -55,14 +55,14 @@ class CacheTooSmallError(ConfigError):
 def plan_kv_cache(
     config: EngineConfig, layout: KVLayout, model_max_len: int, memory: MemoryFacts, watermark: float
 ) -> KVPlan:
-    """Size both tiers. Raises ConfigError, with numbers, when that cannot be done; see `fitting` for the way out."""
+    """Size both tiers. Raises ConfigError, with numbers, if that is impossible; `fitting` suggests what to change."""
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
         raise ConfigError(
             f"max_model_len={wanted_len}: the model's positions end at {model_max_len}; lower max_model_len to that, "
             "or give the model a RoPE scaling that reaches further"
         )
-    # More blocks than max_num_seqs sequences of full length can use would only take memory from others.
+    # More blocks than max_num_seqs sequences of full length can use would waste memory.
     useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
     layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
     layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
@@ -75,13 +75,13 @@ def plan_kv_cache(
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
     capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
     longest = min(wanted_len, capacity)
-    if layerwise_bytes and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
+    if layerwise_bytes and longest < (config.max_model_len or 1):  # rather fit the prompt
         return plan_kv_cache(config, layout, model_max_len, replace(memory, layerwise_token_bytes=0), watermark)
     if layerwise_bytes and num_cpu_blocks:
         layerwise_memory = divide_layerwise_memory(
             layout, memory.layerwise_token_bytes, layerwise_bytes, longest, config.max_num_batched_tokens
         )
-    else:  # nothing ever leaves the device
+    else:  # no KV is ever copied
         layerwise_memory = NO_LAYERWISE
     working_bytes = memory.activation_peak + layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
     plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, layerwise_memory, working_bytes)
@@ -90,21 +90,21 @@ def plan_kv_cache(
 
 
 def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
-    """Tokens of the longest sequence that so many blocks admit, of which the share `watermark` stays free."""
+    """Tokens of the longest sequence that fits `num_blocks` blocks, of which the share `watermark` stays free."""
     return (num_blocks - int(watermark * num_blocks)) * block_size
 
 
 def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> LayerwiseMemory:
-    """What is kept for spans, so that the longest prompt is prefilled layer-major if memory allows.
+    """Memory for layer-by-layer prefill, so that the longest prompt is prefilled that way if memory allows.
 
-    Where KV blocks are still to be sized from the same memory, spans take at most an eighth of what there is for both,
-    and leave the smallest cache; where all sizes were named, what those leave.
+    If KV blocks are sized from the same memory, it is at most 1 / LAYERWISE_SHARE of the memory for both, and leaves
+    the smallest cache. If all block counts are given, it is what they leave.
     """
     if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
         return NO_LAYERWISE
     left = _budget(config, memory)
     shared = memory.tiers_share_memory
-    if shared:  # what is set aside for swapping is the host's
+    if shared:  # the swap space is taken from host memory
         left -= max(0, memory.device_free - memory.host_free)
     named = [config.num_gpu_blocks, *([config.num_cpu_blocks] if shared else [])]
     left -= sum(max(blocks, 0) for blocks in named) * layout.block_bytes
@@ -115,13 +115,13 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
 
 
 def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
-    """Device memory for the KV cache: total * gpu_memory_utilization - what is held - what a step needs."""
+    """Device memory for the KV cache: total * gpu_memory_utilization - memory in use - memory of a step."""
     held = memory.device_total - memory.device_free
     return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
 
 
 def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int) -> int:
-    """blocks = (total * gpu_memory_utilization - peak) // bytes per block; peak: what is held, and what steps need."""
+    """blocks = (total * gpu_memory_utilization - memory in use - memory of a step) // bytes per block."""
     if config.num_gpu_blocks != -1:
         ring_blocks = -split_device(0, layout.num_layers).resident_blocks if config.enable_cpu_offload else 0
         if config.num_gpu_blocks < ring_blocks:
@@ -181,14 +181,15 @@ DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
 
 
 def asked_swap_bytes(config: EngineConfig) -> int:
-    """Host memory that the user set aside for swapping."""
+    """Host memory that the user reserved for swapping."""
     return int((config.swap_space or 0) * 2**30)
 
 
 def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int:
-    """Blocks of the swap tier, beside the tiers of `plan`. Raises ConfigError for a swap_space that does not fit.
+    """Blocks of the swap tier, next to the tiers of `plan`. Raises ConfigError if `swap_space` does not fit.
 
-    More blocks than the cache has could never be swapped out at once; without room a request is recomputed.
+    At most as many as the cache has blocks: more are never swapped out at once. A request that does not fit the swap
+    tier is recomputed.
     """
     taken = plan.num_cpu_blocks
     if memory.tiers_share_memory:
@@ -200,5 +201,5 @@ def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts,
     asked = asked_swap_bytes(config)
     remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
     if not memory.host_may_grow:
-        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "beside the KV cache the host has", remedy)
+        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
     return min(asked // layout.block_bytes, plan.num_sequence_blocks)
