@@ -1,4 +1,4 @@
-"""Layer-by-layer prefill in a complete engine: cached prefixes, aborts, failures, moved blocks, memory."""
+"""Layer-by-layer prefill in an engine: cached prefixes, aborts, failures, moved blocks, memory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_logits_are_computed_for_the_last_row_alone(model_dir: Path) -> None:
 # ---- what is kept
 
 
-def test_the_hidden_states_are_freed_when_the_prefill_ends(model_dir: Path) -> None:
+def test_the_hidden_states_are_kept_while_the_prefill_runs_and_no_longer(model_dir: Path) -> None:
     with open_llm(model_dir) as llm:
         llm.engine.add_request("long", None, greedy(2), random_prompt(200, VOCAB, 1))
         while not llm.engine.step()[0].outputs[0].token_ids:
@@ -151,8 +151,8 @@ def test_a_failure_within_a_prefill_ends_it_and_not_the_engine(
         assert token_ids(llm, prompt, greedy(5)) == expected
 
 
-def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Path) -> None:
-    """Another request shares the prefix and decodes; a finished one frees device blocks, and host blocks move there."""
+def test_a_prefix_block_may_move_to_the_device_during_the_prefill(model_dir: Path) -> None:
+    """A request that shares the prefix decodes, another one ends and frees device blocks: host blocks move there."""
     document = random_prompt(5 * BLOCK, VOCAB, 1)
     prompts = [random_prompt(40, VOCAB, 9), document + random_prompt(150, VOCAB, 2), [*document, 1, 2, 3]]
     expected = expected_tokens(model_dir, prompts, 12)
@@ -187,7 +187,7 @@ def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Pa
 # ---- memory
 
 
-def test_memory_for_spans_is_what_was_planned(model_dir: Path) -> None:
+def test_layerwise_memory_is_what_was_planned(model_dir: Path) -> None:
     with open_llm(model_dir, max_model_len=200) as llm:
         stats, runner = llm.kv_stats(), llm._runner
         assert (
@@ -211,13 +211,13 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length:
         with _LiveBytes() as counter:
             llm.generate(prompt, greedy(1), use_tqdm=False)
         activations, hidden_size = activation_peak(llm._runner.model, llm.config), llm._runner.spec.hidden_size
-    assert len(layerwise[0].token_ids) == length + 1, "all of it is one layer-by-layer prefill"
+    assert len(layerwise[0].token_ids) == length + 1, "all of it is one prefill"
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
     assert plan.working_bytes == activations + (length + 4) * (hidden_size * 2 + 8) + stats.layer_buffer_bytes
 
 
-def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:
+def test_without_layerwise_memory_prompts_go_chunk_by_chunk(model_dir: Path) -> None:
     prompt = random_prompt(200, VOCAB, 1)
     expected = expected_tokens(model_dir, [prompt], 4)
     with open_llm(model_dir) as llm:
@@ -230,7 +230,7 @@ def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:
 
 
 def run_layerwise(model_dir: Path) -> None:
-    """A cached document on the host, and layer-by-layer prefills after it that end or are aborted within a layer."""
+    """A cached document on the host, followed by layer-by-layer prefills that end or are aborted within a layer."""
     document = random_prompt(6 * BLOCK, VOCAB, 1)
     with open_llm(model_dir, chunk=24) as llm:
         llm.engine.add_request("talker", None, greedy(150), random_prompt(5, VOCAB, 3))
@@ -258,19 +258,19 @@ def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
 
 
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "blocks are used before they have arrived": (OffloadEngine, "buffered", without_wait),
-    "blocks are never let go of": (OffloadEngine, "release_buffer", lambda *_: None),
-    "the next layer is loaded before this one is let go of": (LayerwiseKVCache, "_end_layer", fill_before_release),
-    "a slice that ends within a layer lets go of nothing": (LayerwiseKVCache, "end_part", lambda *_: None),
+    "blocks are used before they are loaded": (OffloadEngine, "buffered", without_wait),
+    "blocks are never released": (OffloadEngine, "release_buffer", lambda *_: None),
+    "the next layer is loaded before this one is released": (LayerwiseKVCache, "_end_layer", fill_before_release),
+    "a part that ends within a layer releases nothing": (LayerwiseKVCache, "end_part", lambda *_: None),
 }
 
 
-def test_spans_are_ordered(model_dir: Path) -> None:
+def test_layerwise_prefill_is_ordered(model_dir: Path) -> None:
     run_layerwise(model_dir)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_spans_out_of_order_are_noticed(model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_or_release_is_found(model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises(EngineError) as failed:
         run_layerwise(model_dir)

@@ -20,7 +20,7 @@ ALL_RESIDENT = 24  # more blocks than the prompts and their answers fill, ring i
 
 
 def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int, way: str) -> tuple[Tensor, bool]:
-    """All logits `[sampled rows, vocab]`, request by request, and whether a prefill went layer by layer."""
+    """All logits, `[sampled rows, vocab]`, per request; and whether prefill ran layer by layer."""
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=CHUNK, cpu_attention=False)
     with LLM(model_dir, dtype=dtype, **arguments) as llm:
         set_prefill(llm, way)
@@ -55,7 +55,7 @@ def test_logits_are_bit_identical_for_every_device_budget(
 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)
-@pytest.mark.parametrize("ring_slots", [2, 3, 5, 8, 11, 12, 16])  # in groups of up to 1, 2, 4, 5, 6 and 8
+@pytest.mark.parametrize("ring_slots", [2, 3, 5, 8, 11, 12, 16])  # in runs of up to 1, 2, 4, 5, 6 and 8
 def test_logits_are_bit_identical_for_every_ring(
     tmp_path: Path, ring_slots: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

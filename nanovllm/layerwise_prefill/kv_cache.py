@@ -1,9 +1,9 @@
-"""The KV cache of layer-by-layer prefill: all KV of one layer of one sequence is on the device while the layer runs.
+"""The KV cache of layer-by-layer prefill: while a layer runs, all its KV of the sequence is on the device.
 
-Resident blocks of the sequence are used directly. Every other block uses the block of the layer buffer with its index
-in the sequence. When a layer begins, the stored tokens of these blocks are loaded. Chunks write their K/V into them.
-Each block is stored once, when the prefill's last token in it is written, and is released for the next layer when all
-chunks have attended.
+Resident blocks are used in place. For each other block the layer buffer has a block with the same index. When a layer
+begins, the tokens that the host holds are loaded into the buffer. Chunks write their K/V into it. A block is stored to
+the host once, when the last token that the prefill adds to it is written. When all chunks have attended, the buffer is
+released for the next layer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from nanovllm.ops.attention import (
 
 
 class LayerwiseKVCache:
-    """Runs one step of a prefill at a time: `begin_part`, `attend` for every layer chunk in order, `end_part`.
+    """Serves one step's part of a prefill at a time: `begin_part`, `attend` for every layer chunk in order, `end_part`.
 
-    A step may end within a layer. The layer buffer then keeps that layer for the next step of the same prefill.
+    A part may end within a layer. The buffer then keeps the blocks of that layer for the next part.
     """
 
     def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend) -> None:
@@ -37,14 +37,14 @@ class LayerwiseKVCache:
         self._geometry = geometry
         self._backend = backend
         self._part: LayerwiseStep
-        self._block_table: Sequence[int] = ()  # of the sequence's blocks, in this step
+        self._block_table: Sequence[int] = ()  # of the sequence, in this step
         self._tables: dict[tuple[int, int | None], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and window
 
     def begin_part(self, part: LayerwiseStep, block_table: Sequence[int]) -> tuple[int, int]:
-        """Start loading, after the step's block moves. Returns the bytes that the step loads and stores.
+        """Start the loads, after the step's block moves. Returns the bytes that the part loads and stores.
 
-        block_table: physical block ids for positions [0, end) of the prefill. They may differ from those of the last
-        step: a block that has moved to the device is used there from now on.
+        block_table: physical ids of the blocks that hold positions [0, end) of the prefill. They may differ from those
+        of the part before: a block that has moved to the device since is used there from now on.
         """
         self._part, self._block_table, self._tables = part, block_table, {}
         layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
@@ -63,7 +63,7 @@ class LayerwiseKVCache:
         return loaded * token_bytes, stored * token_bytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """See `forward_context.KVCache`. The batch is one layer chunk. Overwrites q."""
+        """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
         self._write(layer, chunk, k, v)
         state, window = AttentionState.empty(q), self._geometry.windows[layer]
@@ -79,7 +79,7 @@ class LayerwiseKVCache:
         return state.write_output_(q)
 
     def end_part(self) -> None:
-        """All layer chunks of the step have run."""
+        """Release the buffer if the part ends within a layer. Call it after the last layer chunk of the part."""
         if self._part.end_layer_chunk % self._part.layerwise.num_chunks:
             self._release()
 
@@ -90,7 +90,7 @@ class LayerwiseKVCache:
             self._engine.fill_buffer(index, use)
 
     def _uses(self, layer: int) -> Iterator[tuple[int, RingUse]]:
-        """The layer's blocks in the buffer, except those before its sliding window, with their stored tokens."""
+        """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
         layerwise = self._part.layerwise
         first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
         for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
@@ -98,7 +98,7 @@ class LayerwiseKVCache:
             yield index, RingUse(layer, self._host_block(index), stored)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
-        """Write the chunk's K/V into its blocks, and store the blocks that are complete."""
+        """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
         positions = range(chunk.context_len, chunk.total_len)
         for index in range(positions.start // self._block_size, self._num_blocks(positions.stop)):
             first = index * self._block_size
@@ -112,7 +112,7 @@ class LayerwiseKVCache:
             self._engine.store_buffered(index, layer, self._host_block(index), first_token, count)
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
-        """Host blocks whose last token of the prefill is in `positions`: (index, first token, tokens)."""
+        """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
         layerwise = self._part.layerwise
         for index in self._on_host(range(positions.start // self._block_size, self._num_blocks(positions.stop))):
             first = index * self._block_size
@@ -129,7 +129,7 @@ class LayerwiseKVCache:
         for index in self._on_host(range(self._num_blocks(self._part.layerwise.end))):
             self._engine.release_buffer(index)
 
-    # ---- blocks
+    # ---- where blocks are
 
     @property
     def _block_size(self) -> int:
@@ -151,13 +151,13 @@ class LayerwiseKVCache:
         return self._block_table[index] - self._engine.split.resident_blocks
 
     def _block(self, layer: int, index: int) -> Tensor:
-        """One layer of a block, `[2, kv_heads, block_size, head_dim]`, ready for compute."""
+        """One layer of a block, `[2, kv_heads, block_size, head_dim]`, once the compute stream may use it."""
         if self._is_on_host(index):
             return self._engine.buffered(index)
         return self._engine.resident[layer, self._block_table[index]]
 
     def _groups(self, chunk: SequenceMetadata, window: int | None) -> list[tuple[bool, AttentionMetadata]]:
-        """What the chunk attends to: consecutive blocks in the same pool, as (in the layer buffer, metadata)."""
+        """The blocks that the chunk attends to, in groups of consecutive ones in the same pool: (in buffer?, table)."""
         key = chunk.context_len, window
         if key not in self._tables:
             visible = range(self._first_block(chunk, window), self._num_blocks(chunk.total_len))
@@ -166,7 +166,7 @@ class LayerwiseKVCache:
         return self._tables[key]
 
     def _table(self, chunk: SequenceMetadata, indices: list[int], in_buffer: bool) -> AttentionMetadata:
-        segment = SequenceMetadata(
+        metadata = SequenceMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
             context_len=chunk.context_len,
@@ -174,4 +174,4 @@ class LayerwiseKVCache:
             kv_end=min(chunk.total_len, (indices[-1] + 1) * self._block_size),
             block_table=indices if in_buffer else [self._block_table[index] for index in indices],
         )
-        return AttentionMetadata([segment])
+        return AttentionMetadata([metadata])
