@@ -55,7 +55,7 @@ def test_logits_are_bit_identical_for_every_device_budget(
 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)
-@pytest.mark.parametrize("ring_slots", [2, 3, 5, 8, 11, 12, 16])  # in groups of up to 1, 2, 4, 5, 6 and 8
+@pytest.mark.parametrize("ring_slots", [2, 3, 5, 8, 11, 12, 16])  # in runs of up to 1, 2, 4, 5, 6 and 8
 def test_logits_are_bit_identical_for_every_ring(
     tmp_path: Path, ring_slots: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

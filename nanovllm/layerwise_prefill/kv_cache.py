@@ -129,7 +129,7 @@ class LayerwiseKVCache:
         for index in self._on_host(range(self._num_blocks(self._part.layerwise.end))):
             self._engine.release_buffer(index)
 
-    # ---- blocks
+    # ---- where blocks are
 
     @property
     def _block_size(self) -> int:
