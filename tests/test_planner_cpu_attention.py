@@ -140,7 +140,7 @@ def test_one_processor_reads_in_turn(spec: DecoderSpec) -> None:
     assert step.terms[HOST] == pytest.approx(moved.cpu_attention_bytes / 2e6) and step.limit == HOST
 
 
-def test_a_rate_of_the_arm_that_is_not_given_leaves_it_out(spec: DecoderSpec) -> None:
+def test_cpu_attention_is_left_out_if_its_rate_is_not_given(spec: DecoderSpec) -> None:
     for rate in ("link", "host_bandwidth", "device_bandwidth"):
         rates = replace(CPU_ATTENTION_RATES, **{rate: None})
         model = step_model(spec, rates)

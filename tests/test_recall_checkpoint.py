@@ -175,7 +175,7 @@ def test_word_exam_agrees_with_its_tokenizer(tmp_path: Path) -> None:
         assert exam.expected(position) == tokenizer.decode(exam.document[position : position + ANSWER_TOKENS])
 
 
-def test_notable_positions_can_be_thinned_and_leave_room_for_the_answer() -> None:
+def test_notable_positions_can_be_thinned_and_keep_enough_for_the_answer() -> None:
     every = notable_positions(1000, 8, {"block": 10})
     assert set(every) == {1, 500, 992} | {p for edge in range(10, 1000, 10) for p in (edge - 1, edge)} - {999}
     assert list(every) == sorted(every)
