@@ -17,7 +17,7 @@ QUESTION = {"messages": [{"role": "user", "content": "a known question"}]}
 MANY = ("--max-num-seqs", "40000")  # of 1,024 tokens, which could use 20 GiB of KV cache
 OFFLOAD = ("--enable-cpu-offload",)
 SMALL_OFFLOAD = (*OFFLOAD, "--kvcache-block-size", "16", "--num-gpu-blocks", "4", "--num-cpu-blocks", "40")
-# The command line with another root instead of the system's, where its cgroups are looked for.
+# The command line with another root in place of the system's, where its cgroups are looked for.
 CONTAINED = """
 import sys
 from pathlib import Path
@@ -73,7 +73,7 @@ def refused(finished: subprocess.CompletedProcess[str]) -> str:
 
 
 def write_cgroup(root: Path, version: int, limit: int, usage: int) -> Path:
-    """A root in which this process's cgroup, a service in a slice, is in one with a limit."""
+    """A root in which this process's cgroup, a service in a slice, lies in one with a limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
     slice_ = root / "sys/fs/cgroup" / ("memory" if version == 1 else "") / "a.slice"
     (slice_ / "b.service").mkdir(parents=True)
