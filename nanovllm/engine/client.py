@@ -40,11 +40,13 @@ class EngineClient:
         """
         try:
             if not self._inbox:
-                self._deliver(self._engine.step())
+                for output in self._engine.step():
+                    if output.request_id in self._inboxes:
+                        self._inboxes[output.request_id].append(output)
         except EngineError as error:
-            for output in error.outputs:
-                if isinstance(output, RequestOutput):
-                    self._forget(output.request_id)
+            for failed in error.outputs:
+                if isinstance(failed, RequestOutput):
+                    self._forget(failed.request_id)
             raise
         outputs = self._inbox.copy()
         self._inbox.clear()
@@ -68,11 +70,6 @@ class EngineClient:
             self._forget(request_id)
         if pending:
             self._engine.drop_requests(pending)
-
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            if output.request_id in self._inboxes:
-                self._inboxes[output.request_id].append(output)
 
     def _forget(self, request_id: str) -> None:
         self.pending.discard(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
+from math import inf
 
 from nanovllm.engine.batch import token_array
 from nanovllm.errors import RequestError, quoted
@@ -57,7 +58,9 @@ def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], fa
         end_tokens=token_array(end_tokens),
         bad_words=bad_words,
         biased=token_array(params.logit_bias),
-        biases=array("d", (_finite_or_ban(bias) for bias in params.logit_bias.values())),
+        biases=array(
+            "d", (max(-MAX_BIAS, min(bias, MAX_BIAS)) if bias > -inf else bias for bias in params.logit_bias.values())
+        ),
         prompt_tokens=token_array(set(prompt_token_ids) if params.repetition_penalty != 1.0 else ()),
     )
 
@@ -93,7 +96,7 @@ def _check_some_token_is_left(
     params: SamplingParams, end_tokens: Set[int], bad_words: Sequence[Sequence[int]], vocab_size: int
 ) -> None:
     """Check that some token can be sampled first. Bad words of several tokens cannot ban a first token."""
-    banned = {token for token, bias in params.logit_bias.items() if bias == float("-inf")}
+    banned = {token for token, bias in params.logit_bias.items() if bias == -inf}
     banned.update(word[0] for word in bad_words if len(word) == 1)
     if len(end_tokens) >= vocab_size:
         raise RequestError(
@@ -105,10 +108,6 @@ def _check_some_token_is_left(
             f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)} ban all {vocab_size} tokens of the model"
             ": leave at least one that can be chosen"
         )
-
-
-def _finite_or_ban(bias: float) -> float:
-    return bias if bias == float("-inf") else max(-MAX_BIAS, min(bias, MAX_BIAS))
 
 
 def _bad_word_tokens(words: Sequence[str], facts: SamplingFacts) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Continuous batching with chunked prefill: prefill and decode share a step.
 
-    `schedule` lists the stages in which a step is filled. A request gets the blocks of its whole prompt when it is
+    `schedule` lists the stages in which a step is filled. A request gets the blocks of its entire prompt when it is
     admitted, and grows block by block after that. The sequences of one request run together or not at all. When a
     running request cannot grow, the last running request is preempted (possibly the growing request itself): either it
     is swapped out and resumes when blocks are free, or its blocks are freed and it is recomputed, as far as the prefix
@@ -60,7 +60,8 @@ class Scheduler:
     def schedule(self, now: float) -> Batch:
         """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
         swapped_out = self._grow_running()
-        budget = self._new_budget()
+        free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
+        budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
         self._schedule_decodes(budget)
         self._reserve_for_long_prefill(budget)
         self._schedule_short_prefills(budget)
@@ -115,10 +116,6 @@ class Scheduler:
             else:
                 self.block_manager.grow(request.computing)
         return self.preemption.stats.swapped > swapped_before
-
-    def _new_budget(self) -> SchedulingBudget:
-        free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
-        return SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
 
     def _schedule_decodes(self, budget: SchedulingBudget) -> None:
         """One token of each decoding sequence, before anything else: a long prefill never stalls them."""
@@ -306,7 +303,8 @@ class Scheduler:
         Swapped requests lose their blocks and wait to be recomputed. Returns the requests that were ended.
         """
         # An interrupted admission leaves a request that waits and holds blocks.
-        failed = [*self.running, *(r for r in self.waiting if r not in self.running and self._holds_blocks(r))]
+        admitted = [r for r in self.waiting if r not in self.running and any(seq.block_table for seq in r.sequences)]
+        failed = [*self.running, *admitted]
         swapped = [request for request in self.swapped if request not in failed]
         self.waiting = [request for request in self.waiting if request not in failed and request not in swapped]
         self.running, self.swapped = [], []
@@ -324,9 +322,6 @@ class Scheduler:
                 seq.finish_reason = "error"
             self._end(request, now)
         return failed
-
-    def _holds_blocks(self, request: Request) -> bool:
-        return any(seq.block_table for seq in request.sequences)
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
         """End one sequence and free its blocks; the request ends with its last sequence."""
