@@ -57,11 +57,11 @@ def is_right(result: Result, device: str, cpu_attention: bool) -> bool:
     Beside a GPU the CPU's partial state is merged last, so that tokens may part where two are nearly as likely.
     """
     by_share = result.by_share
-    arm_is_last = device != "cpu"
+    cpu_attention_is_last = device != "cpu"
     return (
         result.as_predicted
-        and (result.outputs_equal or (arm_is_last and cpu_attention))
-        and (by_share is None or (by_share.as_predicted and (by_share.outputs_equal or arm_is_last)))
+        and (result.outputs_equal or (cpu_attention_is_last and cpu_attention))
+        and (by_share is None or (by_share.as_predicted and (by_share.outputs_equal or cpu_attention_is_last)))
     )
 
 

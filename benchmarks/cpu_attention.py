@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import machine_facts
-from nanovllm.ops.cpu_attention import KVSpan, attend_batch, block_addresses, span_table
+from nanovllm.ops.cpu_attention import KVSpan, attend_batch, block_addresses, metadata_rows
 from nanovllm.ops.cpu_isa import instruction_sets
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -60,14 +60,14 @@ def attention_call(rows: int, block_size: int, isa: str) -> Callable[[], None]:
     out = torch.empty(rows, HEADS, HEAD_DIM)
     lse = torch.empty(HEADS, rows)
     blocks = block_addresses(pool)
-    spans = span_table([KVSpan(0, rows, 0, blocks.numel(), 0, CONTEXT, CONTEXT - rows)])
+    rows = metadata_rows([KVSpan(0, rows, 0, blocks.numel(), 0, CONTEXT, CONTEXT - rows)])
 
     def call() -> None:
         assert pool is not None  # the addresses are the pool's: it must live as long as the call
         attend_batch(
             q,
             blocks,
-            spans,
+            rows,
             kv_heads=KV_HEADS,
             block_size=block_size,
             scale=HEAD_DIM**-0.5,

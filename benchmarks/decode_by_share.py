@@ -15,9 +15,9 @@ from benchmarks.engine import Work
 from benchmarks.report import mib, print_row
 from benchmarks.timing import Spread
 from nanovllm import LLM, SamplingParams
-from nanovllm.kvcache.budget import ArmUse, TransferCount, predict_transfers
-from nanovllm.kvcache.decode_shares import arm_query_len
-from nanovllm.kvcache.host_arm import ForcedShare, HostArm
+from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
+from nanovllm.kvcache.decode_shares import cpu_attention_query_len
+from nanovllm.kvcache.host_block_attention import ForcedShare, HostBlockAttention
 from nanovllm.kvcache.layout import KVLayout
 
 AUTOMATIC = "automatic"
@@ -32,7 +32,7 @@ class Turn:
     tokens: int
     moved: TransferCount
     predicted: TransferCount  # by the formula; for an automatic share as if nothing had been left to the arm
-    for_arm: int  # blocks that the arm might have taken, each layer by itself
+    for_cpu_attention: int  # blocks that the arm might have taken, each layer by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ShareResult:
     name: str
     token_ms: Spread
     h2d_bytes: int
-    arm_bytes: int
+    cpu_attention_bytes: int
     device_bytes: int  # attended where they are on the device
     taken: float | None  # share of the host blocks, as counted
     as_predicted: bool
@@ -50,7 +50,7 @@ class ShareResult:
     @property
     def kv_gb_s(self) -> float:
         """All KV that a token attends to."""
-        return (self.h2d_bytes + self.arm_bytes + self.device_bytes) / self.token_ms.median / 1e6
+        return (self.h2d_bytes + self.cpu_attention_bytes + self.device_bytes) / self.token_ms.median / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Decoding:
         self.layout = KVLayout(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize
         )
-        self._most_tokens = arm_query_len(spec.num_heads, spec.num_kv_heads)
+        self._most_tokens = cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         llm.engine.add_request("decode", None, params, prompt)
         self.tokens: list[int] = []
@@ -98,12 +98,15 @@ class Decoding:
         self.context_len = contexts.stop
         moved = self._llm.kv_stats().transfers - before
         whole_blocks = (context // self.layout.block_size - self._resident_blocks for context in contexts)
-        for_arm = self.layout.num_layers * sum(max(0, blocks) for blocks in whole_blocks)
-        return Turn(seconds, self._steps, moved, self._predicted(contexts, share), for_arm)
+        for_cpu_attention = self.layout.num_layers * sum(max(0, blocks) for blocks in whole_blocks)
+        return Turn(seconds, self._steps, moved, self._predicted(contexts, share), for_cpu_attention)
 
     def _predicted(self, contexts: range, share: float | None) -> TransferCount:
-        arm = ArmUse(share, self._most_tokens) if share is not None else None
-        steps = (predict_transfers(self.layout, self._resident_blocks, context, 1, arm=arm) for context in contexts)
+        cpu_attention = CpuAttentionUse(share, self._most_tokens) if share is not None else None
+        steps = (
+            predict_transfers(self.layout, self._resident_blocks, context, 1, cpu_attention=cpu_attention)
+            for context in contexts
+        )
         return sum(steps, TransferCount())
 
     def _step(self) -> None:
@@ -122,10 +125,10 @@ def measure_by_share(work: Work, device_share: Fraction, shares: Sequence[float]
         results = [_result("on device", on_device[turns:], resident, _agrees)]
     with work.open(**work.offloaded(device_share)) as llm:
         offloaded = Decoding(llm, work, prompt, steps)
-        by_name = _take_turns(offloaded, _arm_of(llm), shares, rounds)
+        by_name = _take_turns(offloaded, _cpu_attention_of(llm), shares, rounds)
     for name, found in by_name.items():
         exact = name != AUTOMATIC
-        results.append(_result(name, found, offloaded, _agrees if exact else _agrees_without_arm))
+        results.append(_result(name, found, offloaded, _agrees if exact else _agrees_without_cpu_attention))
     return ByShare(results, resident.tokens == offloaded.tokens)
 
 
@@ -135,7 +138,7 @@ def show_by_share(found: ByShare) -> None:
     print("decode by the share of host blocks that the CPU attends to, per token")
     for result in found.results:
         bar = "#" * max(1, round(BAR * result.token_ms.median / longest))
-        moved = f"link {mib(result.h2d_bytes)}, CPU {mib(result.arm_bytes)}, KV at {result.kv_gb_s:.1f} GB/s"
+        moved = f"link {mib(result.h2d_bytes)}, CPU {mib(result.cpu_attention_bytes)}, KV at {result.kv_gb_s:.1f} GB/s"
         taken = f" takes {result.taken:.0%}" if result.name == AUTOMATIC and result.taken is not None else ""
         differs = "" if result.as_predicted else "  DIFFERS from the formula"
         print_row(result.name + taken, f"{result.token_ms.median:,.1f} ms", f"{moved}{differs}")
@@ -144,19 +147,21 @@ def show_by_share(found: ByShare) -> None:
     print()
 
 
-def _arm_of(llm: LLM) -> HostArm:
-    arm = llm._runner.kv_cache.arm  # type: ignore[attr-defined]  # no option forces a share
-    assert isinstance(arm, HostArm)
-    return arm
+def _cpu_attention_of(llm: LLM) -> HostBlockAttention:
+    cpu_attention = llm._runner.kv_cache.cpu_attention  # type: ignore[attr-defined]  # no option forces a share
+    assert isinstance(cpu_attention, HostBlockAttention)
+    return cpu_attention
 
 
-def _take_turns(offloaded: Decoding, arm: HostArm, shares: Sequence[float], rounds: int) -> dict[str, list[Turn]]:
-    automatic = arm.policy
+def _take_turns(
+    offloaded: Decoding, cpu_attention: HostBlockAttention, shares: Sequence[float], rounds: int
+) -> dict[str, list[Turn]]:
+    automatic = cpu_attention.policy
     found: dict[str, list[Turn]] = {f"share {share:g}": [] for share in shares} | {AUTOMATIC: []}
     ways: list[tuple[str, float | None]] = list(zip(found, [*shares, None], strict=True))
     for index in range(rounds + 1):
         for name, share in ways if index % 2 == 0 else reversed(ways):
-            arm.policy = automatic if share is None else ForcedShare(share)
+            cpu_attention.policy = automatic if share is None else ForcedShare(share)
             turn = offloaded.turn(share)
             if index > 0:
                 found[name].append(turn)
@@ -167,8 +172,8 @@ def _agrees(turn: Turn) -> bool:
     return turn.moved == turn.predicted
 
 
-def _agrees_without_arm(turn: Turn) -> bool:
-    return turn.moved.without_arm == turn.predicted
+def _agrees_without_cpu_attention(turn: Turn) -> bool:
+    return turn.moved.without_cpu_attention == turn.predicted
 
 
 def _result(name: str, turns: Sequence[Turn], decoding: Decoding, agrees: Callable[[Turn], bool]) -> ShareResult:
@@ -176,13 +181,13 @@ def _result(name: str, turns: Sequence[Turn], decoding: Decoding, agrees: Callab
     assert token_ms is not None, "at least one turn counts"
     tokens = sum(turn.tokens for turn in turns)
     moved = sum((turn.moved for turn in turns), TransferCount())
-    for_arm = sum(turn.for_arm for turn in turns)
+    for_cpu_attention = sum(turn.for_cpu_attention for turn in turns)
     return ShareResult(
         name=name,
         token_ms=token_ms,
         h2d_bytes=moved.h2d_bytes // tokens,
-        arm_bytes=moved.arm_bytes // tokens,
+        cpu_attention_bytes=moved.cpu_attention_bytes // tokens,
         device_bytes=decoding.resident_tokens * decoding.layout.token_bytes,
-        taken=moved.arm_blocks / for_arm if for_arm else None,
+        taken=moved.cpu_attention_blocks / for_cpu_attention if for_cpu_attention else None,
         as_predicted=all(map(agrees, turns)),
     )

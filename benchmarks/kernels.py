@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.gpu_timing import WARM_UP, queued_seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import machine_facts, print_row, write_json
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.merge import merge_states_, merge_states_torch_
 from nanovllm.ops.store_kv import store_kv
@@ -153,17 +153,17 @@ def store(sizes: Sizes, device: torch.device) -> list[Figure]:
 
 def problem(
     sizes: Sizes, device: torch.device, sequences: int, rows: int, context: int, block_size: int
-) -> tuple[Tensor, Tensor, SegmentTable, AttentionState]:
+) -> tuple[Tensor, Tensor, AttentionMetadata, AttentionState]:
     """The last `rows` positions of each of some sequences of `context` tokens, in a pool of their own blocks."""
     per_sequence = -(-context // block_size)
     shape = (sequences * per_sequence, 2, sizes.kv_heads, block_size, sizes.head_dim)
     pool = torch.randn(shape, device=device, dtype=sizes.dtype)
     q = torch.randn(sequences * rows, sizes.heads, sizes.head_dim, device=device).to(sizes.dtype)
     segments = [
-        KVSegment(i * rows, rows, context - rows, 0, context, range(i * per_sequence, (i + 1) * per_sequence))
+        KVMetadata(i * rows, rows, context - rows, 0, context, range(i * per_sequence, (i + 1) * per_sequence))
         for i in range(sequences)
     ]
-    return q, pool, SegmentTable(segments), AttentionState.empty(q)
+    return q, pool, AttentionMetadata(segments), AttentionState.empty(q)
 
 
 def decode(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBackend]) -> list[Figure]:
@@ -209,7 +209,7 @@ def _attend_seconds(
     backend: AttentionBackend,
     q: Tensor,
     pool: Tensor,
-    table: SegmentTable,
+    table: AttentionMetadata,
     state: AttentionState,
     sizes: Sizes,
     device: torch.device,

@@ -18,10 +18,10 @@ from benchmarks.shapes import Shape
 from benchmarks.timeline import Gaps, Overlap, Timeline, kernel_gaps, overlaps
 from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
+from nanovllm.kvcache.base import KVStats
 from nanovllm.kvcache.budget import TransferCount, predict_request
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
-from nanovllm.kvcache.room import KVStats
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
@@ -47,14 +47,14 @@ class Variant:
     """One engine, the way it prefills, and what its counted runs gave."""
 
     llm: LLM
-    spans: SpanMemory  # what prompts may go layer by layer
+    layerwise_memory: LayerwiseMemory  # what prompts may go layer by layer
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
 
     def prepare(self) -> None:
         scheduler = self.llm.engine.scheduler
-        scheduler.limits = replace(scheduler.limits, spans=self.spans)
+        scheduler.limits = replace(scheduler.limits, layerwise_memory=self.layerwise_memory)
 
     def run(self, prompt: list[int], output_len: int, *, counts: bool) -> None:
         self.prepare()
@@ -118,12 +118,14 @@ def traffic_of(offload: Variant, work: Work) -> Traffic:
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
 
     def predict(output_len: int) -> TransferCount:
-        chunk, spans = work.max_num_batched_tokens, offload.spans
-        return predict_request(layout, stats.resident_blocks, work.prompt_len, output_len, chunk, spans=spans)
+        chunk, layerwise_memory = work.max_num_batched_tokens, offload.layerwise_memory
+        return predict_request(
+            layout, stats.resident_blocks, work.prompt_len, output_len, chunk, layerwise_memory=layerwise_memory
+        )
 
     prefill, decode = predict(1), predict(work.output_len) - predict(1)
     counted = offload.moved[-1]
-    decode_h2d = max(0, decode.h2d_bytes - counted.arm_bytes)
+    decode_h2d = max(0, decode.h2d_bytes - counted.cpu_attention_bytes)
     prefill_s, decode_s = offload.runs[-1].prefill_seconds, offload.runs[-1].decode_seconds
     return Traffic(
         counted=counted,
@@ -186,7 +188,7 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, device: str
         kernel_gaps=gaps,
         outputs_equal=all(tokens == offload.tokens[0] for v in variants.values() for tokens in v.tokens),
         as_predicted=all(
-            moved.without_arm == traffic[name].predicted for name in traffic for moved in variants[name].moved
+            moved.without_cpu_attention == traffic[name].predicted for name in traffic for moved in variants[name].moved
         ),
         by_share=decode_by_share(args, work),
         other_load=other_load,
@@ -203,9 +205,9 @@ def open_variants(
     for name, arguments in placements.items():
         if name in {*names, OFFLOAD}:
             llm = stack.enter_context(work.open(**arguments))
-            variants[name] = Variant(llm, llm.kv_stats().spans)
+            variants[name] = Variant(llm, llm.kv_stats().layerwise_memory)
     if CHUNK_MAJOR in names:
-        variants[CHUNK_MAJOR] = Variant(variants[OFFLOAD].llm, NO_SPANS)
+        variants[CHUNK_MAJOR] = Variant(variants[OFFLOAD].llm, NO_LAYERWISE)
     return variants
 
 
@@ -245,7 +247,7 @@ def show_engine(name: str, stats: KVStats, rates: Rates) -> None:
     print_row("KV blocks on the device", f"{stats.num_gpu_blocks:,}", f"{mib(stats.device_bytes)}, ring included")
     print_row("KV blocks on the host", f"{stats.num_cpu_blocks:,}", mib(stats.host_bytes))
     print_row("host blocks for swapping", f"{stats.num_swap_blocks:,}", mib(stats.swap_bytes))
-    print_row("layer buffer", f"{stats.spans.buffer_blocks:,}", mib(stats.layer_buffer_bytes))
+    print_row("layer buffer", f"{stats.layerwise_memory.buffer_blocks:,}", mib(stats.layer_buffer_bytes))
     print_rates(rates)
     print()
 
@@ -255,7 +257,7 @@ def show_traffic(name: str, traffic: Traffic, ceilings: Ceilings) -> None:
     print(name)
     for name in TRANSFER_FIELDS:
         count, formula = getattr(traffic.counted, name), getattr(traffic.predicted, name)
-        spared = getattr(traffic.counted.without_arm, name) - count
+        spared = getattr(traffic.counted.without_cpu_attention, name) - count
         show = mib if name.endswith("bytes") else "{:,}".format
         left = f", {show(spared)} of it left to the CPU" if spared else ""
         differs = "" if count + spared == formula else f"  DIFFERS by {count + spared - formula:,}"

@@ -75,7 +75,7 @@ class Result:
     placement: str
     prompt_len: int
     streamed_bytes: int
-    arm_bytes: float  # of them, what a decode step leaves to the CPU
+    cpu_attention_bytes: float  # of them, what a decode step leaves to the CPU
     prefill: Phase
     decode: Phase
     rates: Rates  # of the last round
@@ -97,7 +97,7 @@ def measure(work: Work, placement: str, args: argparse.Namespace) -> Result:
         placement=placement,
         prompt_len=work.prompt_len,
         streamed_bytes=requests[-1].streamed_bytes,
-        arm_bytes=requests[-1].arm_bytes or 0.0,
+        cpu_attention_bytes=requests[-1].cpu_attention_bytes or 0.0,
         prefill=Phase.of([request.prefill for request in requests], [run.prefill_seconds for run in runs]),
         decode=Phase.of([request.decode for request in requests], [run.tpot or 0.0 for run in runs]),
         rates=rates,

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.kernels import Sizes, kernel_facts, open_device, operations, problem, seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import print_row, write_json
-from nanovllm.ops.attention import AttentionBackend, AttentionState, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
 from nanovllm.ops.tuned import TABLES, TunedEntry, read_table, table_path
@@ -72,7 +72,7 @@ class Sweep:
     def prefill(self) -> list[Timing]:
         from nanovllm.ops.triton_prefill import prefill_
 
-        def attend(q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, config: Config) -> None:
+        def attend(q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, config: Config) -> None:
             assert isinstance(config, PrefillConfig)
             prefill_(q, pool, table.on(q.device), state, self.scale, None, config)
 
@@ -83,7 +83,7 @@ class Sweep:
     def decode(self) -> list[Timing]:
         from nanovllm.ops.triton_decode import decode_
 
-        def attend(q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, config: Config) -> None:
+        def attend(q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, config: Config) -> None:
             assert isinstance(config, DecodeConfig)
             decode_(q, pool, table.on(q.device), state, self.scale, None, None, config)
 
@@ -98,7 +98,7 @@ class Sweep:
         self,
         config: Config,
         attend: Callable[..., None],
-        problems: Sequence[tuple[Tensor, Tensor, SegmentTable, AttentionState]],
+        problems: Sequence[tuple[Tensor, Tensor, AttentionMetadata, AttentionState]],
         work: Sequence[float],
         unit: str,
     ) -> Timing:

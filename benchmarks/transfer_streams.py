@@ -28,7 +28,7 @@ from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_runs
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
 
 LAYOUTS = {"streams for groups of slots": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}
@@ -62,7 +62,7 @@ class Ring:
             for layer in range(layout.num_layers)
             for block in range(engine.num_host_blocks)
         ]
-        runs = in_runs(uses, engine.group_slots)
+        runs = in_groups(uses, engine.group_slots)
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():

@@ -22,9 +22,9 @@ from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.device.memory import peak_rss_bytes
 from nanovllm.errors import ConfigError, ModelError, RequestError
+from nanovllm.kvcache.base import KVStats
 from nanovllm.kvcache.budget import TransferCount, predict_request
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.room import KVStats
 from nanovllm.recall import WordExam
 from nanovllm.recall.network import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
 from nanovllm.smollm2 import UnavailableError
@@ -43,7 +43,10 @@ TRANSFERS = {
 }
 
 
-LEFT_TO_THE_CPU = {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks"}  # what spares which transfers
+LEFT_TO_THE_CPU = {
+    "h2d_bytes": "cpu_attention_bytes",
+    "h2d_copies": "cpu_attention_blocks",
+}  # what spares which transfers
 
 
 def device_blocks(args: argparse.Namespace) -> int:
@@ -80,7 +83,9 @@ def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
     The CPU spares some of it, as many as its speed and the link's make best.
     """
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
-    return predict_request(layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, spans=stats.spans)
+    return predict_request(
+        layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, layerwise_memory=stats.layerwise_memory
+    )
 
 
 def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:
@@ -121,7 +126,7 @@ def show_transfers(counted: TransferCount, predicted: TransferCount) -> bool:
         left = f", {show(spared)} of it left to the CPU" if spared else ""
         differs = "" if count + spared == formula else f"  DIFFERS by {count + spared - formula:,}"
         _row(label, show(count), f"predicted {show(formula)}{left}{differs}")
-    return counted.without_arm == predicted
+    return counted.without_cpu_attention == predicted
 
 
 def show_speed(first: RequestOutput) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceMetadata:
     """One sequence's rows in the flat batch, and where its KV cache lives.
 
     Rows `[query_start, query_start + query_len)` of the batch are the tokens at positions
@@ -64,15 +64,15 @@ class ForwardContext:
 
     positions: Tensor  # int64 [tokens]
     rope_lengths: Tensor  # int64 [tokens]: max(prompt length, position + 1), which dynamic RoPE scales by
-    sequences: tuple[SequenceSlice, ...]
+    sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
 
 
-def positions_of(sequence: SequenceSlice) -> Tensor:
+def positions_of(sequence: SequenceMetadata) -> Tensor:
     """Positions of one sequence's rows, int64 [query_len], on the host."""
     return torch.arange(sequence.context_len, sequence.total_len, dtype=torch.int64)
 
 
-def flat_positions(sequences: Sequence[SequenceSlice]) -> Tensor:
+def flat_positions(sequences: Sequence[SequenceMetadata]) -> Tensor:
     """Positions of a flat batch of at least one sequence, int64 [tokens], in batch order, on the host."""
     return torch.cat([positions_of(sequence) for sequence in sequences])

@@ -18,7 +18,7 @@ from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import EngineError, RequestError, as_request_error
-from nanovllm.kvcache.room import KVStats
+from nanovllm.kvcache.base import KVStats
 from nanovllm.models.hf_config import (
     load_decoder_spec,
     load_eos_token_ids,
@@ -119,7 +119,7 @@ class LLM:
                 config.long_prefill_token_threshold,
                 config.preemption_mode,
                 num_layers=spec.num_layers,
-                spans=plan.spans,
+                layerwise_memory=plan.layerwise_memory,
             ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
@@ -228,7 +228,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """What this engine's memory holds, and what any prompt takes and moves; with `rates`, how long it lasts."""
-        return self._runner.whole_plan(rates or Rates())
+        return self._runner.plan_with_rates(rates or Rates())
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
         """Call `on_layer` in every step, layer by layer, with the share of the layers that are done; None: no more.

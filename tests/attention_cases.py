@@ -10,7 +10,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.reference_attention import reference_attention
 
 # Absolute bounds on (output, LSE) against fp64 on the same inputs, for keys, queries and values of size 1.
@@ -50,7 +50,7 @@ class Case:
         Random(seed).shuffle(order)
         block = (2, shape.kv_heads, shape.block_size, shape.head_dim)
         self.pool = torch.full((len(order), *block), float("nan"), dtype=dtype)
-        self.segments: list[KVSegment] = []
+        self.segments: list[KVMetadata] = []
         self.keys: list[tuple[Tensor, Tensor]] = []
         start = 1  # rows before, between and after the sequences belong to nobody
         for (context, new), count in zip(shape.lengths, counts, strict=True):
@@ -62,17 +62,17 @@ class Case:
             for position in range(context + new):
                 where = blocks[position // shape.block_size], position % shape.block_size
                 self.pool[where[0], 0, :, where[1]], self.pool[where[0], 1, :, where[1]] = k[position], v[position]
-            self.segments.append(KVSegment(start, new, context, 0, context + new, blocks))
+            self.segments.append(KVMetadata(start, new, context, 0, context + new, blocks))
             self.keys.append((k, v))
             start += new + 1
         self.q = random(start, shape.heads, shape.head_dim).to(device)
         self.pool = self.pool.to(device)
 
-    def attend(self, backend: AttentionBackend, tables: list[list[KVSegment]] | None = None) -> AttentionState:
+    def attend(self, backend: AttentionBackend, tables: list[list[KVMetadata]] | None = None) -> AttentionState:
         """The state after one call for each list of segments; by default all in one call."""
         state = AttentionState.empty(self.q)
         for segments in tables or [self.segments]:
-            backend.attend(self.q, self.pool, SegmentTable(segments), state, self.shape.scale, self.shape.window)
+            backend.attend(self.q, self.pool, AttentionMetadata(segments), state, self.shape.scale, self.shape.window)
         return state
 
     def check(self, state: AttentionState) -> None:
@@ -91,14 +91,14 @@ class Case:
         assert (state.out[nobody] == 0).all() and (state.lse[:, nobody] == -math.inf).all()
 
 
-def part(segment: KVSegment, first: int, last: int, block_size: int) -> KVSegment:
+def part(segment: KVMetadata, first: int, last: int, block_size: int) -> KVMetadata:
     """The same rows over the blocks [first, last) only."""
     end = min(segment.kv_end, segment.first_position + last * block_size)
     begin = segment.first_position + first * block_size
     return replace(segment, first_position=begin, kv_end=end, blocks=segment.blocks[first:last])
 
 
-def split(segment: KVSegment, cuts: list[int], block_size: int) -> list[KVSegment]:
+def split(segment: KVMetadata, cuts: list[int], block_size: int) -> list[KVMetadata]:
     edges = sorted({0, len(segment.blocks), *(cut for cut in cuts if cut < len(segment.blocks))})
     return [part(segment, *edge, block_size) for edge in pairwise(edges)]
 

@@ -16,7 +16,7 @@ from random import Random
 
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill, LayerwiseStep
 
 VOCAB = 50
 
@@ -117,11 +117,11 @@ class ContentExecutor:
         self.num_layers = num_layers
         self.first_host = num_device_blocks
         self.first_swap = num_device_blocks + num_host_blocks
-        self.num_places = self.first_swap + num_swap_blocks
+        self.num_physical_ids = self.first_swap + num_swap_blocks
         # (place, offset) -> in each layer the digest of the history up to there, None before the layer is computed
         self.entries: dict[tuple[int, int], list[bytes | None]] = {}
-        self.span: tuple[int, PrefillSpan, int] | None = None  # whose it is, and the unit that comes next
-        self.num_spans = 0
+        self.layerwise: tuple[int, LayerwisePrefill, int] | None = None  # whose it is, and the unit that comes next
+        self.num_layerwise = 0
         self.histories: dict[int, Sequence[int]] = {}  # seq_id -> its tokens, told by the test
         self.salts: dict[int, bytes] = {}
         self.num_steps = 0
@@ -136,19 +136,21 @@ class ContentExecutor:
         self.num_steps += 1
         for move in batch.moves:
             self._move(move)
-        self._check_written_places(batch)
-        if batch.span is None:
-            self.span = None
-        samples = [self._run_slice(seq, seq.span) if seq.span else self._compute(seq) for seq in batch.sequences]
+        self._check_written_blocks(batch)
+        if batch.layerwise is None:
+            self.layerwise = None
+        samples = [
+            self._run_part(seq, seq.layerwise) if seq.layerwise else self._compute(seq) for seq in batch.sequences
+        ]
         zeros = [0] * len(batch.sequences)
         return StepResult(samples, zeros, zeros)
 
     def close(self) -> None:
         return
 
-    def _tier(self, place: int) -> int:
-        assert 0 <= place < self.num_places
-        return (place >= self.first_host) + (place >= self.first_swap)
+    def _tier(self, physical_id: int) -> int:
+        assert 0 <= physical_id < self.num_physical_ids
+        return (physical_id >= self.first_host) + (physical_id >= self.first_swap)
 
     def _move(self, move: BlockMove) -> None:
         tiers = self._tier(move.src), self._tier(move.dst)
@@ -169,15 +171,15 @@ class ContentExecutor:
                 if not move.keeps_source:
                     del self.entries[move.src, offset]
 
-    def _check_written_places(self, batch: Batch) -> None:
+    def _check_written_blocks(self, batch: Batch) -> None:
         """No place is written by one sequence and used by another in the same step."""
         users: dict[int, int] = {}
         for seq in batch.sequences:
-            for place in seq.block_table:
-                users[place] = users.get(place, 0) + 1
+            for physical_id in seq.block_table:
+                users[physical_id] = users.get(physical_id, 0) + 1
         for seq in batch.sequences:
-            for place in seq.block_table[seq.context_len // self.block_size :]:
-                assert users[place] == 1, f"place {place} is written while another sequence uses it"
+            for physical_id in seq.block_table[seq.context_len // self.block_size :]:
+                assert users[physical_id] == 1, f"place {physical_id} is written while another sequence uses it"
 
     def _compute(self, seq: ScheduledSequence) -> list[Sample]:
         assert len(seq.token_ids) > 0, "zero-length query"
@@ -198,28 +200,32 @@ class ContentExecutor:
                 self.entries[where] = [digest] * self.num_layers
         return [self._sample(digest, row) for row in seq.samples]
 
-    def _run_slice(self, seq: ScheduledSequence, part: SpanSlice) -> list[Sample]:
+    def _run_part(self, seq: ScheduledSequence, part: LayerwiseStep) -> list[Sample]:
         """A few units of a span: each reads its own layer up to its chunk, and writes it there."""
-        span = part.span
-        if part.first_unit == 0:
-            self.span = (seq.seq_id, span, 0)
-            self.num_spans += 1
-        assert self.span == (seq.seq_id, span, part.first_unit), "the hidden states are those of another unit"
-        assert seq.context_len == span.begin and span.begin + len(seq.token_ids) == span.end
-        assert len(seq.block_table) == len(set(seq.block_table)) == -(-span.end // self.block_size)
+        layerwise = part.layerwise
+        if part.first_layer_chunk == 0:
+            self.layerwise = (seq.seq_id, layerwise, 0)
+            self.num_layerwise += 1
+        assert self.layerwise == (seq.seq_id, layerwise, part.first_layer_chunk), (
+            "the hidden states are those of another unit"
+        )
+        assert seq.context_len == layerwise.begin and layerwise.begin + len(seq.token_ids) == layerwise.end
+        assert len(seq.block_table) == len(set(seq.block_table)) == -(-layerwise.end // self.block_size)
         assert max(seq.block_table) < self.first_swap, "swapped blocks are not attended"
-        tokens, digests = self.histories[seq.seq_id][: span.end], [b""]
-        assert list(seq.token_ids) == list(tokens[span.begin :])
+        tokens, digests = self.histories[seq.seq_id][: layerwise.end], [b""]
+        assert list(seq.token_ids) == list(tokens[layerwise.begin :])
         for token in tokens:
             digests.append(history_digest(digests[-1], token, self.salts[seq.seq_id]))
-        for unit in range(part.first_unit, part.end_unit):
-            self._run_unit(span.layer(unit), span.positions(unit), seq.block_table, digests[1:])
-        self.span = (seq.seq_id, span, part.end_unit)
-        is_last = part.end_unit == self.num_layers * span.num_chunks
+        for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
+            self._run_layer_chunk(
+                layerwise.layer(layer_chunk), layerwise.positions(layer_chunk), seq.block_table, digests[1:]
+            )
+        self.layerwise = (seq.seq_id, layerwise, part.end_layer_chunk)
+        is_last = part.end_layer_chunk == self.num_layers * layerwise.num_chunks
         assert is_last or not seq.samples, "a token is sampled when all layers are done"
         return [self._sample(digests[-1], row) for row in seq.samples]
 
-    def _run_unit(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
+    def _run_layer_chunk(self, layer: int, chunk: range, block_table: Sequence[int], digests: Sequence[bytes]) -> None:
         assert layer < self.num_layers and len(chunk) > 0
         for position in range(chunk.stop):
             where = (block_table[position // self.block_size], position % self.block_size)

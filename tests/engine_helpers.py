@@ -14,7 +14,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -25,11 +25,14 @@ def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
     """A step computes max_num_batched_tokens tokens in all layers; a span's last unit may be half in, its first all."""
     assert 0 < len(batch.sequences) <= limits.max_num_seqs
     assert 0 <= batch.num_tokens <= limits.max_num_batched_tokens
-    if batch.span is not None and batch.span.span is not None:
-        part = batch.span.span
+    if batch.layerwise is not None and batch.layerwise.layerwise is not None:
+        part = batch.layerwise.layerwise
         left = (limits.max_num_batched_tokens - batch.num_tokens) * limits.num_layers - part.token_layers
         assert part.token_layers > 0
-        assert -2 * left <= len(part.span.positions(part.end_unit - 1)) or part.end_unit == part.first_unit + 1
+        assert (
+            -2 * left <= len(part.layerwise.positions(part.end_layer_chunk - 1))
+            or part.end_layer_chunk == part.first_layer_chunk + 1
+        )
 
 
 class WatchedExecutor(ContentExecutor):
@@ -71,12 +74,12 @@ class Bench:
         chunk_cap: int = 0,
         mode: PreemptionMode | None = None,
         num_layers: int = 1,
-        spans: SpanMemory = NO_SPANS,
+        layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
     ) -> None:
         self.manager = BlockManager(device, host, BLOCK, caching, swap)
         length = max_model_len or self.manager.max_sequence_tokens
         self.limits = SchedulerLimits(
-            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, spans
+            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory
         )
         self.executor = WatchedExecutor(device, host, self.limits, swap)
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)

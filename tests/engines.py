@@ -18,7 +18,7 @@ from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kvcache import sizing
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.prefill_plan import NO_SPANS
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
 
@@ -110,7 +110,7 @@ def set_prefill(llm: LLM, way: str) -> None:
     """From now on plan every prefill chunk-major, or leave it to the planner: layer-major where that saves bytes."""
     assert way in PREFILL_WAYS
     if way == "chunk-major":
-        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spans=NO_SPANS)
+        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, layerwise_memory=NO_LAYERWISE)
 
 
 def set_ring(monkeypatch: pytest.MonkeyPatch, ring_slots: int) -> None:
@@ -122,14 +122,14 @@ def set_ring(monkeypatch: pytest.MonkeyPatch, ring_slots: int) -> None:
     monkeypatch.setattr(sizing, "split_device", split)
 
 
-def watch_spans(llm: LLM) -> list[ScheduledSequence]:
+def watch_layerwise(llm: LLM) -> list[ScheduledSequence]:
     """Every share of a step that goes layer by layer, from now on."""
-    spans: list[ScheduledSequence] = []
+    layerwise_memory: list[ScheduledSequence] = []
     execute = llm.engine.executor.execute
 
     def watch(batch: Batch) -> StepResult:
-        spans.extend([batch.span] if batch.span is not None else [])
+        layerwise_memory.extend([batch.layerwise] if batch.layerwise is not None else [])
         return execute(batch)
 
     llm.engine.executor.execute = watch  # type: ignore[method-assign]
-    return spans
+    return layerwise_memory

@@ -24,7 +24,7 @@ from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
 from nanovllm.kvcache import decode_tables
 from nanovllm.ops import cpu_linear, cpu_rows
-from nanovllm.ops.attention import AttentionState, DeviceTable, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, KVMetadata
 from nanovllm.ops.cpu_layer import FewRowLayer
 from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.store_kv import store_kv
@@ -133,23 +133,23 @@ class RowsOnCpu(NativeAttention):
         self._call = device.kernel(self._attend_rows)
 
     def attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         assert table.few.max_rows == 1 and table.few.total_rows == len(q) and not len(table.many)
         self._call(q, pool, table, state, scale, window)
 
     def _attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         segments = []
-        for row, span in enumerate(table.few.spans.tolist()):
-            query_start, query_len, start, count, first_position, kv_end, position, rows_before = span
+        for row, row in enumerate(table.few.rows.tolist()):
+            query_start, query_len, start, count, first_position, kv_end, position, rows_before = row
             assert count <= table.few.max_blocks and query_len == (count > 0)
             if count:
                 assert query_start == rows_before == row
                 blocks = table.blocks[start : start + count].tolist()
-                segments.append(KVSegment(query_start, query_len, position, first_position, kv_end, blocks))
-        self.attend(q, pool, SegmentTable(segments), state, scale, window)
+                segments.append(KVMetadata(query_start, query_len, position, first_position, kv_end, blocks))
+        self.attend(q, pool, AttentionMetadata(segments), state, scale, window)
 
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:

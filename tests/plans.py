@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 RATES = Rates(
     compute=1e9, attention=5e8, weight_bandwidth=1e9, head_bandwidth=2e9, device_bandwidth=4e8, link=Link(1e8, 5e7),
-    step_seconds=1e-3, layer_seconds=1e-4, visit_seconds=1e-5,
+    step_seconds=1e-3, layer_seconds=1e-4, block_read_seconds=1e-5,
 )  # fmt: skip
 
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
-from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.budget import TransferCount, predict_transfers, split_device
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
-from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.ops import torch_attention
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.native_attention import NativeAttention
@@ -61,7 +61,7 @@ class Watch:
 
 
 @contextmanager
-def offloaded_room(backend: AttentionBackend, block_size: int) -> Iterator[OffloadedKVCache]:
+def offloaded_cache(backend: AttentionBackend, block_size: int) -> Iterator[OffloadedKVCache]:
     layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, block_size, torch.float32.itemsize)
     device = OrderingCheck(CpuDevice()) if block_size < FULL_CHUNK else CpuDevice()  # the check would weigh on times
     split = split_device(DEVICE_BLOCKS, LAYERS)
@@ -73,19 +73,19 @@ def offloaded_room(backend: AttentionBackend, block_size: int) -> Iterator[Offlo
         device.close()
 
 
-def prefill(room: OffloadedKVCache, watch: Watch, chunk: int) -> tuple[Tensor, Tensor]:
+def prefill(kv_cache: OffloadedKVCache, watch: Watch, chunk: int) -> tuple[Tensor, Tensor]:
     """Every layer attends to each chunk in turn. Returns layer 0's output for the last chunk and fp64's."""
     generator = torch.Generator().manual_seed(0)
     tokens = CHUNKS * chunk
     q = torch.randn(tokens, HEADS, HEAD_DIM, generator=generator)
     k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, generator=generator)
-    attend = watch.around("layer", room.attend)
+    attend = watch.around("layer", kv_cache.attend)
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
-        sequence = SequenceSlice(0, chunk, start, tuple(range(start // chunk + 1)))
+        sequence = SequenceMetadata(0, chunk, start, tuple(range(start // chunk + 1)))
         positions = torch.arange(start, start + chunk)
-        ctx = ForwardContext(positions, positions + 1, (sequence,), room)
-        room.begin_step(ctx.sequences, [])
+        ctx = ForwardContext(positions, positions + 1, (sequence,), kv_cache)
+        kv_cache.begin_step(ctx.sequences, [])
         outputs = [attend(layer, q[rows], k[rows], v[rows], ctx) for layer in range(LAYERS)]
     return outputs[0], reference_attention(q[rows], k, v, SCALE, start)[0]
 
@@ -99,11 +99,11 @@ def test_copies_calls_and_merges_follow_the_formula(
     monkeypatch.setattr(cpu, "copy_pitched", watch.around("copy", cpu.copy_pitched))
     monkeypatch.setattr(torch_attention, "merge_states_", watch.around("merge", torch_attention.merge_states_))
     monkeypatch.setattr(backend, "attend", watch.around("attend", backend.attend))
-    with offloaded_room(backend, chunk) as room:
-        out, expected = prefill(room, watch, chunk)
-        room.engine.synchronize()
-        stats, layout = room.stats(), room.layout
-        run_slots = room.engine.group_slots
+    with offloaded_cache(backend, chunk) as kv_cache:
+        out, expected = prefill(kv_cache, watch, chunk)
+        kv_cache.engine.synchronize()
+        stats, layout = kv_cache.stats(), kv_cache.layout
+        run_slots = kv_cache.engine.group_slots
     assert (out - expected).abs().max() < 1e-5
 
     resident = stats.resident_blocks

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_mode import DEVICE, NARROW, TRITON_MARKS
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.backends import cuda_backends, first_right, select_backend
 from nanovllm.ops.flash_attention import FlashAttention
 from nanovllm.ops.native_attention import NativeAttention
@@ -223,7 +223,7 @@ def test_the_place_of_blocks_changes_no_bit(backend: AttentionBackend) -> None:
     for segment in case.segments:
         for index, block in enumerate(segment.blocks):
             slot = case.pool[block].clone().unsqueeze(0)
-            table = SegmentTable([replace(part(segment, index, index + 1, 32), blocks=[0])])
+            table = AttentionMetadata([replace(part(segment, index, index + 1, 32), blocks=[0])])
             backend.attend(case.q, slot, table, state, case.shape.scale, None)
     assert same_bits(state, together)
 
@@ -242,7 +242,7 @@ def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
             start, position = segment.query_start + first, segment.query_position + first
             kv_end = position + rows  # what a chunk could see when it was computed
             blocks = segment.blocks[: -(-kv_end // shape.block_size)]
-            chunks.append([KVSegment(start, rows, position, 0, kv_end, blocks)])
+            chunks.append([KVMetadata(start, rows, position, 0, kv_end, blocks)])
     assert same_bits(case.attend(NativeAttention(), chunks), case.attend(NativeAttention()))
 
 
@@ -265,7 +265,7 @@ class Wrong(NativeAttention):
         self.name, self._fails = name, fails
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         if self._fails:
             raise RuntimeError("no kernel image is available")

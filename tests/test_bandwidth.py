@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from arms import DeviceOfItsOwn
+from cpu_attention_helpers import DeviceOfItsOwn
 
 from nanovllm.device import PitchedCopy
 from nanovllm.kvcache.bandwidth import measure_bandwidths
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.ops import select_cpu_backend
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=64, itemsize=2)

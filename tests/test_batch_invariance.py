@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import logits_by_request, offloaded, random_prompt, set_prefill, watch_spans
+from engines import logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
 from torch import Tensor
 
 from nanovllm import LLM
@@ -45,12 +45,12 @@ def test_logits_do_not_depend_on_company(tmp_path: Path, family: str, dtype: str
     assert len(alone) == len(LENGTHS) * MAX_TOKENS
     for name, arguments in ENGINES.items():
         with LLM(tmp_path, **arguments) as llm:
-            spans = watch_spans(llm)
+            layerwise_memory = watch_layerwise(llm)
             set_prefill(llm, "chunk-major" if "chunk by chunk" in name else "layer-major")
             for state in ("cold", "warm"):
                 together = logits_by_request(llm, prompts, MAX_TOKENS)
                 assert together.keys() == alone.keys()
                 differing = [key for key in alone if not torch.equal(alone[key], together[key])]
                 assert not differing, f"{name}, {state}: {differing[:5]}"
-            assert bool(spans) == ("layer by layer" in name)
+            assert bool(layerwise_memory) == ("layer by layer" in name)
             assert llm.engine.scheduler.num_preemptions > 0 or name != "preempted"

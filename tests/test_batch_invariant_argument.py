@@ -37,9 +37,7 @@ def test_only_false_gives_the_promise_up_and_only_for_speed(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("head_dim", "said"), [(32, "do not depend on its batch"), (24, "heads of 24 are attended")])
-def test_the_log_says_what_holds(
-    head_dim: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_says_what_holds(head_dim: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_checkpoint(tmp_path, vocab=97, head_dim=head_dim)
     with caplog.at_level(logging.INFO), LLM(tmp_path, kvcache_block_size=16, num_gpu_blocks=20):
         assert any(said in record.message for record in caplog.records)

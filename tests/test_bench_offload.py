@@ -61,13 +61,18 @@ def check_result(result: dict[str, Any], num_gpu_blocks: int) -> None:
             assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert result["kv"]["on device"]["host_bytes"] == result["kv"]["resident"]["host_bytes"] == 0
     assert result["kv"]["offload"]["num_gpu_blocks"] == num_gpu_blocks
-    counts = {"h2d_bytes": "arm_bytes", "h2d_copies": "arm_blocks", "d2h_bytes": None, "d2h_copies": None}
+    counts = {
+        "h2d_bytes": "cpu_attention_bytes",
+        "h2d_copies": "cpu_attention_blocks",
+        "d2h_bytes": None,
+        "d2h_copies": None,
+    }
     on_host = result["prompt_len"] + OUTPUT_LEN - 1 - result["kv"]["offload"]["resident_blocks"] * 16
     for traffic in result["traffic"].values():
         counted = traffic["counted"]
         for name, spared in counts.items():
             assert counted[name] + counted.get(spared, 0) == traffic["prefill"][name] + traffic["decode"][name] > 0
-        assert counted["arm_blocks"] > 0
+        assert counted["cpu_attention_blocks"] > 0
         assert counted["d2h_bytes"] == on_host * TOKEN_BYTES
     loads = {name: traffic["prefill"]["h2d_bytes"] for name, traffic in result["traffic"].items()}
     assert loads["offload"] == 0 < loads["offload, chunk-major"], "layer-major prefill loads nothing"
@@ -155,8 +160,8 @@ def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.Capture
     on_device, *results = by_share["results"]
     names = [result["name"] for result in results]
     assert names == ["share 0", "share 0.25", "share 0.5", "share 0.75", "share 1", "automatic"]
-    assert on_device["h2d_bytes"] == on_device["arm_bytes"] == 0 and on_device["taken"] is None
-    arm = [result["arm_bytes"] for result in results[:5]]
+    assert on_device["h2d_bytes"] == on_device["cpu_attention_bytes"] == 0 and on_device["taken"] is None
+    arm = [result["cpu_attention_bytes"] for result in results[:5]]
     assert arm == sorted(set(arm)) and arm[0] == 0, "more blocks with every share"
     assert all(result["as_predicted"] and result["token_ms"]["median"] > 0 for result in by_share["results"])
     assert results[4]["taken"] == results[5]["taken"] == 1.0, "on one processor"

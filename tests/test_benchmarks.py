@@ -143,7 +143,7 @@ def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys:
     assert cases == [(n, p, length) for n in (2, 3) for p in script.PLACEMENTS for length in (40, 100)]
     for result in report["results"]:
         assert (result["streamed_bytes"] > 0) == (result["placement"] != "resident")
-        assert (result["arm_bytes"] > 0) == (result["placement"] == "offload" and result["prompt_len"] == 100)
+        assert (result["cpu_attention_bytes"] > 0) == (result["placement"] == "offload" and result["prompt_len"] == 100)
         for phase in (result["prefill"], result["decode"]):
             assert phase["predicted"]["median"] > 0 and 0 < phase["measured"]["low"] <= phase["measured"]["high"]
             assert -1 < phase["error"]["low"] <= phase["error"]["median"] <= phase["error"]["high"]

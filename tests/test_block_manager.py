@@ -27,8 +27,8 @@ def fresh() -> Iterator[int]:
 def test_device_places_go_first_then_host_places() -> None:
     manager = BlockManager(3, 4, BLOCK)
     first, second = running(manager, range(2 * BLOCK)), running(manager, range(100, 100 + 3 * BLOCK + 1))
-    assert manager.places(first, 2 * BLOCK) == [0, 1]
-    assert manager.places(second, 3 * BLOCK + 1) == [2, 3, 4, 5]
+    assert manager.physical_ids(first, 2 * BLOCK) == [0, 1]
+    assert manager.physical_ids(second, 3 * BLOCK + 1) == [2, 3, 4, 5]
     assert tiers(manager, second) == "DHHH"
     assert (manager.num_free, manager.num_cached, manager.num_used) == (1, 0, 6)
 
@@ -37,7 +37,7 @@ def test_places_cover_exactly_the_tokens_asked_for() -> None:
     manager = BlockManager(4, 0, BLOCK)
     seq = running(manager, range(2 * BLOCK + 1))
     for tokens, blocks in ((1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2), (2 * BLOCK + 1, 3)):
-        assert manager.places(seq, tokens) == [0, 1, 2][:blocks]
+        assert manager.physical_ids(seq, tokens) == [0, 1, 2][:blocks]
 
 
 def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:

@@ -64,7 +64,7 @@ def test_cached_device_blocks_move_to_the_host_before_anything_is_evicted(fresh:
     hit = sequence([*prompt, 1])
     manager.allocate(hit)
     assert tiers(manager, hit) == "HHH" and hit.num_computed == 2 * BLOCK
-    assert manager.places(hit, len(hit)) == [3, 2, 4]
+    assert manager.physical_ids(hit, len(hit)) == [3, 2, 4]
 
 
 def test_with_a_full_host_something_is_evicted(fresh: Iterator[int]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.ops import cpu_isa
-from nanovllm.ops.cpu_attention import KVSpan, attend, attend_batch, block_addresses, span_table
+from nanovllm.ops.cpu_attention import KVSpan, attend, attend_batch, block_addresses, metadata_rows
 from nanovllm.ops.reference_attention import reference_attention
 
 ISAS = cpu_isa.instruction_sets()
@@ -238,9 +238,9 @@ def test_company_in_the_batch_changes_no_bit(case: Case, others: list[tuple[int,
     ]
     members = draw.draw(st.permutations(members))
     data = [make_data(member) for member in members]
-    spans, rows, blocks = [], 1, 0  # row 0 and the last row belong to nobody
+    rows, rows, blocks = [], 1, 0  # row 0 and the last row belong to nobody
     for member, its in zip(members, data, strict=True):
-        spans.append(
+        rows.append(
             KVSpan(
                 rows,
                 member.tokens,
@@ -256,12 +256,12 @@ def test_company_in_the_batch_changes_no_bit(case: Case, others: list[tuple[int,
     q = torch.cat([q, q[:1]])
     out, lse = torch.full(q.shape, -7.0), torch.full((case.heads, len(q)), -7.0)
     attend_batch(
-        q, torch.cat([block_addresses(its.pool) for its in data]), span_table(spans), kv_heads=case.kv_heads,
+        q, torch.cat([block_addresses(its.pool) for its in data]), metadata_rows(rows), kv_heads=case.kv_heads,
         block_size=case.block_size, scale=case.scale, window=case.window, out=out, lse=lse, isa=case.isa,
         num_threads=draw.draw(st.integers(1, 4)),
     )  # fmt: skip
-    for member, its, span in zip(members, data, spans, strict=True):
-        mine = slice(span.query_start, span.query_start + span.query_len)
+    for member, its, row in zip(members, data, rows, strict=True):
+        mine = slice(row.query_start, row.query_start + row.query_len)
         assert_same_bits((out[mine], lse[:, mine]), run(member, its))
     for stranger in (0, len(q) - 1):
         assert torch.all(out[stranger] == -7.0)
@@ -357,7 +357,7 @@ def test_refuses_what_does_not_fit(changed: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spans", "message"),
+    ("rows", "message"),
     [
         ([KVSpan(1, 2, 0, 1, 0, 16, 14)], "within the 2 rows of q"),
         ([KVSpan(0, 2, 1, 1, 0, 16, 14)], "within the 1 given"),
@@ -367,14 +367,14 @@ def test_refuses_what_does_not_fit(changed: dict[str, Any], message: str) -> Non
         ),
     ],
 )
-def test_refuses_spans_outside_of_the_batch(spans: list[KVSpan], message: str) -> None:
+def test_refuses_spans_outside_of_the_batch(rows: list[KVSpan], message: str) -> None:
     good = tensors()
     blocks = block_addresses(good["blocks"])
     with pytest.raises(ValueError, match=message):
         attend_batch(
             good["q"],
             blocks,
-            span_table(spans),
+            metadata_rows(rows),
             kv_heads=2,
             block_size=16,
             scale=1.0,

@@ -90,9 +90,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**30), st.integers(0, MAX_ROWS), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
-def test_bits_are_those_of_the_operators(
-    seed: int, tokens: int, bias: bool, qk_norm: bool, dtype: torch.dtype
-) -> None:
+def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_norm: bool, dtype: torch.dtype) -> None:
     norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm))
     layer = few_row_layer(norms, products, EPS, HEAD_DIM)
     assert layer is not None

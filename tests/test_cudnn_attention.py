@@ -10,7 +10,7 @@ from attention_cases import Case, Shape, same_bits, split
 from torch import Tensor
 
 from nanovllm.ops import backends
-from nanovllm.ops.attention import AttentionBackend, AttentionState, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState
 from nanovllm.ops.backends import cuda_backends, first_right, row_attention, select_backend
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
@@ -49,7 +49,7 @@ class Other(NativeAttention):
     rows = 0
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         self.rows += sum(segment.query_len for segment in table.segments)
         super().attend(q, pool, table, state, scale, window)

@@ -163,11 +163,11 @@ def test_windows_and_rope_lengths(
 
 def pools(llm: LLM) -> list[Tensor]:
     """Everything that holds KV blocks for good."""
-    room = llm._runner.kv_cache
-    if isinstance(room, OffloadedKVCache):
-        return [room.engine.resident, room.engine.host.transpose(0, 1)]
-    assert isinstance(room, PagedKVCache)
-    return [room._pool]
+    kv_cache = llm._runner.kv_cache
+    if isinstance(kv_cache, OffloadedKVCache):
+        return [kv_cache.engine.resident, kv_cache.engine.host.transpose(0, 1)]
+    assert isinstance(kv_cache, PagedKVCache)
+    return [kv_cache._pool]
 
 
 @pytest.mark.parametrize("mode", MODES[:3])

@@ -12,11 +12,11 @@ from nanovllm.kvcache.decode_shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
-    arm_query_len,
     best_share,
-    blocks_for_arm,
+    blocks_for_cpu_attention,
     blocks_of_share,
     corrected,
+    cpu_attention_query_len,
     layer_seconds,
 )
 
@@ -48,8 +48,8 @@ def test_link_and_arm_end_together() -> None:
 def test_while_weights_are_read_only_the_link_works() -> None:
     weights = 400 * MIB
     share = best_share(100 * MIB, 0, weights, GPU)
-    arm = weights / GPU.device + share * 100 * MIB / GPU.host
-    assert arm == pytest.approx((1 - share) * 100 * MIB / GPU.link) and 0 < share < 0.8
+    cpu = weights / GPU.device + share * 100 * MIB / GPU.host
+    assert cpu == pytest.approx((1 - share) * 100 * MIB / GPU.link) and 0 < share < 0.8
     # The link is done before the arm can begin, which then only spares the device its attention.
     share = best_share(100 * MIB, 0, 10**10, GPU)
     assert share == pytest.approx(GPU.host / (GPU.host + GPU.device))
@@ -64,12 +64,12 @@ def test_a_round_trip_that_costs_more_than_the_link_is_not_made() -> None:
 def test_on_one_processor_bytes_are_read_where_they_are() -> None:
     assert best_share(100 * MIB, 10 * MIB, 50 * MIB, CPU) == 1.0
     assert best_share(100 * MIB, 10 * MIB, 50 * MIB, replace(CPU, host=5e9)) == 0.0  # a copy and a faster kernel
-    assert blocks_for_arm(LayerLoad([HostRead(MIB)] * 7), CPU) == 7
+    assert blocks_for_cpu_attention(LayerLoad([HostRead(MIB)] * 7), CPU) == 7
 
 
 def test_nothing_on_the_host_is_nothing_for_the_arm() -> None:
     assert best_share(0, MIB, MIB, GPU) == 0
-    assert blocks_for_arm(LayerLoad([], link_bytes=MIB, device_bytes=MIB), GPU) == 0
+    assert blocks_for_cpu_attention(LayerLoad([], link_bytes=MIB, device_bytes=MIB), GPU) == 0
 
 
 @given(host=st.floats(1, 1e9), resident=st.floats(0, 1e9), weights=st.floats(0, 1e9), given_rates=rates)
@@ -100,21 +100,23 @@ def test_no_number_of_blocks_is_better(
             given_rates,
         )
 
-    best = blocks_for_arm(LayerLoad(reads, link, device, weights), given_rates)
+    best = blocks_for_cpu_attention(LayerLoad(reads, link, device, weights), given_rates)
     assert seconds(best) == pytest.approx(min(map(seconds, range(len(reads) + 1))))
 
 
 def test_whole_blocks_come_close_to_the_formula() -> None:
     for count in (10, 100, 1000):
-        taken = blocks_for_arm(LayerLoad([HostRead(MIB)] * count, device_bytes=10 * MIB, weight_bytes=MIB), GPU)
+        taken = blocks_for_cpu_attention(
+            LayerLoad([HostRead(MIB)] * count, device_bytes=10 * MIB, weight_bytes=MIB), GPU
+        )
         assert abs(taken - count * best_share(count * MIB, 10 * MIB, MIB, GPU)) < 1
 
 
 def test_a_block_with_many_readers_is_the_links() -> None:
     """The link moves it once, the arm would read it for each."""
     alone, crowded = HostRead(MIB), HostRead(MIB, readers=64)
-    assert blocks_for_arm(LayerLoad([alone] * 10), GPU) == 8
-    assert blocks_for_arm(LayerLoad([crowded] * 10), GPU) == 0
+    assert blocks_for_cpu_attention(LayerLoad([alone] * 10), GPU) == 8
+    assert blocks_for_cpu_attention(LayerLoad([crowded] * 10), GPU) == 0
 
 
 def test_shares_of_blocks() -> None:
@@ -124,7 +126,7 @@ def test_shares_of_blocks() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(16, 8, 32), (32, 4, 8), (8, 8, 64), (128, 1, 1)])
 def test_the_arm_takes_as_many_rows_as_the_kernel_is_meant_for(heads: int, kv_heads: int, tokens: int) -> None:
-    assert arm_query_len(heads, kv_heads) == tokens
+    assert cpu_attention_query_len(heads, kv_heads) == tokens
 
 
 def test_rates_follow_what_is_observed() -> None:

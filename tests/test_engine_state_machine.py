@@ -20,7 +20,7 @@ from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.prefill_plan import SpanMemory
+from nanovllm.kvcache.prefill_plan import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         mode=st.sampled_from([None, "swap", None, "recompute"]),
         caching=st.booleans(),
         num_layers=st.integers(1, 4),
-        spans=st.builds(SpanMemory, st.integers(0, 20), st.integers(0, 60)),
+        layerwise_memory=st.builds(LayerwiseMemory, st.integers(0, 20), st.integers(0, 60)),
     )
     def start(
         self,
@@ -134,13 +134,13 @@ class EngineMachine(RuleBasedStateMachine):
         mode: PreemptionMode | None,
         caching: bool,
         num_layers: int,
-        spans: SpanMemory,
+        layerwise_memory: LayerwiseMemory,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
         self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap)
         self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers)
         length = self.manager.max_sequence_tokens
-        limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, spans)
+        limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, layerwise_memory)
         self.engine = LLMEngine(limits, ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE), self.manager, self.executor)
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
@@ -231,7 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "swapped": stats.swapped,
                 "recomputed": stats.recomputed,
                 "moves": self.executor.num_moves,
-                "spans": self.executor.num_spans,
+                "layerwise": self.executor.num_layerwise,
                 "hits": self.manager.stats.hit_tokens,
             }
         )
@@ -251,12 +251,14 @@ class EngineMachine(RuleBasedStateMachine):
         for request in scheduler.waiting:
             for seq in request.sequences:
                 assert not seq.block_table and seq.num_computed == 0
-        assert sum(seq.span is not None for request in scheduler.running for seq in request.live) <= 1
-        assert not any(seq.span for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences)
+        assert sum(seq.layerwise is not None for request in scheduler.running for seq in request.live) <= 1
+        assert not any(
+            seq.layerwise for request in [*scheduler.waiting, *scheduler.swapped] for seq in request.sequences
+        )
         swapped = {block for request in scheduler.swapped for seq in request.live for block in seq.block_table}
         assert all(self.manager.tiers.tier_of(block_id) is Tier.SWAP for block_id in swapped)
         assert self.manager.num_swapped == len(swapped)
-        assert sum(request.num_seats for request in scheduler.running) <= self.engine.limits.max_num_seqs
+        assert sum(request.num_seqs for request in scheduler.running) <= self.engine.limits.max_num_seqs
 
     def _live(self) -> list[Sequence]:
         scheduler = self.engine.scheduler
@@ -285,7 +287,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 STEPS = 20_000
-TROUBLE = ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "spans", "hits")
+TROUBLE = ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "layerwise", "hits")
 
 
 def has_seen_enough(totals: Counter[str]) -> bool:

@@ -87,7 +87,7 @@ def test_a_group_runs_as_a_whole_or_not_at_all() -> None:
         assert names.count("group") in (0, 3) and names.count("other") in (0, 3)
     assert outputs(bench, "group") == expected_group(prompt_of(4), 3, 6)
     assert outputs(bench, "other") == expected_group(prompt_of(4, 1), 3, 6)
-    assert bench.order[0] == "group", "the others wait for its seats"
+    assert bench.order[0] == "group", "the others wait for its free_seqs"
 
 
 def test_best_of_returns_the_most_likely_first() -> None:

@@ -127,9 +127,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         (6, "no file", (6,)),
     ],
 )
-def test_every_eos_id_counts(
-    tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]
-) -> None:
+def test_every_eos_id_counts(tmp_path: Path, in_config: Any, in_generation: Any, expected: tuple[int, ...]) -> None:
     make_checkpoint(tmp_path, "llama")
     edit_config(tmp_path, eos_token_id=in_config)
     if in_generation == "no file":
@@ -207,9 +205,7 @@ def test_broken_generation_configs_are_refused(single: Path) -> None:
         ),
     ],
 )
-def test_unsupported_configs_are_refused_by_name(
-    single: Path, changes: dict[str, Any], words: list[str]
-) -> None:
+def test_unsupported_configs_are_refused_by_name(single: Path, changes: dict[str, Any], words: list[str]) -> None:
     edit_config(single, **changes)
     message = refusal(lambda: load_decoder_spec(single))
     assert [word for word in (str(single / "config.json"), *words) if word not in message] == []

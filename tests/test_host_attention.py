@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.decode_shares import can_attend_beside
-from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.kvcache.decode_shares import can_attend_concurrently
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.host_attention import HostAttention, Meter, empty_task
 from nanovllm.ops.native_attention import NativeAttention
@@ -27,8 +27,8 @@ PATIENCE = 60  # seconds after which a task is taken to wait for ever
 
 # Two calls: the second goes on with the first's last row. Row 2 belongs to nobody.
 TABLES = [
-    SegmentTable([KVSegment(0, 1, 35, 0, 2 * BLOCK, (4, 1)), KVSegment(1, 1, 33, BLOCK, 2 * BLOCK, (3,))]),
-    SegmentTable([KVSegment(1, 1, 33, 2 * BLOCK, 34, (0,))]),
+    AttentionMetadata([KVMetadata(0, 1, 35, 0, 2 * BLOCK, (4, 1)), KVMetadata(1, 1, 33, BLOCK, 2 * BLOCK, (3,))]),
+    AttentionMetadata([KVMetadata(1, 1, 33, 2 * BLOCK, 34, (0,))]),
 ]
 
 
@@ -134,7 +134,7 @@ def test_tables_that_do_not_fit_are_refused_before_anything_runs() -> None:
 
 
 def test_the_heads_that_are_planned_for_are_those_that_the_kernel_takes() -> None:
-    assert all(can_attend_beside(size) == supports_head_dim(size) for size in range(1, 300))
+    assert all(can_attend_concurrently(size) == supports_head_dim(size) for size in range(1, 300))
 
 
 def test_streams_run_tasks_in_order_and_an_empty_one_does_nothing() -> None:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.idle_blocks import IdleBlocks
-from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
+from nanovllm.engine.evictor import Evictor
+from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Tier
 
 
 def test_a_place_pool_hands_out_each_place_once() -> None:
-    pool = PlacePool(5, 3)
+    pool = IdPool(5, 3)
     assert [pool.take() for _ in range(3)] == [5, 6, 7] and pool.num_free == 0
     with pytest.raises(IndexError, match="no free place"):
         pool.take()
@@ -21,51 +21,51 @@ def test_a_place_pool_hands_out_each_place_once() -> None:
 
 def test_places_are_handed_out_lowest_first() -> None:
     """So that blocks placed one after the other are neighbours, which one copy moves."""
-    pool = PlacePool(5, 9)
+    pool = IdPool(5, 9)
     taken = [pool.take() for _ in range(7)]
-    for place in (8, 5, 7, 6):
-        pool.give_back(place)
+    for assign in (8, 5, 7, 6):
+        pool.give_back(assign)
     assert taken == list(range(5, 12)) and [pool.take() for _ in range(6)] == [5, 6, 7, 8, 12, 13]
 
 
 def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
     manager = HybridManager(1, 1)
-    manager.place(7, Tier.DEVICE)
+    manager.assign(7, Tier.DEVICE)
     with pytest.raises(ValueError, match="block 7 already has place 0"):
-        manager.place(7, Tier.HOST)
+        manager.assign(7, Tier.HOST)
     with pytest.raises(ValueError, match="block 7 is already on the device"):
         manager.move(7, Tier.DEVICE)
     with pytest.raises(IndexError):
-        manager.place(8, Tier.DEVICE)
-    assert manager.num_placed == 1
+        manager.assign(8, Tier.DEVICE)
+    assert manager.num_assigned == 1
     assert manager.move(7, Tier.HOST) == BlockMove(0, 1)
     manager.release(7)
-    assert manager.num_placed == 0 and manager.num_free(Tier.DEVICE) == manager.num_free(Tier.HOST) == 1
+    assert manager.num_assigned == 0 and manager.num_free(Tier.DEVICE) == manager.num_free(Tier.HOST) == 1
 
 
 @given(st.lists(st.integers(0, 9), max_size=120))
 @settings(max_examples=60, deadline=None)
 def test_the_oldest_idle_block_is_the_one_used_longest_ago(touched: list[int]) -> None:
     """Each number is a block that becomes idle, or, where it is idle, is taken out."""
-    idle, ages = IdleBlocks(), dict[int, int]()
+    evictor, ages = Evictor(), dict[int, int]()
     for time, block in enumerate(touched):
         if block in ages:
-            assert idle.remove(block) == ages.pop(block)
+            assert evictor.remove(block) == ages.pop(block)
         else:
-            idle.add(block, time)
+            evictor.add(block, time)
             ages[block] = time
-        assert len(idle) == len(ages) and set(idle) == set(ages)
+        assert len(evictor) == len(ages) and set(evictor) == set(ages)
         if ages:
-            assert idle.oldest() == min((age, block) for block, age in ages.items())
+            assert evictor.oldest() == min((age, block) for block, age in ages.items())
     for expected in sorted((age, block) for block, age in ages.items()):
-        assert idle.oldest() == expected
-        idle.remove(expected[1])
-    assert not idle
+        assert evictor.oldest() == expected
+        evictor.remove(expected[1])
+    assert not evictor
 
 
 def test_idle_blocks_take_room_for_what_is_idle_only() -> None:
-    idle = IdleBlocks()
+    evictor = Evictor()
     for time in range(5000):
-        idle.add(time % 7, time)
-        idle.remove(time % 7)
-    assert len(idle) == 0 and len(idle._heap) < 100
+        evictor.add(time % 7, time)
+        evictor.remove(time % 7)
+    assert len(evictor) == 0 and len(evictor._heap) < 100

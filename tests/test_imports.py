@@ -35,7 +35,7 @@ TORCH_FREE = (
     "nanovllm.kvcache.layout",
     "nanovllm.kvcache.prefill_plan",
     "nanovllm.kvcache.sizing",
-    "nanovllm.planner.arm",
+    "nanovllm.planner.cpu_attention",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
     "nanovllm.planner.units",
@@ -46,7 +46,7 @@ TENSORS_BEGIN = {
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
     "nanovllm.engine.scratch_attention",
-    "nanovllm.engine.span_runner",
+    "nanovllm.engine.layerwise_runner",
 }
 
 # From the bottom up; a unit is a file or a package directly under nanovllm, "" the package's own __init__.

@@ -35,8 +35,8 @@ from typing import Any
 
 import pytest
 import torch
-from arms import room
 from checkpoints import make_checkpoint
+from cpu_attention_helpers import kv_cache
 from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, set_ring
 from graph_devices import CapturingDevice, RowsOnCpu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,7 +49,7 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.decode_graphs import DecodeGraphs
 from nanovllm.kvcache import decode_tables
 from nanovllm.models.decoder import DecoderLayer
-from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.store_kv import store_kv
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -133,7 +133,7 @@ def counted_step(llm: LLM) -> Counter[str]:
 
 def bounds(llm: LLM, context: int, query: int, way: str = "chunk-major") -> Counter[str]:
     """Of a step of one sequence alone whose first blocks are on the device."""
-    resident, engine = llm.kv_stats().resident_blocks, room(llm).engine
+    resident, engine = llm.kv_stats().resident_blocks, kv_cache(llm).engine
     begin, end = context // BLOCK, -(-(context + query) // BLOCK)
     visits, written = max(0, end - resident), max(0, end - max(begin, resident))
     groups, is_part = -(-visits // engine.group_slots), context % BLOCK > 0 and context // BLOCK >= resident
@@ -161,7 +161,7 @@ def check(counts: Counter[str], most: Counter[str]) -> None:
 
 def count_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the backend count as well from now on."""
-    device, backend = llm._runner.device, room(llm)._backend
+    device, backend = llm._runner.device, kv_cache(llm)._backend
     assert isinstance(device, CountedDevice)
     attend = backend.attend
 
@@ -202,7 +202,7 @@ def test_a_group_of_a_decode_step_is_a_copy_two_waits_and_two_records(
     for groups in (1, 3):  # and the block that is being written, in a group of its own
         prompt = random_prompt((1 + groups * group_slots) * BLOCK + 3, VOCAB, 1)
         with LLM(model_dir, dtype="float32", **offloaded(BLOCK, **sizes, cpu_attention=False)) as llm:
-            assert room(llm).engine.group_slots == group_slots and llm.kv_stats().resident_blocks == 1
+            assert kv_cache(llm).engine.group_slots == group_slots and llm.kv_stats().resident_blocks == 1
             count_attention(llm, monkeypatch)
             set_prefill(llm, "chunk-major")
             llm.engine.add_request("r", None, greedy(4), prompt)
@@ -210,7 +210,7 @@ def test_a_group_of_a_decode_step_is_a_copy_two_waits_and_two_records(
                 llm.engine.step()
             counted_step(llm)
             found.append(counted_step(llm))
-            streams = len(room(llm).engine.order._group_streams)
+            streams = len(kv_cache(llm).engine.order._group_streams)
     more = found[1] - found[0]
     once = {name: more.pop(name) - 2 * 2 * LAYERS for name in ("waits", "records")}
     assert more == {"attends": 2 * LAYERS, "kernels": 2 * LAYERS, "h2d": 2 * LAYERS}
@@ -232,8 +232,8 @@ def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytes
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
     q, pool = torch.randn(2, 4, 16), torch.randn(4, 2, 2, BLOCK, 16)
-    rows = (KVSegment(0, 1, 4 * BLOCK, 0, 4 * BLOCK, range(4)), KVSegment(1, 1, 2 * BLOCK, 0, 2 * BLOCK, (3, 1)))
-    TritonAttention().attend(q, pool, SegmentTable(rows), AttentionState.empty(q), 0.25, None)
+    rows = (KVMetadata(0, 1, 4 * BLOCK, 0, 4 * BLOCK, range(4)), KVMetadata(1, 1, 2 * BLOCK, 0, 2 * BLOCK, (3, 1)))
+    TritonAttention().attend(q, pool, AttentionMetadata(rows), AttentionState.empty(q), 0.25, None)
     assert 1 <= len(launches) <= 2
 
 

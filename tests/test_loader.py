@@ -164,9 +164,7 @@ def test_bad_indexes_are_refused(copy_of: Callable[[str], Path]) -> None:
 
     assert "model-9.safetensors" in message_after(lambda m: m.update({NORM: "model-9.safetensors"}))
     assert "../x" in message_after(lambda m: m.update({NORM: "../x"}))
-    assert "ghost in model-00001" in message_after(
-        lambda m: m.update(ghost="model-00001-of-00004.safetensors")
-    )
+    assert "ghost in model-00001" in message_after(lambda m: m.update(ghost="model-00001-of-00004.safetensors"))
     assert NORM in message_after(lambda m: m.pop(NORM))
     assert "weight_map" in message_after(lambda m: m.clear())
     for broken in ("{", "[]", "{}"):
@@ -261,7 +259,5 @@ def test_decoder_slots_cover_every_parameter_once(single: Path) -> None:
     assert all(bias is not None and (bias == 1).all() for bias in biases)
     assert all((linear.weight == 1).all() for linear in linears)
     norms = [norm.weight for layer in decoder.layers for norm in (layer.input_norm, layer.post_norm)]
-    assert all(
-        (weight == 1).all() for weight in [*norms, decoder.norm.weight, decoder.embedding, decoder.lm_head]
-    )
+    assert all((weight == 1).all() for weight in [*norms, decoder.norm.weight, decoder.embedding, decoder.lm_head])
     assert all(layer.qk_norm is not None and (layer.qk_norm == 1).all() for layer in decoder.layers)

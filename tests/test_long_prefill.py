@@ -14,39 +14,45 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import ScheduledSequence
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 
 LAYERS, BUDGET = 4, 24
-ANY_LENGTH = SpanMemory(buffer_blocks=250, max_tokens=1000)
+ANY_LENGTH = LayerwiseMemory(buffer_blocks=250, max_tokens=1000)
 
 
-def bench_with_spans(device: int = 4, host: int = 96, **options: Any) -> Bench:
-    options = {"budget": BUDGET, "num_layers": LAYERS, "spans": ANY_LENGTH, **options}
+def bench_with_layerwise(device: int = 4, host: int = 96, **options: Any) -> Bench:
+    options = {"budget": BUDGET, "num_layers": LAYERS, "layerwise_memory": ANY_LENGTH, **options}
     return Bench(device, host, **options)
 
 
 def slices(bench: Bench, name: str) -> list[ScheduledSequence]:
     """The steps in which a request went layer by layer."""
-    return [row for row in bench.rows(name) if row.span is not None]
+    return [row for row in bench.rows(name) if row.layerwise is not None]
 
 
-def units(bench: Bench, name: str) -> list[tuple[int, int]]:
-    return [(row.span.first_unit, row.span.end_unit) for row in slices(bench, name) if row.span is not None]
+def layer_chunks(bench: Bench, name: str) -> list[tuple[int, int]]:
+    return [
+        (row.layerwise.first_layer_chunk, row.layerwise.end_layer_chunk)
+        for row in slices(bench, name)
+        if row.layerwise is not None
+    ]
 
 
 # ---- one prompt
 
 
 def test_alone_a_span_advances_as_fast_as_chunks_would() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("long", prompt_of(5 * BUDGET), 1)
     bench.run()
-    assert units(bench, "long") == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)], "a step is BUDGET tokens, all layers"
+    assert layer_chunks(bench, "long") == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20)], (
+        "a step is BUDGET tokens, all layers"
+    )
     assert bench.tokens("long") == expected_output(prompt_of(5 * BUDGET), 1)
 
 
 def test_progress_counts_the_layers_that_a_span_is_through() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("long", prompt_of(5 * BUDGET), 1)
     seen = []
     while not bench.step()[0].finished:
@@ -55,32 +61,36 @@ def test_progress_counts_the_layers_that_a_span_is_through() -> None:
 
 
 def test_a_span_is_in_the_cache_when_its_last_layer_is_done_and_not_before() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("long", prompt_of(100), 3)
     (seq,) = bench.scheduler.waiting[0].sequences
     while bench.step()[0].outputs[0].token_ids == []:
         assert seq.num_computed == 0 and not bench.manager.prefix_cache._by_hash
-    assert seq.num_computed == 100 and seq.span is None and len(bench.manager.prefix_cache._by_hash) == 100 // BLOCK
+    assert (
+        seq.num_computed == 100 and seq.layerwise is None and len(bench.manager.prefix_cache._by_hash) == 100 // BLOCK
+    )
     assert bench.run()["long"].metrics.prefill_tokens == 100
     assert [bool(row.samples) for row in bench.rows("long")] == [False] * 4 + [True] * 3
 
 
 def test_what_fits_the_device_or_a_step_goes_by_chunks() -> None:
-    bench = bench_with_spans(device=30, host=30)
+    bench = bench_with_layerwise(device=30, host=30)
     bench.add("fits the device", prompt_of(100), 1)
     bench.add("a step", prompt_of(BUDGET, 1), 1)
     bench.run()
-    assert not any(row.span for name in bench.names.values() for row in bench.rows(name))
+    assert not any(row.layerwise for name in bench.names.values() for row in bench.rows(name))
 
 
 def test_a_prompt_beyond_the_memory_for_spans_goes_in_several_and_its_tail_by_chunks() -> None:
-    bench = bench_with_spans(spans=SpanMemory(buffer_blocks=43, max_tokens=60))  # 172 tokens; 2 chunks at a time
+    bench = bench_with_layerwise(
+        layerwise_memory=LayerwiseMemory(buffer_blocks=43, max_tokens=60)
+    )  # 172 tokens; 2 chunks at a time
     bench.add("long", prompt_of(200), 2)
     bench.run()
-    rows = [(row.context_len, len(row.token_ids), row.span is not None) for row in bench.rows("long")]
-    spans = [(0, 48, True), (48, 48, True), (96, 48, True)]
+    rows = [(row.context_len, len(row.token_ids), row.layerwise is not None) for row in bench.rows("long")]
+    layerwise_memory = [(0, 48, True), (48, 48, True), (96, 48, True)]
     assert rows == [
-        *(span for span in spans for _ in range(2)),
+        *(layerwise for layerwise in layerwise_memory for _ in range(2)),
         (144, 24, False),
         (168, 24, False),
         (192, 8, False),
@@ -90,7 +100,7 @@ def test_a_prompt_beyond_the_memory_for_spans_goes_in_several_and_its_tail_by_ch
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("first", prompt_of(80), 1)
     bench.run()
     bench.add("second", prompt_of(80) + prompt_of(61, 1), 2)
@@ -103,22 +113,22 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
 
 
 def test_decodes_go_on_in_every_step() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("talker", prompt_of(5), 30)
     bench.step()
     bench.add("long", prompt_of(10 * BUDGET, 1), 1)
     for step in range(2, 12):
         outputs = {output.request_id: output for output in bench.step()}
         assert len(outputs["talker"].outputs[0].token_ids) == step
-    assert units(bench, "long")[:3] == [(0, 4), (4, 8), (8, 12)], "the nearest to 23 tokens through 4 layers"
+    assert layer_chunks(bench, "long")[:3] == [(0, 4), (4, 8), (8, 12)], "the nearest to 23 tokens through 4 layers"
     bench.run()
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET, 1), 1)
 
 
-@pytest.mark.parametrize("spans", [NO_SPANS, ANY_LENGTH])
-def test_short_prompts_are_served_beside_a_long_one(spans: SpanMemory) -> None:
+@pytest.mark.parametrize("layerwise_memory", [NO_LAYERWISE, ANY_LENGTH])
+def test_short_prompts_are_served_beside_a_long_one(layerwise_memory: LayerwiseMemory) -> None:
     """At most half of a step goes to them: a prompt of that length is answered in the step after its arrival."""
-    bench = bench_with_spans(spans=spans)
+    bench = bench_with_layerwise(layerwise_memory=layerwise_memory)
     bench.add("long", prompt_of(10 * BUDGET), 1)
     bench.step()
     for index in range(6):
@@ -126,14 +136,14 @@ def test_short_prompts_are_served_beside_a_long_one(spans: SpanMemory) -> None:
         bench.step()
         assert f"short {index}" in bench.finished and "long" not in bench.finished
         (row,) = [seq for seq in bench.executor.batches[-1].sequences if bench.names[seq.seq_id] == "long"]
-        worth = len(row.token_ids) * LAYERS if row.span is None else row.span.token_layers
+        worth = len(row.token_ids) * LAYERS if row.layerwise is None else row.layerwise.token_layers
         assert worth == BUDGET // 2 * LAYERS, "half is the long one's"
     bench.run()
     assert bench.tokens("long") == expected_output(prompt_of(10 * BUDGET), 1)
 
 
 def test_many_short_prompts_do_not_starve_the_long_one() -> None:
-    bench = bench_with_spans(max_num_seqs=60, host=400)
+    bench = bench_with_layerwise(max_num_seqs=60, host=400)
     bench.add("long", prompt_of(4 * BUDGET), 1, priority=1)
     bench.step()
     for index in range(60):
@@ -145,19 +155,19 @@ def test_many_short_prompts_do_not_starve_the_long_one() -> None:
 
 
 def test_a_span_gets_a_unit_even_when_decodes_fill_the_step() -> None:
-    bench = bench_with_spans(max_num_seqs=40, host=600)
+    bench = bench_with_layerwise(max_num_seqs=40, host=600)
     bench.add("long", prompt_of(960), 1)
     bench.step()
     for index in range(30):
         bench.add(f"talker {index}", prompt_of(2, index + 1), 40)
     bench.run()
     full = [batch for batch in bench.executor.batches if len(batch.whole) == BUDGET]
-    assert len(full) > 5 and all(batch.span is not None for batch in full[:5])
+    assert len(full) > 5 and all(batch.layerwise is not None for batch in full[:5])
     assert bench.tokens("long") == expected_output(prompt_of(960), 1)
 
 
 def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_left() -> None:
-    bench = bench_with_spans(device=90, host=10)
+    bench = bench_with_layerwise(device=90, host=10)
     document = prompt_of(120)
     for name, prompt in (("first", [*document, 1]), ("same document", [*document, 2]), ("short", [3] * 30)):
         bench.add(name, prompt, 2)
@@ -170,7 +180,7 @@ def test_others_beside_a_long_prompt_of_chunks_wait_or_pass_and_find_what_it_lef
 
 
 def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
-    bench = bench_with_spans(host=200)
+    bench = bench_with_layerwise(host=200)
     document = prompt_of(120)
     bench.add("first", [*document, 1], 2)
     bench.add("same document", [*document, 2], 2)
@@ -179,7 +189,7 @@ def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
     bench.run()
     assert bench.finished["same document"].metrics.cached_tokens == 120
     assert not slices(bench, "same document"), "a token is left to compute"
-    steps = [[bench.names[seq.seq_id] for seq in batch.sequences if seq.span] for batch in bench.executor.batches]
+    steps = [[bench.names[seq.seq_id] for seq in batch.sequences if seq.layerwise] for batch in bench.executor.batches]
     assert all(len(names) <= 1 for names in steps)
     order = [names[0] for names in steps if names]
     assert order == ["first"] * order.count("first") + ["another"] * order.count("another")
@@ -189,10 +199,10 @@ def test_one_span_at_a_time_and_the_next_finds_what_it_left() -> None:
 
 
 def test_batches_with_spans_are_plain_data() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("long", prompt_of(100), 2)
     bench.run()
-    assert any(batch.span for batch in bench.executor.batches)
+    assert any(batch.layerwise for batch in bench.executor.batches)
     for batch in bench.executor.batches:
         assert pickle.loads(pickle.dumps(batch)) == batch
 
@@ -201,7 +211,7 @@ def test_batches_with_spans_are_plain_data() -> None:
 
 
 def test_an_aborted_span_leaves_nothing_and_the_next_one_starts() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     for index in range(1, 5):
         bench.add("long", prompt_of(100, index), 2)
         bench.add("next", prompt_of(100, index + 10), 2)
@@ -215,19 +225,19 @@ def test_an_aborted_span_leaves_nothing_and_the_next_one_starts() -> None:
 
 
 def test_a_preempted_span_begins_again() -> None:
-    bench = bench_with_spans(device=2, host=28, caching=False)
+    bench = bench_with_layerwise(device=2, host=28, caching=False)
     bench.add("talker", prompt_of(4), 40)
     bench.step()
     bench.add("long", prompt_of(110, 1), 2, priority=1)
     bench.run()
     assert bench.finished["long"].metrics.preemptions > 0
-    begun = [first for first, _ in units(bench, "long")]
+    begun = [first for first, _ in layer_chunks(bench, "long")]
     assert begun.count(0) == 1 + bench.finished["long"].metrics.preemptions
     assert bench.tokens("long") == expected_output(prompt_of(110, 1), 2)
 
 
 def test_a_failed_step_ends_the_span_and_the_engine_goes_on() -> None:
-    bench = bench_with_spans()
+    bench = bench_with_layerwise()
     bench.add("long", prompt_of(100), 2)
     bench.step()
     bench.executor.error = RuntimeError("out of memory")
@@ -243,20 +253,20 @@ def test_a_failed_step_ends_the_span_and_the_engine_goes_on() -> None:
     budget=st.integers(1, 30),
     device=st.integers(0, 10),
     num_layers=st.integers(1, 5),
-    spans=st.builds(SpanMemory, st.integers(1, 30), st.integers(1, 130)),
+    layerwise_memory=st.builds(LayerwiseMemory, st.integers(1, 30), st.integers(1, 130)),
 )
 @settings(max_examples=80, deadline=None)
 def test_everybody_is_served_within_the_budget(
-    requests: list[tuple[int, int, int]], budget: int, device: int, num_layers: int, spans: SpanMemory
+    requests: list[tuple[int, int, int]], budget: int, device: int, num_layers: int, layerwise_memory: LayerwiseMemory
 ) -> None:
     bench = Bench(
-        device, 40 - device, budget=budget, num_layers=num_layers, spans=spans
+        device, 40 - device, budget=budget, num_layers=num_layers, layerwise_memory=layerwise_memory
     )  # the executor checks every batch
     for i, (length, max_tokens, priority) in enumerate(requests):
         bench.add(str(i), prompt_of(length, i), max_tokens, priority)
     bench.run(4000)
     for i, (length, max_tokens, _) in enumerate(requests):
         assert bench.tokens(str(i)) == expected_output(prompt_of(length, i), max_tokens)
-        for earlier, later in pairwise(units(bench, str(i))):
+        for earlier, later in pairwise(layer_chunks(bench, str(i))):
             assert later[0] in (earlier[1], 0), "units follow each other, or a span begins"
     assert bench.manager.num_used == 0

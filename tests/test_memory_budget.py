@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import PREFILL_WAYS, logits_by_request, offloaded, random_prompt, set_prefill, watch_spans
+from engines import PREFILL_WAYS, logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
 from torch import Tensor
 
 from nanovllm import LLM
@@ -24,9 +24,9 @@ def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts:
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=CHUNK, cpu_attention=False)
     with LLM(model_dir, dtype=dtype, **arguments) as llm:
         set_prefill(llm, way)
-        spans = watch_spans(llm)
+        layerwise_memory = watch_layerwise(llm)
         logits = sorted_logits(llm, num_prompts)
-    return logits, bool(spans)
+    return logits, bool(layerwise_memory)
 
 
 def sorted_logits(llm: LLM, num_prompts: int) -> Tensor:
@@ -44,14 +44,14 @@ def test_logits_are_bit_identical_for_every_device_budget(
     tmp_path: Path, dtype: str, head_dim: int, layers: int, num_prompts: int
 ) -> None:
     make_checkpoint(tmp_path, vocab=VOCAB, dtype=dtype, head_dim=head_dim, layers=layers)
-    resident, has_span = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major")
-    assert torch.isfinite(resident.float()).all() and not has_span, "there is nothing to save"
+    resident, is_layerwise = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major")
+    assert torch.isfinite(resident.float()).all() and not is_layerwise, "there is nothing to save"
     for num_gpu_blocks in range(4, ALL_RESIDENT):
         for way in PREFILL_WAYS if num_gpu_blocks % 4 == 0 else ("layer-major",):
-            streamed, has_span = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts, way)
+            streamed, is_layerwise = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts, way)
             assert torch.equal(streamed, resident), f"num_gpu_blocks={num_gpu_blocks}, {way}"
             if num_gpu_blocks == 4:
-                assert has_span == (way == "layer-major" and head_dim % 16 == 0)
+                assert is_layerwise == (way == "layer-major" and head_dim % 16 == 0)
 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)
@@ -62,8 +62,8 @@ def test_logits_are_bit_identical_for_every_ring(
     make_checkpoint(tmp_path, vocab=VOCAB)
     resident, _ = logits_of_run(tmp_path, "float32", ALL_RESIDENT, 3, way)
     monkeypatch.setattr(sizing, "split_device", lambda *_: DeviceSplit(ring_slots, resident_blocks=1))
-    streamed, has_span = logits_of_run(tmp_path, "float32", 5, 3, way)
-    assert torch.equal(streamed, resident) and has_span == (way == "layer-major")
+    streamed, is_layerwise = logits_of_run(tmp_path, "float32", 5, 3, way)
+    assert torch.equal(streamed, resident) and is_layerwise == (way == "layer-major")
 
 
 def test_resident_and_offloaded_rooms_agree_to_the_bit(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from checkpoints import ROPES, edit_config, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.forward_context import ForwardContext, SequenceMetadata, flat_positions
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -56,9 +56,7 @@ def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def run(
-    decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], forced: int = 0
-) -> list[Tensor]:
+def run(decoder: Decoder, prompts: Sequence[Tensor], splits: Sequence[float], forced: int = 0) -> list[Tensor]:
     """Logits at every position of every prompt, all prompts in one flat batch per step.
 
     splits: fractions at which prompts are cut into chunks. The last `forced` tokens of each prompt stand for
@@ -93,7 +91,7 @@ def _step(
     for number, (prompt, start, end) in enumerate(zip(prompts, starts, ends, strict=True)):
         if end == start:
             continue
-        slices.append(SequenceSlice(row, end - start, start, (number,)))
+        slices.append(SequenceMetadata(row, end - start, start, (number,)))
         ids.append(prompt[start:end])
         lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
         row += end - start
@@ -192,9 +190,7 @@ def test_layer_types_choose_the_windowed_layers(tmp_path: Path, family: str) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_near_a_float32_reference(tmp_path: Path, dtype: str) -> None:
-    model = make_checkpoint(
-        tmp_path, "qwen3", hidden=256, intermediate=512, head_dim=64, layers=4, dtype=dtype
-    )
+    model = make_checkpoint(tmp_path, "qwen3", hidden=256, intermediate=512, head_dim=64, layers=4, dtype=dtype)
     prompts = random_prompts(199)
     theirs = torch.cat(reference(model, prompts))
     exact = torch.cat(reference(model.float(), prompts))

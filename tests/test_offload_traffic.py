@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from arms import force_share, most_arm_tokens, room
 from checkpoints import make_checkpoint
-from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, token_ids, watch_spans
+from cpu_attention_helpers import force_share, kv_cache, most_cpu_attention_tokens
+from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch, StepResult
-from nanovllm.kvcache.budget import ArmUse, TransferCount, predict_request, predict_transfers
+from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_request, predict_transfers
 from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 
@@ -73,22 +73,26 @@ def test_one_request_moves_what_the_formula_says(
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=chunk, cpu_attention=share is not None)
     with LLM(model_dir, **arguments) as llm:
         set_prefill(llm, way)
-        arm = None
+        cpu_attention = None
         if share is not None:
             force_share(llm, share)
-            arm = ArmUse(share, most_arm_tokens(llm))
+            cpu_attention = CpuAttentionUse(share, most_cpu_attention_tokens(llm))
         batches = recorded_batches(llm)
         (output,) = llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(max_tokens), use_tqdm=False)
-        stats, layout = llm.kv_stats(), room(llm).layout
+        stats, layout = llm.kv_stats(), kv_cache(llm).layout
     resident = stats.resident_blocks
     for batch, result, moved in batches:
         (seq,) = batch.sequences
-        if seq.span is None:
-            assert moved == predict_transfers(layout, resident, seq.context_len, len(seq.token_ids), arm=arm)
+        if seq.layerwise is None:
+            assert moved == predict_transfers(
+                layout, resident, seq.context_len, len(seq.token_ids), cpu_attention=cpu_attention
+            )
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
-    spans = stats.spans if way == "layer-major" else NO_SPANS
-    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, arm, spans)
-    if spans.max_tokens and arm is None:
+    layerwise_memory = stats.layerwise_memory if way == "layer-major" else NO_LAYERWISE
+    assert stats.transfers == predict_request(
+        layout, resident, prompt_len, max_tokens, chunk, cpu_attention, layerwise_memory
+    )
+    if layerwise_memory.max_tokens and cpu_attention is None:
         assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (
         stats.transfers.h2d_bytes,
@@ -105,11 +109,11 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
         token_ids(llm, document, greedy(1))  # its blocks are cached: some resident, the others on the host
         batches = recorded_batches(llm)
         outputs = llm.generate([[*document, i] for i in range(5)], greedy(1), use_tqdm=False)
-        layout, resident = room(llm).layout, llm.kv_stats().resident_blocks
+        layout, resident = kv_cache(llm).layout, llm.kv_stats().resident_blocks
     ((batch, result, moved),) = batches
     assert [output.num_cached_tokens for output in outputs] == [6 * BLOCK] * 5
-    shared = {place for seq in batch.sequences for place in seq.block_table[:6] if place >= resident}
-    tails = [place for seq in batch.sequences for place in seq.block_table[6:] if place >= resident]
+    shared = {physical_id for seq in batch.sequences for physical_id in seq.block_table[:6] if physical_id >= resident}
+    tails = [physical_id for seq in batch.sequences for physical_id in seq.block_table[6:] if physical_id >= resident]
     assert 0 < len(shared) <= 6
     moved_blocks = len(batch.moves)
     promoted = sum(move.src >= resident for move in batch.moves)
@@ -120,8 +124,8 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
         h2d_bytes=loaded * layout.block_bytes + promoted * layout.block_bytes,
         d2h_copies=LAYERS * len(tails) + moved_blocks - promoted,
         d2h_bytes=len(tails) * layout.token_bytes + (moved_blocks - promoted) * layout.block_bytes,
-        arm_blocks=LAYERS * on_host,
-        arm_bytes=on_host * layout.block_bytes,
+        cpu_attention_blocks=LAYERS * on_host,
+        cpu_attention_bytes=on_host * layout.block_bytes,
     )
     assert sum(result.h2d_bytes) == loaded * layout.block_bytes
     assert sum(result.d2h_bytes) == len(tails) * layout.token_bytes
@@ -134,22 +138,22 @@ def test_host_memory_outside_the_written_tokens_is_untouched(model_dir: Path, pr
     sentinel = -1234.5
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=37)) as llm:
         set_prefill(llm, way)
-        spans = watch_spans(llm)
-        host = room(llm).engine.host  # [blocks, layers, 2, kv_heads, block_size, head_dim]
+        layerwise_memory = watch_layerwise(llm)
+        host = kv_cache(llm).engine.host  # [blocks, layers, 2, kv_heads, block_size, head_dim]
         host.fill_(sentinel)
         batches = recorded_batches(llm)
         token_ids(llm, random_prompt(prompt_len, VOCAB, 2), greedy(BLOCK + 2))
-        room(llm).engine.synchronize()
+        kv_cache(llm).engine.synchronize()
         resident = llm.kv_stats().resident_blocks
         written = torch.zeros(host.shape[0], BLOCK, dtype=torch.bool)
         (last,) = batches[-1][0].sequences
         assert not any(batch.moves for batch, _, _ in batches)
         for position in range(last.context_len + len(last.token_ids)):
-            place = last.block_table[position // BLOCK]
-            if place >= resident:
-                written[place - resident, position % BLOCK] = True
+            physical_id = last.block_table[position // BLOCK]
+            if physical_id >= resident:
+                written[physical_id - resident, position % BLOCK] = True
         touched = host != sentinel
-    assert bool(spans) == (way == "layer-major")
+    assert bool(layerwise_memory) == (way == "layer-major")
     assert written.any() and not written.all()
     assert torch.equal(touched.any(dim=(1, 2, 3, 5)), written)
     assert torch.equal(touched.all(dim=(1, 2, 3, 5)), written)

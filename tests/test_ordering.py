@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 import torch
-from arms import DeviceOfItsOwn, force_share, put_arm_beside
 from checkpoints import make_checkpoint
+from cpu_attention_helpers import DeviceOfItsOwn, add_cpu_attention_streams, force_share
 from engines import greedy, offloaded, random_prompt, set_prefill, set_ring
 from host_tasks import PythonTask
 
@@ -144,8 +144,10 @@ def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
     """
     preemptions = moves = checked = 0
     for num_gpu_blocks, num_cpu_blocks, way in ((4, 14, "layer-major"), (9, 9, "layer-major"), (4, 14, "chunk-major")):
-        has_arm = share is not None
-        arguments = offloaded(BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45, cpu_attention=has_arm)
+        has_cpu_attention = share is not None
+        arguments = offloaded(
+            BLOCK, num_gpu_blocks, num_cpu_blocks, max_num_batched_tokens=45, cpu_attention=has_cpu_attention
+        )
         random = Random(7)
         with LLM(model_dir, dtype="float32", max_model_len=120, **arguments) as llm:
             set_prefill(llm, way)
@@ -202,18 +204,23 @@ def without_call(line: int, column: int) -> types.ModuleType:
     return module
 
 
-ARM_SHARES = {"without an arm": None, "an arm in order": 0.5, "an arm beside": 0.5, "all for an arm beside": 1.0}
+CPU_ATTENTION_SHARES = {
+    "without an arm": None,
+    "an arm in order": 0.5,
+    "an arm beside": 0.5,
+    "all for an arm beside": 1.0,
+}
 
 
 @pytest.mark.parametrize("ring_slots", [3, 4, 8])  # in runs of up to 1, 2 and 4
-@pytest.mark.parametrize("name", ARM_SHARES)
+@pytest.mark.parametrize("name", CPU_ATTENTION_SHARES)
 def test_the_engine_orders_everything(
     model_dir: Path, name: str, ring_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_ring(monkeypatch, ring_slots)
     if "beside" in name:
-        put_arm_beside(monkeypatch)
-    preemptions, moves, checked = stress(model_dir, ARM_SHARES[name])
+        add_cpu_attention_streams(monkeypatch)
+    preemptions, moves, checked = stress(model_dir, CPU_ATTENTION_SHARES[name])
     assert min(preemptions, moves) > 0 and checked > 1000
 
 
@@ -238,30 +245,30 @@ def test_there_are_as_many_mutants_as_the_design_has_orderings() -> None:
     sources = [source for _, _, source in order_calls()]
     of_the_ring = ("kv_written", "stored", "host_ready", "ring_slot_ready", "ring_slot_compute_done")
     of_moves = ("moves_begin", "moves_end")
-    of_the_arm = ("queries_written", "queries_arrived", "partial_written", "partial_arrived")
-    for event in of_the_ring + of_moves + of_the_arm:
+    of_cpu_attention = ("queries_written", "queries_arrived", "partial_written", "partial_arrived")
+    for event in of_the_ring + of_moves + of_cpu_attention:
         assert any(f"_{event}" in source and "record" in source for source in sources), event
         assert any(f"_{event}" in source and "wait" in source for source in sources), event
 
 
-def is_of_the_arm(source: str) -> bool:
-    return any(word in source for word in ("_arm", "_queries", "_partial"))
+def is_cpu_attention(source: str) -> bool:
+    return any(word in source for word in ("_cpu_attention", "_queries", "_partial"))
 
 
 @pytest.mark.parametrize(("line", "column", "source"), order_calls(), ids=lambda value: str(value))
 def test_every_wait_and_record_taken_out_is_noticed(
     model_dir: Path, line: int, column: int, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_of_the_arm(source):
-        put_arm_beside(monkeypatch)
+    if is_cpu_attention(source):
+        add_cpu_attention_streams(monkeypatch)
     monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
     with pytest.raises(EngineError) as failed:
-        stress(model_dir, 1.0 if is_of_the_arm(source) else None)
+        stress(model_dir, 1.0 if is_cpu_attention(source) else None)
     assert isinstance(failed.value.__cause__, OrderingError), source
 
 
 def test_an_arm_in_order_that_waits_for_no_store_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (wait,) = [call for call in order_calls() if call[2].startswith("self._arm.wait(self._host_ready")]
+    (wait,) = [call for call in order_calls() if call[2].startswith("self._cpu_attention.wait(self._host_ready")]
     monkeypatch.setattr(offload_engine, "TransferOrder", without_call(*wait[:2]).TransferOrder)
     with pytest.raises(EngineError) as failed:
         stress(model_dir, 1.0)

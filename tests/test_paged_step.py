@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.native_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.store_kv import store_kv
 
@@ -27,12 +27,12 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return pool, random(ROWS, HEADS, HEAD_DIM), k, v
 
 
-def table_and_slots() -> tuple[SegmentTable, Tensor]:
+def table_and_slots() -> tuple[AttentionMetadata, Tensor]:
     segments, slots = [], []
     for new, before, blocks in SEQUENCES:
-        segments.append(KVSegment(len(slots), new, before, 0, before + new, blocks))
+        segments.append(KVMetadata(len(slots), new, before, 0, before + new, blocks))
         slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(before, before + new)]
-    return SegmentTable(segments), torch.tensor(slots)
+    return AttentionMetadata(segments), torch.tensor(slots)
 
 
 def step_of(pool: Tensor, window: int | None = None) -> PagedStep:
@@ -60,7 +60,7 @@ def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, wi
 
 def test_many_rows_go_the_other_way() -> None:
     pool, _, _, _ = tensors(torch.float32)
-    table = SegmentTable([KVSegment(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
+    table = AttentionMetadata([KVMetadata(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
     slots = torch.arange(MAX_STEP_ROWS + 1)
     assert NativeAttention().paged_step(pool, slots, table, HEADS, 0.2, None) is None
 

@@ -21,7 +21,7 @@ from nanovllm.cli.main import main
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import predict_request
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import SpanMemory
+from nanovllm.kvcache.prefill_plan import LayerwiseMemory
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
@@ -65,7 +65,7 @@ def shape_of(value: Any) -> Any:
     return {key: shape_of(inner) for key, inner in value.items()} if isinstance(value, dict) else value is None
 
 
-TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes", "arm_blocks", "arm_bytes"}
+TRANSFER_KEYS = {"h2d_copies", "h2d_bytes", "d2h_copies", "d2h_bytes", "cpu_attention_blocks", "cpu_attention_bytes"}
 PHASE_KEYS = {"seconds", "tokens_per_second", "limit", "seconds_by_resource", "rates_not_known", "transfers"}
 
 
@@ -100,17 +100,17 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     budget = int(48e9 * 0.9) - report["model"]["weight_bytes"] - report["memory"]["activation_peak"]
     block_bytes = 4096 * 57_344
     # For spans an eighth: one layer of all blocks, and 3584 hidden values and an id of the tokens of each.
-    spans = SpanMemory(cache["layer_buffer_blocks"], cache["max_span_tokens"])
-    span_bytes = spans.buffer_blocks * block_bytes // 28 + spans.max_tokens * (2 * 3584 + 8)
-    assert spans.buffer_blocks >= 1_000_000 // 4096 and 0.99 * budget < 8 * span_bytes <= budget
-    assert cache["working_bytes"] == report["memory"]["activation_peak"] + span_bytes
-    budget -= span_bytes
+    layerwise_memory = LayerwiseMemory(cache["layer_buffer_blocks"], cache["max_span_tokens"])
+    layerwise_bytes = layerwise_memory.buffer_blocks * block_bytes // 28 + layerwise_memory.max_tokens * (2 * 3584 + 8)
+    assert layerwise_memory.buffer_blocks >= 1_000_000 // 4096 and 0.99 * budget < 8 * layerwise_bytes <= budget
+    assert cache["working_bytes"] == report["memory"]["activation_peak"] + layerwise_bytes
+    budget -= layerwise_bytes
     assert report["engine"]["num_gpu_blocks"] == budget // block_bytes == cache["resident_blocks"] + 1
     assert cache["device_bytes"] == cache["resident_blocks"] * block_bytes + cache["ring_slots"] * block_bytes // 28
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 4096, 2)
-    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, spans=spans)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, layerwise_memory=layerwise_memory)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes
     assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}
@@ -139,11 +139,14 @@ def test_the_cpu_takes_its_share_where_its_rate_is_given(capsys: pytest.CaptureF
     alone = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
     assert alone["request"]["cpu_attention"] == {"bytes_per_decode_step": None, "rates_not_known": ["host_bandwidth"]}
     shared = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--host-bandwidth", "100GB/s")
-    decode, arm_bytes = shared["request"]["decode"], shared["request"]["cpu_attention"]["bytes_per_decode_step"]
-    assert arm_bytes == pytest.approx(2 / 3 * alone["request"]["streamed_bytes"], rel=0.03)
-    assert decode["transfers"]["arm_bytes"] == pytest.approx(127 * arm_bytes)
+    decode, cpu_attention_bytes = (
+        shared["request"]["decode"],
+        shared["request"]["cpu_attention"]["bytes_per_decode_step"],
+    )
+    assert cpu_attention_bytes == pytest.approx(2 / 3 * alone["request"]["streamed_bytes"], rel=0.03)
+    assert decode["transfers"]["cpu_attention_bytes"] == pytest.approx(127 * cpu_attention_bytes)
     assert decode["seconds"] == pytest.approx(alone["request"]["decode"]["seconds"] / 3, rel=0.05)
-    assert decode["seconds_by_resource"]["host memory bandwidth"] == pytest.approx(arm_bytes / 100e9)
+    assert decode["seconds_by_resource"]["host memory bandwidth"] == pytest.approx(cpu_attention_bytes / 100e9)
     assert shared["request"]["prefill"] == alone["request"]["prefill"], "its chunks are long"
     streamed = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, "--host-bandwidth", "100GB/s", "--no-cpu-attention")
     assert streamed["request"]["decode"] == alone["request"]["decode"]
@@ -355,7 +358,7 @@ def test_rates_are_measured_on_any_network(model_dir: Path, ring_slots: int, loa
     for name in ("compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"):
         assert getattr(rates, name) > 0
     assert min(rates.step_seconds, rates.layer_seconds) >= 0
-    assert (rates.visit_seconds > 0) == (rates.link is not None) == (ring_slots > 0)
+    assert (rates.block_read_seconds > 0) == (rates.link is not None) == (ring_slots > 0)
     assert ((rates.host_bandwidth or 0) > 0) == (ring_slots > 0)
     if rates.link is not None:
         assert rates.link.h2d > 0 and rates.link.d2h > 0 and 0 <= rates.link.overlap <= 1

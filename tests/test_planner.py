@@ -88,7 +88,7 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     with LLM(path, **offloaded(BLOCK, **sizes, cpu_attention=cpu_attention)) as llm:
         plan = llm.plan()
         request = plan.request(prompt_len, output_len)
-        visits = count_visits(llm)
+        visits = count_block_reads(llm)
         llm.generate(random_prompt(prompt_len, VOCAB, 1), greedy(output_len), use_tqdm=False)
         stats = llm.kv_stats()
         assert stats.transfers == request.prefill_transfers + request.decode_transfers
@@ -97,13 +97,13 @@ def test_the_engine_allocates_and_moves_what_the_plan_says(
     resident = plan.kv.split.resident_blocks
     chunks = [(s.begin, s.end - s.begin) for s in plan.prefill_steps(prompt_len) if s.num_chunks == 1]
     steps = [*chunks, *((context, 1) for context in range(prompt_len, prompt_len + output_len - 1))]
-    seen = sum(plan.network.visits(BLOCK, resident, *step) for step in steps)
-    assert len(visits) + stats.transfers.arm_blocks == seen
-    assert cpu_attention or not stats.transfers.arm_blocks
+    seen = sum(plan.network.num_block_reads(BLOCK, resident, *step) for step in steps)
+    assert len(visits) + stats.transfers.cpu_attention_blocks == seen
+    assert cpu_attention or not stats.transfers.cpu_attention_blocks
     assert request.layer_by_layer == prompt_len - sum(size for _, size in chunks)
 
 
-def count_visits(llm: LLM) -> list[int]:
+def count_block_reads(llm: LLM) -> list[int]:
     """The slots of all visits from now on."""
     visits: list[int] = []
     engine = llm._runner.kv_cache.engine  # type: ignore[attr-defined]

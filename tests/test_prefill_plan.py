@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import (
-    NO_SPANS,
-    PrefillSpan,
-    SpanMemory,
-    SpanSlice,
+    NO_LAYERWISE,
+    LayerwiseMemory,
+    LayerwisePrefill,
+    LayerwiseStep,
+    divide_layerwise_memory,
     plan_prefill,
     prefill_steps,
-    span_memory,
 )
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, block_size=8, itemsize=2)
@@ -37,7 +37,7 @@ def in_chunks(begin: int, end: int, chunk: int) -> list[int]:
     return [min(chunk, end - first) for first in range(begin, end, chunk)]
 
 
-MEMORY = st.builds(SpanMemory, st.integers(0, 12), st.integers(0, 100))
+MEMORY = st.builds(LayerwiseMemory, st.integers(0, 12), st.integers(0, 100))
 
 
 @given(
@@ -48,21 +48,23 @@ MEMORY = st.builds(SpanMemory, st.integers(0, 12), st.integers(0, 100))
     memory=MEMORY,
 )
 @settings(max_examples=400, deadline=None)
-def test_the_way_that_loads_less_is_taken(host: set[int], begin: int, end: int, chunk: int, memory: SpanMemory) -> None:
+def test_the_way_that_loads_less_is_taken(
+    host: set[int], begin: int, end: int, chunk: int, memory: LayerwiseMemory
+) -> None:
     if begin >= end:
         return
-    span = plan_prefill(sorted(host), BLOCK, begin, end, chunk, memory)
+    layerwise = plan_prefill(sorted(host), BLOCK, begin, end, chunk, memory)
     ends = range(begin + 1, min(end, memory.buffer_blocks * BLOCK, begin + memory.max_tokens) + 1)
     possible = [e for e in ends if e == end or (e - begin) % chunk == 0]  # chunks are cut where they always are
     longest = max(possible, default=begin)
     saves = loads(host, begin, [longest - begin]) < loads(host, begin, in_chunks(begin, longest, chunk))
-    if span is None:
+    if layerwise is None:
         assert longest - begin <= chunk or not saves
     else:
-        assert span == PrefillSpan(begin, longest, chunk) and longest - begin > chunk and saves
+        assert layerwise == LayerwisePrefill(begin, longest, chunk) and longest - begin > chunk and saves
 
 
-ALL = SpanMemory(buffer_blocks=100, max_tokens=800)
+ALL = LayerwiseMemory(buffer_blocks=100, max_tokens=800)
 
 
 @pytest.mark.parametrize(
@@ -70,31 +72,31 @@ ALL = SpanMemory(buffer_blocks=100, max_tokens=800)
     [
         ("everything on the device: nothing to save", (), 0, 400, ALL, None),
         ("one step does it", range(50), 0, 64, ALL, None),
-        ("no memory for spans", range(50), 0, 400, NO_SPANS, None),
+        ("no memory for spans", range(50), 0, 400, NO_LAYERWISE, None),
         ("a long prompt", range(50), 0, 400, ALL, (0, 400)),
         ("a long prompt on a cached prefix", range(50), 160, 400, ALL, (160, 400)),
         ("the rest of a cached prompt is a step", range(50), 340, 400, ALL, None),
-        ("a shorter buffer: the tail goes by chunks", range(50), 0, 400, SpanMemory(30, 800), (0, 192)),
-        ("fewer hidden states: the next span comes after it", range(50), 0, 400, SpanMemory(50, 200), (0, 192)),
-        ("a buffer for no more than the cached prefix", range(50), 240, 400, SpanMemory(30, 800), None),
+        ("a shorter buffer: the tail goes by chunks", range(50), 0, 400, LayerwiseMemory(30, 800), (0, 192)),
+        ("fewer hidden states: the next span comes after it", range(50), 0, 400, LayerwiseMemory(50, 200), (0, 192)),
+        ("a buffer for no more than the cached prefix", range(50), 240, 400, LayerwiseMemory(30, 800), None),
         ("only the last block on the host: each earlier token is on the device", (49,), 0, 400, ALL, None),
     ],
 )
 def test_choices(
-    what: str, host: range, begin: int, end: int, memory: SpanMemory, expected: tuple[int, int] | None
+    what: str, host: range, begin: int, end: int, memory: LayerwiseMemory, expected: tuple[int, int] | None
 ) -> None:
-    span = plan_prefill(host, BLOCK, begin, end, 64, memory)
-    assert (None if span is None else (span.begin, span.end)) == expected, what
+    layerwise = plan_prefill(host, BLOCK, begin, end, 64, memory)
+    assert (None if layerwise is None else (layerwise.begin, layerwise.end)) == expected, what
 
 
 @given(host=st.sets(st.integers(0, 11)), end=st.integers(1, 12 * BLOCK), chunk=st.integers(1, 40), memory=MEMORY)
 @settings(max_examples=200, deadline=None)
 def test_the_steps_of_a_prompt_cover_it_in_the_same_chunks(
-    host: set[int], end: int, chunk: int, memory: SpanMemory
+    host: set[int], end: int, chunk: int, memory: LayerwiseMemory
 ) -> None:
     steps = prefill_steps(sorted(host), BLOCK, end, chunk, memory)
-    units = [step.positions(unit) for step in steps for unit in range(step.num_chunks)]
-    assert units == [range(first, min(first + chunk, end)) for first in range(0, end, chunk)]
+    layer_chunks = [step.positions(layer_chunk) for step in steps for layer_chunk in range(step.num_chunks)]
+    assert layer_chunks == [range(first, min(first + chunk, end)) for first in range(0, end, chunk)]
     assert all(step.num_chunks == 1 or step.end - step.begin <= memory.max_tokens for step in steps)
 
 
@@ -109,18 +111,24 @@ def test_the_steps_of_a_prompt_cover_it_in_the_same_chunks(
 def test_slices_cover_every_unit_once_within_the_budget(
     begin: int, tokens: int, chunk: int, num_layers: int, budget: int
 ) -> None:
-    span = PrefillSpan(begin, begin + tokens, chunk)
+    layerwise = LayerwisePrefill(begin, begin + tokens, chunk)
     ran: list[tuple[int, int]] = []
     first = 0
-    while first < num_layers * span.num_chunks:
-        part = SpanSlice(span, first, span.slice_end(first, budget, num_layers))
-        last, over = len(span.positions(part.end_unit - 1)), part.token_layers - budget
-        assert part.end_unit > first and (2 * over <= last or part.end_unit == first + 1), "half of the last fits"
-        if part.end_unit < num_layers * span.num_chunks:
-            following = len(span.positions(part.end_unit))
+    while first < num_layers * layerwise.num_chunks:
+        part = LayerwiseStep(layerwise, first, layerwise.step_end(first, budget, num_layers))
+        last, over = len(layerwise.positions(part.end_layer_chunk - 1)), part.token_layers - budget
+        assert part.end_layer_chunk > first and (2 * over <= last or part.end_layer_chunk == first + 1), (
+            "half of the last fits"
+        )
+        if part.end_layer_chunk < num_layers * layerwise.num_chunks:
+            following = len(layerwise.positions(part.end_layer_chunk))
             assert 2 * (over + following) > following, "not half of one more would have fitted"
-        ran += [(span.layer(unit), p) for unit in range(first, part.end_unit) for p in span.positions(unit)]
-        first = part.end_unit
+        ran += [
+            (layerwise.layer(layer_chunk), p)
+            for layer_chunk in range(first, part.end_layer_chunk)
+            for p in layerwise.positions(layer_chunk)
+        ]
+        first = part.end_layer_chunk
     assert ran == [(layer, position) for layer in range(num_layers) for position in range(begin, begin + tokens)]
 
 
@@ -132,7 +140,7 @@ def test_slices_cover_every_unit_once_within_the_budget(
 def test_a_prompt_within_the_memory_for_spans_loads_nothing(
     resident: int, prompt: int, output: int, chunk: int
 ) -> None:
-    moved = predict_request(LAYOUT, resident, prompt, output, chunk, spans=ALL)
+    moved = predict_request(LAYOUT, resident, prompt, output, chunk, layerwise_prefills=ALL)
     decodes = [predict_transfers(LAYOUT, resident, length, 1) for length in range(prompt, prompt + output - 1)]
     loaded = sum(decode.h2d_bytes for decode in decodes)
     assert moved.h2d_bytes == loaded
@@ -140,7 +148,7 @@ def test_a_prompt_within_the_memory_for_spans_loads_nothing(
 
 
 def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its_tail() -> None:
-    moved = predict_request(LAYOUT, 2, 400, 1, 64, spans=SpanMemory(buffer_blocks=40, max_tokens=140))
+    moved = predict_request(LAYOUT, 2, 400, 1, 64, layerwise_prefills=LayerwiseMemory(buffer_blocks=40, max_tokens=140))
     steps = [(0, 128), (128, 128), (256, 64), (320, 64), (384, 16)]  # chunks from where 40 blocks leave room for one
     assert moved == sum((predict_transfers(LAYOUT, 2, *step) for step in steps), TransferCount())
     assert moved.h2d_bytes < predict_request(LAYOUT, 2, 400, 1, 64).h2d_bytes
@@ -148,7 +156,7 @@ def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its
 
 def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
     layout = replace(LAYOUT, block_size=100)
-    moved = predict_request(layout, 1, 700, 1, 64, spans=SpanMemory(10, 1000))
+    moved = predict_request(layout, 1, 700, 1, 64, layerwise_prefills=LayerwiseMemory(10, 1000))
     assert (moved.h2d_copies, moved.d2h_copies) == (0, 6 * layout.num_layers)
 
 
@@ -165,16 +173,16 @@ def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
 def test_memory_is_divided_so_that_the_longest_prompt_loads_least(
     longest: int, memory: int, row_bytes: int, chunk: int
 ) -> None:
-    spans = span_memory(LAYOUT, row_bytes, memory, longest, chunk)
-    assert spans.num_bytes(LAYOUT, row_bytes) <= max(memory, 0)
+    layerwise_prefills = divide_layerwise_memory(LAYOUT, row_bytes, memory, longest, chunk)
+    assert layerwise_prefills.num_bytes(LAYOUT, row_bytes) <= max(memory, 0)
 
-    def loaded(given: SpanMemory) -> int:
-        return predict_request(LAYOUT, 0, longest, 1, chunk, spans=given).h2d_bytes
+    def loaded(given: LayerwiseMemory) -> int:
+        return predict_request(LAYOUT, 0, longest, 1, chunk, layerwise_prefills=given).h2d_bytes
 
-    least = loaded(spans)
+    least = loaded(layerwise_prefills)
     for blocks in range(-(-longest // BLOCK) + 1):
         tokens = (memory - blocks * LAYOUT.block_layer_bytes) // row_bytes
         if tokens >= 0:
-            assert least <= loaded(SpanMemory(blocks, min(tokens, longest)))
-    if least == loaded(NO_SPANS):
-        assert spans == NO_SPANS, "no memory is kept for nothing"
+            assert least <= loaded(LayerwiseMemory(blocks, min(tokens, longest)))
+    if least == loaded(NO_LAYERWISE):
+        assert layerwise_prefills == NO_LAYERWISE, "no memory is kept for nothing"

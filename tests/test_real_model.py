@@ -101,4 +101,4 @@ def test_tokens_and_perplexity_equal_transformers(engine: str, model_dir: Path, 
     torch.testing.assert_close(logprobs, reference.logprobs, rtol=0, atol=TOKEN_TOLERANCE)
     assert logprobs.mean().item() == pytest.approx(reference.logprobs.mean().item(), rel=MEAN_TOLERANCE)
     assert (moved.d2h_copies > 0) == engine.startswith("offloaded")
-    assert (moved.arm_blocks == 0) == (engine != "offloaded")
+    assert (moved.cpu_attention_blocks == 0) == (engine != "offloaded")

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_spans
+from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_layerwise
 
 from nanovllm import LLM
 from nanovllm.device import memory
@@ -34,7 +34,7 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
     engine = offloaded(block, num_gpu_blocks=max(4, num_blocks // 8), num_cpu_blocks=num_blocks + len(positions))
     with LLM(path, max_model_len=max_len, max_num_batched_tokens=chunk, **{**engine, **arguments}) as llm:
         set_prefill(llm, way)
-        spans = watch_spans(llm)
+        layerwise_memory = watch_layerwise(llm)
         assert llm.kv_stats().device_bytes * 4 <= num_blocks * llm.kv_stats().bytes_per_block
         # The first pays the prefill; the others find the document cached, most of it on the host.
         prompts = [make_prompt(document, position) for position in positions]
@@ -42,7 +42,7 @@ def ask_everything(path: Path, length: int, block: int, chunk: int, dtype: str, 
         answers = token_ids(llm, prompts[:1], greedy(ANSWER_TOKENS))
         planned = num_blocks * llm.kv_stats().bytes_per_block + llm._runner.plan.working_bytes
         excess = memory.peak_rss_bytes() - before - planned
-        assert bool(spans) == (way == "layer-major")
+        assert bool(layerwise_memory) == (way == "layer-major")
         answers += token_ids(llm, prompts[1:], greedy(ANSWER_TOKENS))
     wrong = [p for p, a in zip(positions, answers, strict=True) if a != expected_answer(document, p, ANSWER_TOKENS)]
     assert not wrong, f"{len(wrong)} of {len(positions)} wrong, at {wrong[:10]}"

@@ -63,9 +63,7 @@ class Recall:
             logits: Tensor = self.model(questions, past_key_values=cache).logits[:, -1].float()
         return logits
 
-    def answers(
-        self, positions: list[int], corrupt: Callable[[DynamicCache], None] | None = None
-    ) -> list[int]:
+    def answers(self, positions: list[int], corrupt: Callable[[DynamicCache], None] | None = None) -> list[int]:
         return [int(token) for token in self.logits(positions, corrupt).argmax(-1)]
 
 

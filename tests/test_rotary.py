@@ -79,19 +79,13 @@ def test_cos_and_sin_are_those_of_transformers(variant: str, head_dim: int) -> N
     length=st.integers(1, 200_000),
     head_dim=st.sampled_from([4, 16, 64, 128]),
 )
-def test_dynamic_frequencies_are_those_of_transformers(
-    factor: float, trained: int, length: int, head_dim: int
-) -> None:
+def test_dynamic_frequencies_are_those_of_transformers(factor: float, trained: int, length: int, head_dim: int) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": factor}
     config = llama_config(rope, head_dim, trained)
     ours = RotaryEmbedding(spec_of(config), head_dim, CPU)
     theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=torch.tensor(length))
-    cos, sin = ours.cos_sin(
-        torch.tensor([1]), torch.tensor([length])
-    )  # position 1: the angle is the frequency
-    torch.testing.assert_close(
-        torch.atan2(sin[0, 0], cos[0, 0, : head_dim // 2]), theirs, atol=1e-7, rtol=2e-6
-    )
+    cos, sin = ours.cos_sin(torch.tensor([1]), torch.tensor([length]))  # position 1: the angle is the frequency
+    torch.testing.assert_close(torch.atan2(sin[0, 0], cos[0, 0, : head_dim // 2]), theirs, atol=1e-7, rtol=2e-6)
 
 
 def test_dynamic_is_default_up_to_the_trained_length() -> None:

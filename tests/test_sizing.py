@@ -17,7 +17,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers, split_device
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
@@ -138,44 +138,52 @@ def test_no_more_is_taken_than_sequences_can_use() -> None:
 
 
 ROW = 128  # bytes that a span keeps for a token: as much as a layer's K and V of it
-SPANS = replace(MEMORY, span_row_bytes=ROW)
-SHARED_SPANS = replace(SPANS, host_free=900 * BLOCK, tiers_share_memory=True)
-FOR_ALL = SpanMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
+LAYERWISE = replace(MEMORY, layerwise_token_bytes=ROW)
+SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
+FOR_ALL = LayerwiseMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
 
 
-def plan_spans(memory: MemoryFacts = SPANS, **arguments: Any) -> KVPlan:
+def plan_with_layerwise(memory: MemoryFacts = LAYERWISE, **arguments: Any) -> KVPlan:
     return plan(memory, **{"enable_cpu_offload": True, "max_num_batched_tokens": 64, **arguments})
 
 
-def span_blocks(made: KVPlan) -> float:
+def layerwise_blocks(made: KVPlan) -> float:
     """The memory that is kept for spans, in KV blocks."""
-    return made.spans.num_bytes(LAYOUT, ROW) / BLOCK
+    return made.layerwise_memory.num_bytes(LAYOUT, ROW) / BLOCK
 
 
 def test_spans_are_given_memory_before_blocks_are_sized() -> None:
-    made = plan_spans()  # prompts of any length would take 250 blocks; an eighth of 750 is 93.75
-    assert 93 < span_blocks(made) <= 93.75 and made.num_gpu_blocks == 750 - 94
-    assert made.working_bytes == int((50 + span_blocks(made)) * BLOCK)
-    short = plan_spans(max_model_len=1600, num_cpu_blocks=10)
-    assert (short.spans, short.num_gpu_blocks) == (SpanMemory(100, 1600), 750 - 25), "what the longest prompt needs"
-    shared = plan_spans(SHARED_SPANS)
+    made = plan_with_layerwise()  # prompts of any length would take 250 blocks; an eighth of 750 is 93.75
+    assert 93 < layerwise_blocks(made) <= 93.75 and made.num_gpu_blocks == 750 - 94
+    assert made.working_bytes == int((50 + layerwise_blocks(made)) * BLOCK)
+    short = plan_with_layerwise(max_model_len=1600, num_cpu_blocks=10)
+    assert (short.layerwise_memory, short.num_gpu_blocks) == (LayerwiseMemory(100, 1600), 750 - 25), (
+        "what the longest prompt needs"
+    )
+    shared = plan_with_layerwise(SHARED_LAYERWISE)
     assert shared.num_gpu_blocks == 328, "half of what is left"
-    assert shared.num_cpu_blocks == int(0.9 * (900 - 328 - 50 - span_blocks(made)))
+    assert shared.num_cpu_blocks == int(0.9 * (900 - 328 - 50 - layerwise_blocks(made)))
 
 
 def test_spans_take_what_named_sizes_leave() -> None:
-    assert plan_spans(num_gpu_blocks=500, num_cpu_blocks=900).spans == FOR_ALL, "250 blocks are left"
-    assert 49 < span_blocks(plan_spans(num_gpu_blocks=700, num_cpu_blocks=900)) <= 50
-    assert plan_spans(num_gpu_blocks=750, num_cpu_blocks=900).spans == NO_SPANS
-    assert 49 < span_blocks(plan_spans(SHARED_SPANS, num_gpu_blocks=100, num_cpu_blocks=600)) <= 50
-    assert plan_spans(SHARED_SPANS, num_gpu_blocks=100, num_cpu_blocks=650).spans == NO_SPANS
-    unnamed = plan_spans(SHARED_SPANS, num_gpu_blocks=100)
-    assert 81 < span_blocks(unnamed) <= (750 - 100) / 8
-    assert unnamed.num_cpu_blocks == int(0.9 * (900 - 100 - 50 - span_blocks(unnamed)))
+    assert plan_with_layerwise(num_gpu_blocks=500, num_cpu_blocks=900).layerwise_memory == FOR_ALL, (
+        "250 blocks are left"
+    )
+    assert 49 < layerwise_blocks(plan_with_layerwise(num_gpu_blocks=700, num_cpu_blocks=900)) <= 50
+    assert plan_with_layerwise(num_gpu_blocks=750, num_cpu_blocks=900).layerwise_memory == NO_LAYERWISE
+    assert 49 < layerwise_blocks(plan_with_layerwise(SHARED_LAYERWISE, num_gpu_blocks=100, num_cpu_blocks=600)) <= 50
+    assert (
+        plan_with_layerwise(SHARED_LAYERWISE, num_gpu_blocks=100, num_cpu_blocks=650).layerwise_memory == NO_LAYERWISE
+    )
+    unnamed = plan_with_layerwise(SHARED_LAYERWISE, num_gpu_blocks=100)
+    assert 81 < layerwise_blocks(unnamed) <= (750 - 100) / 8
+    assert unnamed.num_cpu_blocks == int(0.9 * (900 - 100 - 50 - layerwise_blocks(unnamed)))
 
 
 def test_no_more_is_kept_than_the_longest_sequence_can_use() -> None:
-    assert plan_spans(num_gpu_blocks=50, num_cpu_blocks=51).spans == SpanMemory(99, 99 * 16), "the watermark"
+    assert plan_with_layerwise(num_gpu_blocks=50, num_cpu_blocks=51).layerwise_memory == LayerwiseMemory(99, 99 * 16), (
+        "the watermark"
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,17 +197,17 @@ def test_no_more_is_kept_than_the_longest_sequence_can_use() -> None:
     ],
 )
 def test_no_memory_is_kept_where_it_is_of_no_use(arguments: dict[str, Any]) -> None:
-    assert plan_spans(**arguments) == plan_spans(MEMORY, **arguments)
+    assert plan_with_layerwise(**arguments) == plan_with_layerwise(MEMORY, **arguments)
 
 
 def test_spans_never_cost_a_prompt_its_blocks() -> None:
     """Beside spans the cache would be too small for max_model_len, or for the smallest cache."""
     wanted = 16 * 690
-    assert plan_spans(num_cpu_blocks=4).num_gpu_blocks < 690
-    tight = plan_spans(num_cpu_blocks=4, max_model_len=wanted)
-    assert (tight.max_model_len, tight.spans, tight.num_gpu_blocks) == (wanted, NO_SPANS, 750)
-    smallest = plan_spans(replace(SPANS, activation_peak=795 * BLOCK))
-    assert (smallest.num_gpu_blocks, smallest.spans) == (5, NO_SPANS)
+    assert plan_with_layerwise(num_cpu_blocks=4).num_gpu_blocks < 690
+    tight = plan_with_layerwise(num_cpu_blocks=4, max_model_len=wanted)
+    assert (tight.max_model_len, tight.layerwise_memory, tight.num_gpu_blocks) == (wanted, NO_LAYERWISE, 750)
+    smallest = plan_with_layerwise(replace(LAYERWISE, activation_peak=795 * BLOCK))
+    assert (smallest.num_gpu_blocks, smallest.layerwise_memory) == (5, NO_LAYERWISE)
 
 
 @given(gpu=st.integers(4, 700), cpu=st.integers(0, 700), layers=st.integers(1, 30), offload=st.booleans())
@@ -227,6 +235,7 @@ def test_max_model_len_is_the_models_or_what_the_cache_holds() -> None:
 
 
 # ---- refusals
+
 
 def test_a_ring_needs_as_many_blocks_as_its_slots_take() -> None:
     offload = {"enable_cpu_offload": True, "num_cpu_blocks": 9}

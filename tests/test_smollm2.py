@@ -156,9 +156,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_the_demo_goes_on_without_the_package(
-    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_goes_on_without_the_package(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wheel in wheels.iterdir():
         wheel.unlink()
     assert demo.run_real_model(demo.parse_args(["--smollm2-dir", str(tmp_path / "model")]))

@@ -9,36 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.forward_context import SequenceSlice
+from nanovllm.forward_context import SequenceMetadata
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.step_plan import (
-    ArmRun,
-    BlockRun,
-    ResidentRun,
-    RingRun,
-    arm_candidates,
-    group_visits,
+    BlockGroup,
+    CpuAttentionGroup,
+    ResidentGroup,
+    RingGroup,
+    cpu_attention_candidates,
+    group_block_reads,
     leading_short,
-    plan_visits,
+    plan_block_reads,
 )
 
 BLOCK, RESIDENT, RUN = 4, 10, 3
 
 
-def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceSlice]:
+def decodes(*tables: list[int], tokens: int = 1) -> list[SequenceMetadata]:
     """Sequences whose last block is half full with `tokens` new ones."""
     return [
-        SequenceSlice(index * tokens, tokens, len(table) * BLOCK - 2 - tokens, table)
+        SequenceMetadata(index * tokens, tokens, len(table) * BLOCK - 2 - tokens, table)
         for index, table in enumerate(tables)
     ]
 
 
-def segments_of(item: BlockRun) -> list[tuple[int, int, list[int]]]:
+def segments_of(item: BlockGroup) -> list[tuple[int, int, list[int]]]:
     """(first query row, first position, blocks) of each segment."""
     return [(s.query_start, s.first_position, list(s.blocks)) for s in item.table.segments]
 
 
-def segments_of_sequence(items: Sequence[BlockRun], seq: SequenceSlice) -> list[tuple[int, int]]:
+def segments_of_sequence(items: Sequence[BlockGroup], seq: SequenceMetadata) -> list[tuple[int, int]]:
     """(index of the first block, number of blocks) of each segment, item by item."""
     segments = [s for item in items for s in item.table.segments if s.query_start == seq.query_start]
     return [(s.first_position // BLOCK, len(s.blocks)) for s in segments]
@@ -46,22 +46,22 @@ def segments_of_sequence(items: Sequence[BlockRun], seq: SequenceSlice) -> list[
 
 def test_a_sequence_is_three_calls() -> None:
     (seq,) = sequences = decodes([0, 1, 12, 13, 14])
-    visits = plan_visits(sequences, BLOCK, None)
-    plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm={2, 3})
-    assert [type(item) for item in plan.items] == [ResidentRun, ArmRun, RingRun]
+    reads = plan_block_reads(sequences, BLOCK, None)
+    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention={2, 3})
+    assert [type(item) for item in plan.items] == [ResidentGroup, CpuAttentionGroup, RingGroup]
     assert [segments_of(item) for item in plan.items] == [[(0, 0, [0, 1])], [(0, 8, [2, 3])], [(0, 16, [0])]]
     assert plan.items[1].table.segments[0].kv_end == 16 < seq.total_len
-    assert (plan.beside, plan.beside_rows) == ([], 0)
+    assert (plan.concurrent, plan.concurrent_rows) == ([], 0)
 
 
 def test_sequences_share_calls_whatever_tiers_they_are_on() -> None:
     sequences = decodes([0, 11, 12, 19], [1, 2, 3, 18], [13, 14, 4, 17])
-    visits = plan_visits(sequences, BLOCK, None)
-    arm = arm_candidates(visits, RESIDENT, len(sequences))
-    plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm)
+    reads = plan_block_reads(sequences, BLOCK, None)
+    cpu_attention = cpu_attention_candidates(reads, RESIDENT, len(sequences))
+    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention)
     kinds = [type(item) for item in plan.items]
     # The third begins on the host, so its resident block comes after the arm; the others' do not.
-    assert kinds == [ResidentRun, ArmRun, ResidentRun, RingRun]
+    assert kinds == [ResidentGroup, CpuAttentionGroup, ResidentGroup, RingGroup]
     assert segments_of(plan.items[0]) == [(0, 0, [0]), (1, 0, [1, 2, 3])]
     assert segments_of(plan.items[1]) == [(2, 0, [3, 4]), (0, 4, [1, 2])]
     assert segments_of(plan.items[2]) == [(2, 8, [4])]
@@ -95,64 +95,66 @@ def test_two_groups_fit_and_16_mib_are_a_group_where_they_can_be(ring_slots: int
 
 def test_what_streams_goes_in_runs_of_ring_slots() -> None:
     sequences = decodes([0, 11, 12, 13, 14, 15], [16])
-    plan = group_visits(plan_visits(sequences, BLOCK, None), sequences, BLOCK, RESIDENT, RUN)
-    assert [[visit.place for visit in run.visits] for run in plan.ring] == [[16, 11, 12], [13, 14, 15]]
-    assert [segments_of(run) for run in plan.ring] == [[(1, 0, [0]), (0, 4, [1, 2])], [(0, 12, [0, 1, 2])]]
+    plan = group_block_reads(plan_block_reads(sequences, BLOCK, None), sequences, BLOCK, RESIDENT, RUN)
+    assert [[read.physical_id for read in group.reads] for group in plan.ring] == [[16, 11, 12], [13, 14, 15]]
+    assert [segments_of(group) for group in plan.ring] == [[(1, 0, [0]), (0, 4, [1, 2])], [(0, 12, [0, 1, 2])]]
 
 
 def test_an_arm_beside_the_device_has_runs_of_its_own() -> None:
     sequences = decodes([11, 0, 12, 13, 19], [1, 2, 18])
-    visits = plan_visits(sequences, BLOCK, None)
-    arm = arm_candidates(visits, RESIDENT, len(sequences))
-    plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm, arm_beside=True)
-    assert [segments_of(run) for run in plan.beside] == [[(0, 0, [1])], [(0, 8, [2, 3])]]
-    assert all(isinstance(item, ResidentRun | RingRun) for item in plan.items)
-    assert plan.beside_rows == 1, "the second sequence has nothing for the arm"
+    reads = plan_block_reads(sequences, BLOCK, None)
+    cpu_attention = cpu_attention_candidates(reads, RESIDENT, len(sequences))
+    plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention, concurrent=True)
+    assert [segments_of(group) for group in plan.concurrent] == [[(0, 0, [1])], [(0, 8, [2, 3])]]
+    assert all(isinstance(item, ResidentGroup | RingGroup) for item in plan.items)
+    assert plan.concurrent_rows == 1, "the second sequence has nothing for the arm"
 
 
 def test_the_arm_takes_whole_blocks_of_short_sequences() -> None:
-    sequences = [*decodes([11, 12, 13], [14, 15]), SequenceSlice(2, 40, 0, [11, *range(20, 30)])]
-    visits = plan_visits(sequences, BLOCK, None)
+    sequences = [*decodes([11, 12, 13], [14, 15]), SequenceMetadata(2, 40, 0, [11, *range(20, 30)])]
+    reads = plan_block_reads(sequences, BLOCK, None)
     assert leading_short(sequences, most_tokens=8, most_rows=512) == 2
-    found = [visits[i].place for i in arm_candidates(visits, RESIDENT, 2)]
+    found = [reads[i].physical_id for i in cpu_attention_candidates(reads, RESIDENT, 2)]
     assert found == [12, 14], "11 is read by the long chunk too; 13 and 15 are being written"
 
 
 def test_blocks_with_few_readers_come_first_and_of_these_the_last() -> None:
     sequences = decodes([11, 12, 13, 19], [11, 12, 14, 18], [11, 15, 16, 17])
-    visits = plan_visits(sequences, BLOCK, None)
-    assert [visits[i].place for i in arm_candidates(visits, RESIDENT, 3)] == [16, 14, 13, 15, 12, 11]
+    reads = plan_block_reads(sequences, BLOCK, None)
+    assert [reads[i].physical_id for i in cpu_attention_candidates(reads, RESIDENT, 3)] == [16, 14, 13, 15, 12, 11]
 
 
 @pytest.mark.parametrize(("most_tokens", "most_rows", "number"), [(1, 512, 2), (3, 512, 4), (3, 6, 3), (1, 1, 1)])
 def test_short_sequences_at_the_start_of_the_batch(most_tokens: int, most_rows: int, number: int) -> None:
     lengths, start, sequences = (1, 1, 3, 2, 9, 1), 0, []
     for length in lengths:
-        sequences.append(SequenceSlice(start, length, 5, [0, 1, 2, 3]))
+        sequences.append(SequenceMetadata(start, length, 5, [0, 1, 2, 3]))
         start += length
     assert leading_short(sequences, most_tokens, most_rows) == number
 
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("window", [None, 7])
-def test_every_visit_once_and_in_order(beside: bool, window: int | None) -> None:
+def test_every_visit_once_and_in_order(concurrent: bool, window: int | None) -> None:
     for seed in range(200):
         random = Random(seed)
-        places = list(range(40))
-        random.shuffle(places)
-        common = [places.pop() for _ in range(random.randrange(3))]
-        tables = [common + [places.pop() for _ in range(random.randrange(1, 6))] for _ in range(random.randrange(1, 6))]
+        physical_ids = list(range(40))
+        random.shuffle(physical_ids)
+        common = [physical_ids.pop() for _ in range(random.randrange(3))]
+        tables = [
+            common + [physical_ids.pop() for _ in range(random.randrange(1, 6))] for _ in range(random.randrange(1, 6))
+        ]
         sequences = decodes(*tables)
-        visits = plan_visits(sequences, BLOCK, window)
-        candidates = arm_candidates(visits, RESIDENT, len(sequences))
-        arm = set(random.sample(candidates, random.randint(0, len(candidates))))
-        plan = group_visits(visits, sequences, BLOCK, RESIDENT, RUN, arm, beside)
-        items = [*plan.items, *plan.beside]
-        done = [visit for item in items for visit in item.visits]
-        assert all(len(item.visits) <= RUN for item in plan.ring)
-        assert sorted(map(id, done)) == sorted(map(id, visits))
+        reads = plan_block_reads(sequences, BLOCK, window)
+        candidates = cpu_attention_candidates(reads, RESIDENT, len(sequences))
+        cpu_attention = set(random.sample(candidates, random.randint(0, len(candidates))))
+        plan = group_block_reads(reads, sequences, BLOCK, RESIDENT, RUN, cpu_attention, concurrent)
+        items = [*plan.items, *plan.concurrent]
+        done = [read for item in items for read in item.reads]
+        assert all(len(item.reads) <= RUN for item in plan.ring)
+        assert sorted(map(id, done)) == sorted(map(id, reads))
         for reader, seq in enumerate(sequences):
             in_order = segments_of_sequence(plan.items, seq)
             assert in_order == sorted(in_order)
             covered = [p for first, count in segments_of_sequence(items, seq) for p in range(first, first + count)]
-            assert sorted(covered) == [v.first_position // BLOCK for v in visits if reader in v.readers]
+            assert sorted(covered) == [v.first_position // BLOCK for v in reads if reader in v.readers]

@@ -11,7 +11,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
 from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
 from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 
@@ -25,7 +25,7 @@ def swap_blocks(
     config = EngineConfig(model=str(tmp_path), **arguments)
     total = int(host_gib * 2**30)
     memory = MemoryFacts(total, total, total, tiers_share_memory=shared, activation_peak=0)
-    plan = KVPlan(resident, host, DeviceSplit(0, resident), 1024, NO_SPANS, working_bytes=0)
+    plan = KVPlan(resident, host, DeviceSplit(0, resident), 1024, NO_LAYERWISE, working_bytes=0)
     return plan_swap_space(config, LAYOUT, memory, plan)
 
 

@@ -10,9 +10,9 @@ from attention_cases import BOUNDS, Case, Shape, same_bits, split
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
-from nanovllm.forward_context import SequenceSlice
+from nanovllm.forward_context import SequenceMetadata
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.decode_tables import DecodeTables
-from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.layers import sampler
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.heads import place_heads
@@ -21,7 +21,7 @@ from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode
-from nanovllm.ops.attention import FEW_ROWS, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.triton_activation import silu_and_mul_triton
@@ -98,7 +98,7 @@ def test_alibi_slopes_lower_the_scores_of_distant_keys(dtype: torch.dtype) -> No
     case = Case(Shape(64, 2, 3, 32, None, ((90, 3),)), dtype, 1, DEVICE)
     slopes = 2.0 ** -torch.arange(1, 7)
     state = AttentionState.empty(case.q)
-    table = SegmentTable(case.segments).on(case.q.device)
+    table = AttentionMetadata(case.segments).on(case.q.device)
     decode_(case.q, case.pool, table, state, case.shape.scale, None, slopes.to(DEVICE))
     out, lse = with_alibi(case, slopes)
     assert (state.out[1:4].cpu() - out).abs().max() < BOUNDS[dtype][0]
@@ -146,7 +146,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
     shape = Shape(32, 2, 2, 16, window, ((69, 1), (0, 1), (15, 1), (16, 1), (47, 1)))
     case = Case(shape, dtype, 2, DEVICE)
-    sequences = [SequenceSlice(row, 1, s.query_position, s.blocks) for row, s in enumerate(case.segments)]
+    sequences = [SequenceMetadata(row, 1, s.query_position, s.blocks) for row, s in enumerate(case.segments)]
     new = torch.tensor([s.query_start for s in case.segments], device=DEVICE)
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
@@ -193,10 +193,10 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
     """Exact, and the same bits one block at a time; blocks of whole tiles and others."""
     case = Case(Shape(32, 1, 1, block_size, window, ((70, 131), (0, 66))), NARROW, 1, DEVICE)
 
-    def attend(groups: list[list[KVSegment]]) -> AttentionState:
+    def attend(groups: list[list[KVMetadata]]) -> AttentionState:
         state = AttentionState.empty(case.q)
         for group in groups:
-            table = SegmentTable(group).on(case.q.device)
+            table = AttentionMetadata(group).on(case.q.device)
             prefill_(case.q, case.pool, table, state, case.shape.scale, window, config)
         return state
 
@@ -209,10 +209,10 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
 def test_decode_with_every_configuration(config: DecodeConfig) -> None:
     case = Case(Shape(32, 1, 2, 160, None, ((330, 2), (30, 1))), NARROW, 1, DEVICE)
 
-    def attend(groups: list[list[KVSegment]]) -> AttentionState:
+    def attend(groups: list[list[KVMetadata]]) -> AttentionState:
         state = AttentionState.empty(case.q)
         for group in groups:
-            table = SegmentTable(group).on(case.q.device)
+            table = AttentionMetadata(group).on(case.q.device)
             decode_(case.q, case.pool, table, state, case.shape.scale, None, None, config)
         return state
 
@@ -229,7 +229,7 @@ def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
     late = replace(segment, first_position=segment.query_position + 30, kv_end=segment.kv_end + 30)
     before = AttentionState(state.out.clone(), state.lse.clone())
     case.pool = case.pool.nan_to_num(0.5)
-    TritonAttention().attend(case.q, case.pool, SegmentTable([late]), state, case.shape.scale, None)
+    TritonAttention().attend(case.q, case.pool, AttentionMetadata([late]), state, case.shape.scale, None)
     blind = slice(segment.query_start, segment.query_start + 30)
     assert torch.equal(state.lse[:, blind], before.lse[:, blind]) and torch.equal(state.out[blind], before.out[blind])
     assert (state.lse[:, blind.stop : segment.query_start + 70] > before.lse[:, blind.stop : -1]).all()

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.kernel_config import decode_variants, prefill_config, prefill_variants
 from nanovllm.ops.triton_activation import silu_and_mul_triton
 from nanovllm.ops.triton_decode import decode_
@@ -82,10 +82,10 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     rows = 200
     q = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype)
     pool = torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
-    one = KVSegment(0, 1, 100, 0, 101, [0])
-    table = SegmentTable([one, KVSegment(1, rows, 0, 0, rows, [1, 2])]).on(q.device)
+    one = KVMetadata(0, 1, 100, 0, 101, [0])
+    table = AttentionMetadata([one, KVMetadata(1, rows, 0, 0, rows, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
-    alone, alone_state = SegmentTable([one]).on(q.device), AttentionState.empty(q[:1, :KV_HEADS])
+    alone, alone_state = AttentionMetadata([one]).on(q.device), AttentionState.empty(q[:1, :KV_HEADS])
     config = prefill_config(head_dim, dtype, divmod(arch, 10))
     return {
         "prefill": lambda: prefill_(q, pool, table, state, 0.1, None, config),
@@ -99,8 +99,8 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
 def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     """Every configuration that a sweep tries, by its fields."""
     q, pool = torch.zeros(201, HEADS, head_dim, dtype=dtype), torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
-    few = SegmentTable([KVSegment(0, 1, 100, 0, 101, [0])]).on(q.device)
-    many = SegmentTable([KVSegment(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
+    few = AttentionMetadata([KVMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
+    many = AttentionMetadata([KVMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
     found: Launches = {}
     for prefill in prefill_variants(head_dim, dtype, divmod(arch, 10)):
@@ -122,9 +122,9 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             rows = few + 81 * many
             q, k = torch.zeros(rows, HEADS, head_dim, dtype=dtype), torch.zeros(rows, KV_HEADS, head_dim, dtype=dtype)
             state, end = AttentionState.empty(q), 16 * blocks - 3
-            segments = [KVSegment(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
-            segments += [KVSegment(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
-            table = SegmentTable(segments).on(q.device)
+            segments = [KVMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
+            segments += [KVMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
+            table = AttentionMetadata(segments).on(q.device)
             decode_(q, pool, table, state, 0.1, None)
             prefill_(q, pool, table, state, 0.1, None)
             merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None])

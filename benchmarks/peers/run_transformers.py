@@ -28,9 +28,7 @@ def load(job: Job) -> Loaded:
     import transformers
 
     torch.set_num_threads(job.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        job.model, dtype="auto", trust_remote_code=False
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype="auto", trust_remote_code=False).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
 

@@ -16,7 +16,7 @@ from nanovllm.cli.arguments import positive
 from nanovllm.config import DTYPES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import check_step_fits, measure_memory, span_row_bytes, step_bytes
+from nanovllm.engine.profiling import check_step_fits, layerwise_token_bytes, measure_memory, step_bytes
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
@@ -177,7 +177,7 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
         host_free=host_mem,
         tiers_share_memory=False,
         activation_peak=step_bytes(model, config),
-        span_row_bytes=span_row_bytes(model, select_cpu_backend(network.spec.head_dim), config),
+        layerwise_token_bytes=layerwise_token_bytes(model, select_cpu_backend(network.spec.head_dim), config),
     )
 
 
@@ -244,4 +244,3 @@ def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse_option
-

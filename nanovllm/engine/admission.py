@@ -69,12 +69,12 @@ def blocks_beside(request: Request, block_size: int) -> int:
 
 
 def _check_group_fits(request: Request, limits: SchedulerLimits, manager: BlockManager) -> None:
-    needed, room = blocks_at_most(request, limits, manager.block_size), manager.num_blocks - manager.watermark
-    if needed <= room:
+    needed, available = blocks_at_most(request, limits, manager.block_size), manager.num_blocks - manager.watermark
+    if needed <= available:
         return
     count, shared = request.params.num_sequences, request.prompt_len // manager.block_size
     # One token more than fits, since the last is never computed.
-    fitting = max(1, (shared + (room - shared) // count) * manager.block_size + 1 - request.prompt_len)
+    fitting = max(1, (shared + (available - shared) // count) * manager.block_size + 1 - request.prompt_len)
     raise RequestError(
         f"request {request.request_id!r} asks for {count} sequences of up to "
         f"{longest_sequence(request, limits.max_model_len)} tokens, which can need {needed} KV blocks of "

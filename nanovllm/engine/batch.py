@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.prefill_plan import SpanSlice
+from nanovllm.kvcache.prefill_plan import LayerwiseStep
 
 
 def token_array(token_ids: Iterable[int] = ()) -> array[int]:
@@ -103,7 +103,7 @@ class ScheduledSequence:
     block_table: Sequence[int]  # places, covering every position up to the last computed one
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None
-    span: SpanSlice | None = None
+    layerwise: LayerwiseStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ class Batch:
     @property
     def whole(self) -> Sequence[ScheduledSequence]:
         """Those that go through all layers."""
-        return self.sequences if self.span is None else self.sequences[:-1]
+        return self.sequences if self.layerwise is None else self.sequences[:-1]
 
     @property
-    def span(self) -> ScheduledSequence | None:
+    def layerwise(self) -> ScheduledSequence | None:
         """The one that goes layer by layer."""
-        return self.sequences[-1] if self.sequences and self.sequences[-1].span is not None else None
+        return self.sequences[-1] if self.sequences and self.sequences[-1].layerwise is not None else None
 
     @property
     def num_tokens(self) -> int:

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum
 
-from nanovllm.engine.idle_blocks import IdleBlocks
+from nanovllm.engine.evictor import Evictor
 from nanovllm.engine.prefix_cache import Block, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
-from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, PlacePool, Tier
+from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Tier
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free, so that running sequences can grow
 MAX_PROMOTIONS_PER_STEP = 4  # a step waits for its moves before it computes
@@ -50,10 +50,10 @@ class BlockManager:
         """Forget all blocks, used and cached. Whoever held blocks must not use them any more."""
         tiers = self.tiers
         self.tiers = HybridManager(tiers.num_device_blocks, tiers.num_host_blocks, tiers.num_swap_blocks)
-        self._ids = PlacePool(0, self.num_blocks + tiers.num_swap_blocks)
+        self._ids = IdPool(0, self.num_blocks + tiers.num_swap_blocks)
         self._blocks: dict[int, Block] = {}  # used, cached and swapped
         self.prefix_cache.clear()
-        self._idle = {tier: IdleBlocks() for tier in Tier}  # cached blocks, by where they are
+        self._evictors = {tier: Evictor() for tier in Tier}  # cached blocks, by where they are
         self._clock = 0  # counts the times that a block became idle
         self._moves: list[BlockMove] = []
 
@@ -69,7 +69,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        return sum(len(idle) for idle in self._idle.values())
+        return sum(len(evictor) for evictor in self._evictors.values())
 
     @property
     def num_used(self) -> int:
@@ -97,8 +97,8 @@ class BlockManager:
         if self.num_blocks - needed < self.watermark:
             return AllocStatus.NEVER
         hits = self.find_prefix(seq)
-        idle_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
-        left = self.num_allocatable - idle_hits - (needed - len(hits))
+        unused_hits = sum(self._blocks[block_id].ref_count == 0 for block_id in hits)
+        left = self.num_allocatable - unused_hits - (needed - len(hits))
         return AllocStatus.OK if left >= self.watermark else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> None:
@@ -145,7 +145,7 @@ class BlockManager:
             self._drop_reference(block_id)
         seq.block_table = []
         seq.num_computed = 0
-        seq.span, seq.span_units = None, 0
+        seq.layerwise, seq.layerwise_done = None, 0
 
     # ---- sequences of one request
 
@@ -173,7 +173,7 @@ class BlockManager:
             for block_id in seq.block_table[len(table) :]:
                 self._drop_reference(block_id)
             seq.block_table = [swapped[block_id] for block_id in table]
-            seq.span, seq.span_units = None, 0
+            seq.layerwise, seq.layerwise_done = None, 0
         self._moves += moves
         return {move.src: move.dst for move in moves}
 
@@ -202,7 +202,7 @@ class BlockManager:
         copy = self._add_block(Tier.SWAP)
         self._blocks[copy].ref_count = holders
         block.ref_count -= holders
-        moves.append(BlockMove(self.tiers.place_of(block_id), self.tiers.place_of(copy), keeps_source=True))
+        moves.append(BlockMove(self.tiers.physical_id(block_id), self.tiers.physical_id(copy), keeps_source=True))
         return copy
 
     # ---- prefix cache
@@ -218,16 +218,16 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Blocks in use stay with their sequences and are no longer findable."""
-        for idle in self._idle.values():
-            while idle:
-                self._evict(idle.oldest()[1])
+        for evictor in self._evictors.values():
+            while evictor:
+                self._evict(evictor.oldest()[1])
         self.prefix_cache.clear()
 
     # ---- places
 
-    def places(self, seq: Sequence, num_tokens: int) -> list[int]:
+    def physical_ids(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Places of the blocks that hold the sequence's first `num_tokens` tokens."""
-        return [self.tiers.place_of(block_id) for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
+        return [self.tiers.physical_id(block_id) for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
 
     def promote(self, sequences: Iterable[Sequence]) -> None:
         """Bring full host blocks of the given sequences to free or idle device places.
@@ -242,7 +242,7 @@ class BlockManager:
                 if promoted == MAX_PROMOTIONS_PER_STEP or not self._device_can_be_had():
                     return
                 if self.tiers.tier_of(block_id) is Tier.HOST:
-                    self._vacate_device_place()
+                    self._vacate_device_block()
                     self._moves.append(self.tiers.move(block_id, Tier.DEVICE))
                     promoted += 1
 
@@ -252,13 +252,13 @@ class BlockManager:
         return moves
 
     def _device_can_be_had(self) -> bool:
-        return self.tiers.num_free(Tier.DEVICE) > 0 or bool(self._idle[Tier.DEVICE])
+        return self.tiers.num_free(Tier.DEVICE) > 0 or bool(self._evictors[Tier.DEVICE])
 
-    def _vacate_device_place(self) -> None:
+    def _vacate_device_block(self) -> None:
         """Free a device place. The device's oldest idle block goes to the host, unless the oldest of all must go."""
         if self.tiers.num_free(Tier.DEVICE):
             return
-        on_device, on_host = self._idle[Tier.DEVICE], self._idle[Tier.HOST]
+        on_device, on_host = self._evictors[Tier.DEVICE], self._evictors[Tier.HOST]
         last_used, leaving = on_device.oldest()
         if not self.tiers.num_free(Tier.HOST):
             if not on_host or last_used < on_host.oldest()[0]:
@@ -277,22 +277,22 @@ class BlockManager:
     def _tier_for_new_block(self) -> Tier:
         """The tier where a block goes next. There is a free place on it now."""
         if self._device_can_be_had():
-            self._vacate_device_place()
+            self._vacate_device_block()
             return Tier.DEVICE
         if not self.tiers.num_free(Tier.HOST):
-            self._evict(self._idle[Tier.HOST].oldest()[1])
+            self._evict(self._evictors[Tier.HOST].oldest()[1])
         return Tier.HOST
 
     def _add_block(self, tier: Tier) -> int:
         block_id = self._ids.take()
         self._blocks[block_id] = Block(block_id)
-        self.tiers.place(block_id, tier)
+        self.tiers.assign(block_id, tier)
         return block_id
 
     def _copy(self, block_id: int) -> int:
         """A block of its own for one of a shared block's holders, with the same content."""
         copy = self._new_block()
-        self._moves.append(BlockMove(self.tiers.place_of(block_id), self.tiers.place_of(copy), keeps_source=True))
+        self._moves.append(BlockMove(self.tiers.physical_id(block_id), self.tiers.physical_id(copy), keeps_source=True))
         self._drop_reference(block_id)
         self.num_copied_blocks += 1
         return copy
@@ -300,7 +300,7 @@ class BlockManager:
     def _acquire(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.ref_count == 0:
-            self._idle[self.tiers.tier_of(block_id)].remove(block_id)
+            self._evictors[self.tiers.tier_of(block_id)].remove(block_id)
         block.ref_count += 1
 
     def _drop_reference(self, block_id: int) -> None:
@@ -312,11 +312,11 @@ class BlockManager:
             self._discard(block_id)
         else:
             self._clock += 1
-            self._idle[self.tiers.tier_of(block_id)].add(block_id, self._clock)
+            self._evictors[self.tiers.tier_of(block_id)].add(block_id, self._clock)
 
     def _evict(self, block_id: int) -> None:
         self.prefix_cache.forget(self._blocks[block_id])
-        self._idle[self.tiers.tier_of(block_id)].remove(block_id)
+        self._evictors[self.tiers.tier_of(block_id)].remove(block_id)
         self._discard(block_id)
 
     def _discard(self, block_id: int) -> None:
@@ -329,9 +329,9 @@ class BlockManager:
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping contradicts itself. For tests and for fuzzing."""
         assert self.num_free + self.num_cached + self.num_used == self.num_blocks
-        assert self.tiers.num_placed == len(self._blocks)
-        for tier, idle in self._idle.items():
-            for block_id in idle:
+        assert self.tiers.num_assigned == len(self._blocks)
+        for tier, evictor in self._evictors.items():
+            for block_id in evictor:
                 block = self._blocks[block_id]
                 assert block.ref_count == 0 and block.content_hash is not None
                 assert self.tiers.tier_of(block_id) is tier

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device, Graph
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
+from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.kvcache.room import AttentionGeometry, KVRoom
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.pieces import StepMemory, run_piece
 from nanovllm.ops import row_attention
@@ -71,11 +71,11 @@ class DecodeGraphs:
         self._buckets = [Bucket(*cut[i], graphs[i * count : (i + 1) * count]) for i in range(len(sizes))][::-1]
         self.num_graphs = len(graphs)
 
-    def take(self, sequences: Sequence[SequenceSlice]) -> bool:
+    def take(self, sequences: Sequence[SequenceMetadata]) -> bool:
         """Whether a step of these sequences has graphs: each computes one token, and they are not too many."""
         return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
 
-    def run(self, inputs: Tensor, sequences: tuple[SequenceSlice, ...], kv_cache: KVCache) -> Tensor:
+    def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
         """Hidden states after the final norm: [rows, hidden], to be used before the next step.
 
         inputs: as of a bucket, on the host, for the sequences alone.
@@ -120,7 +120,7 @@ class DecodeGraphs:
 
 @torch.inference_mode()
 def record_decode_graphs(
-    device: Device, model: Decoder, kv_cache: KVRoom, max_len: int, config: EngineConfig
+    device: Device, model: Decoder, kv_cache: KVCacheBase, max_len: int, config: EngineConfig
 ) -> DecodeGraphs | None:
     """The graphs for an engine whose longest sequence has max_len tokens; None where all steps are to be eager.
 

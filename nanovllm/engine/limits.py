@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanovllm.config import PreemptionMode
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     preemption_mode: PreemptionMode | None = None
     num_layers: int = 1
-    spans: SpanMemory = NO_SPANS
+    layerwise_memory: LayerwiseMemory = NO_LAYERWISE
 
     @property
     def chunk(self) -> int:

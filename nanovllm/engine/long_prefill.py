@@ -17,14 +17,16 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.limits import SchedulerLimits
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.prefill_plan import PrefillSpan, SpanSlice, plan_prefill
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill, LayerwiseStep, plan_prefill
 
 
-def plan_span(seq: Sequence, manager: BlockManager, limits: SchedulerLimits) -> None:
+def plan_layerwise(seq: Sequence, manager: BlockManager, limits: SchedulerLimits) -> None:
     """Decide how the prefill of a sequence goes on: with a `span`, or with None a chunk through all layers."""
     tiers = manager.tiers
     on_host = [index for index, block in enumerate(seq.block_table) if tiers.tier_of(block) is Tier.HOST]
-    seq.span = plan_prefill(on_host, manager.block_size, seq.num_computed, seq.end, limits.chunk, limits.spans)
+    seq.layerwise = plan_prefill(
+        on_host, manager.block_size, seq.num_computed, seq.end, limits.chunk, limits.layerwise_memory
+    )
 
 
 def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
@@ -33,9 +35,9 @@ def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
     Several sequences that are recomputed beside each other are not one prompt, and never count as long.
     """
     alone = [request for request in running if len(request.computing) == 1]
-    with_span = (request for request in alone if request.computing[0].span is not None)
+    layerwise = (request for request in alone if request.computing[0].layerwise is not None)
     long = (request for request in alone if request.computing[0].num_remaining > max(tokens, 1))
-    return next(with_span, next(long, None))
+    return next(layerwise, next(long, None))
 
 
 def passes(request: Request, manager: BlockManager, chunk: int) -> bool:
@@ -44,22 +46,24 @@ def passes(request: Request, manager: BlockManager, chunk: int) -> bool:
     return seq.end <= chunk or seq.end - len(manager.find_prefix(seq)) * manager.block_size <= chunk
 
 
-def scheduled_slice(
-    whole: ScheduledSequence, seq: Sequence, span: PrefillSpan, tokens: int, num_layers: int
+def scheduled_part(
+    whole: ScheduledSequence, seq: Sequence, layerwise: LayerwisePrefill, tokens: int, num_layers: int
 ) -> ScheduledSequence:
     """A step's share of the sequence's span, as many units as `tokens` are worth through all layers.
 
     whole: the span as one chunk. Tokens are drawn, and scored, when they have come through all layers.
     """
-    end_unit = span.slice_end(seq.span_units, tokens * num_layers, num_layers)
-    part = replace(whole, span=SpanSlice(span, seq.span_units, end_unit))
-    return part if end_unit == num_layers * span.num_chunks else replace(part, samples=(), prompt_targets=None)
+    end_layer_chunk = layerwise.step_end(seq.layerwise_done, tokens * num_layers, num_layers)
+    part = replace(whole, layerwise=LayerwiseStep(layerwise, seq.layerwise_done, end_layer_chunk))
+    return (
+        part if end_layer_chunk == num_layers * layerwise.num_chunks else replace(part, samples=(), prompt_targets=None)
+    )
 
 
-def take_slice(seq: Sequence, done: SpanSlice, num_layers: int) -> int:
+def take_part(seq: Sequence, done: LayerwiseStep, num_layers: int) -> int:
     """The slice was run. Returns how many tokens are computed now, in all layers: none before the last unit."""
-    if done.end_unit < num_layers * done.span.num_chunks:
-        seq.span_units = done.end_unit
+    if done.end_layer_chunk < num_layers * done.layerwise.num_chunks:
+        seq.layerwise_done = done.end_layer_chunk
         return 0
-    seq.span, seq.span_units = None, 0
-    return done.span.end - done.span.begin
+    seq.layerwise, seq.layerwise_done = None, 0
+    return done.layerwise.end - done.layerwise.begin

@@ -17,20 +17,20 @@ from nanovllm.device.trace import TracedDevice
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.decode_graphs import record_decode_graphs
+from nanovllm.engine.layerwise_runner import LayerwiseRunner
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, score
-from nanovllm.engine.span_runner import SpanRunner
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice, WatchedKVCache, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata, WatchedKVCache, flat_positions
 from nanovllm.kvcache.bandwidth import measure_bandwidths
-from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, can_attend_beside
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
+from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, can_attend_concurrently
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.host_arm import BalancedShare, HostArm, arm_backend
+from nanovllm.kvcache.host_block_attention import BalancedShare, HostBlockAttention, cpu_attention_backend
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats
 from nanovllm.kvcache.sizing import KVPlan
 from nanovllm.kvcache.swap_space import asked_swap_bytes, plan_swap_space
 from nanovllm.models.batch_invariance import keep_batch_invariance
@@ -82,10 +82,12 @@ class ModelRunner:
             self._log_plan(config, backend)
         if config.trace is not None:
             self.device = TracedDevice(self.device, config.trace)
-        self.kv_cache = _make_room(self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks)
-        self._spans: SpanRunner | None = None
+        self.kv_cache = _make_kv_cache(
+            self.device, self.model, layout, self.plan, backend, config, self.num_swap_blocks
+        )
+        self._layerwise: LayerwiseRunner | None = None
         if isinstance(self.kv_cache, OffloadedKVCache):
-            self._spans = SpanRunner(self.model, self.kv_cache.spans)
+            self._layerwise = LayerwiseRunner(self.model, self.kv_cache.layerwise)
         self._graphs = record_decode_graphs(self.device, self.model, self.kv_cache, self.plan.max_model_len, config)
 
     @torch.inference_mode()
@@ -97,22 +99,22 @@ class ModelRunner:
         try:
             with self.device.compute():
                 traffic = self.kv_cache.begin_step(slices, batch.moves)
-                if self._spans is not None:
-                    self._spans.begin_step(batch.span, traffic)
-                scores = self._run_whole(batch.whole, slices)
-                if self._spans is not None and batch.span is not None:
-                    hidden = self._spans.run(batch.span)
-                    start = hidden.shape[0] - len(batch.span.token_ids)
-                    scores.extend(self._score(hidden, [batch.span], [start]))
+                if self._layerwise is not None:
+                    self._layerwise.begin_step(batch.layerwise, traffic)
+                scores = self._run_batch(batch.whole, slices)
+                if self._layerwise is not None and batch.layerwise is not None:
+                    hidden = self._layerwise.run(batch.layerwise)
+                    start = hidden.shape[0] - len(batch.layerwise.token_ids)
+                    scores.extend(self._score(hidden, [batch.layerwise], [start]))
                 self.kv_cache.end_step()
         except BaseException:
             self.kv_cache.abandon_step()
-            if self._spans is not None:
-                self._spans.drop()
+            if self._layerwise is not None:
+                self._layerwise.drop()
             raise
         return StepResult(scores.samples, traffic.h2d_bytes, traffic.d2h_bytes, scores.prompt_logprobs, scores.errors)
 
-    def whole_plan(self, rates: Rates) -> Plan:
+    def plan_with_rates(self, rates: Rates) -> Plan:
         """The KV memory together with the network and the machine."""
         return Plan(Network(self.spec, str(self.dtype).removeprefix("torch.")), self._sizing, rates, self.plan)
 
@@ -131,17 +133,17 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self._spans, self._graphs
+                del self.model, self.kv_cache, self._layerwise, self._graphs
 
     def _log_plan(self, config: EngineConfig, backend: AttentionBackend) -> None:
         ring_slots, chunk = self.plan.split.ring_slots, config.max_num_batched_tokens
         with closing(create_device(config.device)) as device:
             probe = Probe(device, self.model, backend, config.block_size, ring_slots, chunk)
             rates = measure_rates(probe)
-        for line in log_lines(self.whole_plan(rates)):
+        for line in log_lines(self.plan_with_rates(rates)):
             logger.info("%s", line)
 
-    def _run_whole(self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceSlice, ...]) -> Scores:
+    def _run_batch(self, sequences: Sequence[ScheduledSequence], slices: tuple[SequenceMetadata, ...]) -> Scores:
         """Take sequences through all layers: what was drawn for each, and log-probabilities of its prompt."""
         if not sequences:
             return Scores([], [], {})
@@ -175,7 +177,7 @@ class ModelRunner:
             logger.exception("the function that watches the steps has failed, and is not called again")
 
 
-def _inputs(sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSlice]) -> Tensor:
+def _inputs(sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceMetadata]) -> Tensor:
     """Token ids, positions and RoPE lengths of a flat batch, on the host: int64 [3, tokens]."""
     token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
     prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
@@ -185,11 +187,11 @@ def _inputs(sequences: Sequence[ScheduledSequence], slices: Sequence[SequenceSli
     return torch.stack((token_ids, positions, rope_lengths))
 
 
-def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceSlice, ...]:
-    slices: list[SequenceSlice] = []
+def _slices(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceMetadata, ...]:
+    slices: list[SequenceMetadata] = []
     start = 0
     for seq in sequences:
-        slices.append(SequenceSlice(start, len(seq.token_ids), seq.context_len, seq.block_table))
+        slices.append(SequenceMetadata(start, len(seq.token_ids), seq.context_len, seq.block_table))
         start += len(seq.token_ids)
     return tuple(slices)
 
@@ -216,7 +218,7 @@ def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: D
         ) from error
 
 
-def _make_room(
+def _make_kv_cache(
     device: Device,
     model: Decoder,
     layout: KVLayout,
@@ -224,27 +226,31 @@ def _make_room(
     backend: AttentionBackend,
     config: EngineConfig,
     num_swap_blocks: int,
-) -> KVRoom:
+) -> KVCacheBase:
     spec = model.spec
     geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
     if not config.enable_cpu_offload:
         return PagedKVCache(device, layout, model.dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
-    engine = OffloadEngine(device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.spans)
-    arm = _make_arm(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
-    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, arm)
+    engine = OffloadEngine(
+        device, layout, model.dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.layerwise_memory
+    )
+    cpu_attention = (
+        _make_cpu_attention(engine, model, geometry, backend) if config.cpu_attention and plan.num_cpu_blocks else None
+    )
+    return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
 
 
-def _make_arm(
+def _make_cpu_attention(
     engine: OffloadEngine, model: Decoder, geometry: AttentionGeometry, backend: AttentionBackend
-) -> HostArm | None:
-    if not (engine.device.shares_host or can_attend_beside(model.spec.head_dim)):
+) -> HostBlockAttention | None:
+    if not (engine.device.shares_host or can_attend_concurrently(model.spec.head_dim)):
         logger.info("no CPU attention: its kernel takes heads of a multiple of 16, not of %d", model.spec.head_dim)
         return None
-    host_backend = arm_backend(engine.device, model.spec.head_dim)
+    host_backend = cpu_attention_backend(engine.device, model.spec.head_dim)
     rates = ONE_PROCESSOR
     if not engine.device.shares_host:
         with engine.device.compute():
             rates = measure_bandwidths(engine, geometry, backend, host_backend)
         gb_s = (rate / 1e9 for rate in (rates.link, rates.host, rates.device))
         logger.info("KV bandwidths in GB/s: link %.1f, CPU attention %.1f, device attention %.1f", *gb_s)
-    return HostArm(engine, geometry, host_backend, BalancedShare(rates, model.layer_weight_bytes))
+    return HostBlockAttention(engine, geometry, host_backend, BalancedShare(rates, model.layer_weight_bytes))

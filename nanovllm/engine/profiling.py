@@ -19,7 +19,7 @@ from nanovllm.device import Device
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.engine.decode_graphs import graph_bytes
 from nanovllm.engine.scratch_attention import ScratchKVCache
-from nanovllm.forward_context import ForwardContext, KVCache, SequenceSlice
+from nanovllm.forward_context import ForwardContext, KVCache, SequenceMetadata
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.memory_checks import check_fits
@@ -90,7 +90,7 @@ def measure_memory(
         tiers_share_memory=shared,
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
-        span_row_bytes=span_row_bytes(model, backend, config),
+        layerwise_token_bytes=layerwise_token_bytes(model, backend, config),
     )
 
 
@@ -127,7 +127,7 @@ def step_bytes(model: Decoder, config: EngineConfig) -> int:
     return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
 
 
-def span_row_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+def layerwise_token_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
     """What layer-major prefill keeps for each token, its residual stream and id; 0 where all prefill is chunk-major.
 
     With a backend whose bits depend on the chunks, answers would depend on which way the memory allows.
@@ -165,7 +165,7 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     tokens = config.max_num_batched_tokens
     rows = min(config.max_num_seqs, tokens)
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
-    sequence = SequenceSlice(query_start=0, query_len=tokens, context_len=0, block_table=())
+    sequence = SequenceMetadata(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
     _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
     logits = model.compute_logits(hidden[:rows])

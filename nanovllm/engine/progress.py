@@ -35,6 +35,6 @@ class Progress:
 
 def _through_layers(seq: Sequence, num_layers: int) -> int:
     """What has been done of a sequence's span, in tokens through all layers."""
-    if seq.span is None:
+    if seq.layerwise is None:
         return 0
-    return (seq.span.end - seq.span.begin) * seq.span_units // (seq.span.num_chunks * num_layers)
+    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done // (seq.layerwise.num_chunks * num_layers)

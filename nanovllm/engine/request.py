@@ -10,7 +10,7 @@ from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
 from nanovllm.engine.beam_search import BeamSearch
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.engine.text import SequenceText
-from nanovllm.kvcache.prefill_plan import PrefillSpan
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 from nanovllm.outputs import Logprob, RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -91,7 +91,7 @@ class Request:
         return self.live if self.forked else self.live[:1]
 
     @property
-    def num_seats(self) -> int:
+    def num_seqs(self) -> int:
         """Sequences that it may have running at once from now on."""
         return len(self.live) if self.beam_search is None else self.beam_search.width
 
@@ -162,8 +162,8 @@ class Sequence:
         self.sent_end = False  # whether an output has said that it has ended
         self.num_computed = 0
         self.block_table: list[int] = []
-        self.span: PrefillSpan | None = None  # of its tokens, those to prefill layer by layer
-        self.span_units = 0  # of these, units that are done; no token counts as computed before all are
+        self.layerwise: LayerwisePrefill | None = None  # of its tokens, those to prefill layer by layer
+        self.layerwise_done = 0  # of these, units that are done; no token counts as computed before all are
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were asked for
         self.found_prefix: list[int] = []  # blocks of its prefix, see PrefixCache.find
         self.prefix_age = -1

@@ -10,13 +10,13 @@ from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence,
 from nanovllm.engine.beams import advance_beams
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.limits import SchedulerLimits
-from nanovllm.engine.long_prefill import long_prefill, passes, plan_span, scheduled_slice, take_slice
+from nanovllm.engine.long_prefill import long_prefill, passes, plan_layerwise, scheduled_part, take_part
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
-from nanovllm.engine.step_chunks import StepChunks, is_prefill
+from nanovllm.engine.scheduling_budget import SchedulingBudget, is_prefill
 from nanovllm.errors import ConfigError, told
-from nanovllm.kvcache.prefill_plan import PrefillSpan
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 
 logger = logging.getLogger(__name__)
 
@@ -64,20 +64,20 @@ class Scheduler:
         """The next step's batch; empty when nothing can run. `now` stamps first-scheduled times."""
         swapped_out = self._grow_running()
         limits = self.limits
-        seats = limits.max_num_seqs - sum(request.num_seats for request in self.running)
-        step = StepChunks(limits.max_num_batched_tokens, seats, limits.long_prefill_token_threshold)
+        free_seqs = limits.max_num_seqs - sum(request.num_seqs for request in self.running)
+        step = SchedulingBudget(limits.max_num_batched_tokens, free_seqs, limits.long_prefill_token_threshold)
         for request in [request for request in self.running if not is_prefill(request)]:
             step.give(request)
         long = self._give_beside_long_prefill(step, swapped_out, now)
         step.release()
-        span = long.computing[0].span if long is not None else None
-        if long is not None and span is None:
+        layerwise = long.computing[0].layerwise if long is not None else None
+        if long is not None and layerwise is None:
             step.give(long)
         self.block_manager.promote(seq for seq, _ in step.chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk) for seq, chunk in step.chunks]
-        if long is not None and span is not None:
-            sequences.append(self._scheduled_slice(long.computing[0], span, step.left))
+        if long is not None and layerwise is not None:
+            sequences.append(self._scheduled_part(long.computing[0], layerwise, step.left))
         assert sequences or not moves, "whoever runs alone is in every step"
         return Batch(sequences, moves)
 
@@ -89,8 +89,8 @@ class Scheduler:
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             computed, metrics = len(scheduled.token_ids), seq.request.metrics
-            if scheduled.span is not None:
-                computed = take_slice(seq, scheduled.span, self.limits.num_layers)
+            if scheduled.layerwise is not None:
+                computed = take_part(seq, scheduled.layerwise, self.limits.num_layers)
             seq.num_computed += computed
             metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
             metrics.h2d_bytes += h2d_bytes
@@ -206,9 +206,9 @@ class Scheduler:
 
     # ---- admission and preemption
 
-    def _can_swap_in(self, step: StepChunks) -> bool:
+    def _can_swap_in(self, step: SchedulingBudget) -> bool:
         """Whether the first swapped request has a seat, room for its blocks, and a share of the step."""
-        if not self.swapped or self.swapped[0].num_seats > step.seats:
+        if not self.swapped or self.swapped[0].num_seqs > step.free_seqs:
             return False
         request, manager = self.swapped[0], self.block_manager
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
@@ -222,12 +222,12 @@ class Scheduler:
         self.block_manager.grow(request.computing)
         return request
 
-    def _give_beside_long_prefill(self, step: StepChunks, swapped_out: bool, now: float) -> Request | None:
+    def _give_beside_long_prefill(self, step: SchedulingBudget, swapped_out: bool, now: float) -> Request | None:
         """Give prefills their shares, running and admitted now, but for the long one, of which half is held back."""
         long = long_prefill(self.running, step.left)
         if long is not None:
-            if long.computing[0].span is None:
-                plan_span(long.computing[0], self.block_manager, self.limits)
+            if long.computing[0].layerwise is None:
+                plan_layerwise(long.computing[0], self.block_manager, self.limits)
             step.hold_half()
         for request in [r for r in self.running if is_prefill(r) and r is not long]:
             step.give(request)
@@ -235,15 +235,15 @@ class Scheduler:
             step.join(self._swap_in())
         while step.left > 0 and (admissible := self._admissible(step, beside_long=long is not None)) is not None:
             self._admit(admissible, now)
-            if admissible.computing[0].span is None:
+            if admissible.computing[0].layerwise is None:
                 step.join(admissible)
             else:
-                step.seats -= admissible.num_seats
+                step.free_seqs -= admissible.num_seqs
                 long = admissible
                 step.hold_half()
         return long
 
-    def _admissible(self, step: StepChunks, beside_long: bool) -> Request | None:
+    def _admissible(self, step: SchedulingBudget, beside_long: bool) -> Request | None:
         """The request to admit next, if it can begin: the first that waits, or the first that passes a long prefill.
 
         Nobody passes a request of his order that is swapped out.
@@ -252,7 +252,7 @@ class Scheduler:
         request = next((r for r in self.waiting if not beside_long or passes(r, manager, chunk)), None)
         if request is None or (self.swapped and self.swapped[0].order < request.order):
             return None
-        if request.num_seats > step.seats:
+        if request.num_seqs > step.free_seqs:
             return None
         beside = blocks_beside(request, manager.block_size)
         return request if manager.can_allocate(request.computing[0], beside) is AllocStatus.OK else None
@@ -260,7 +260,7 @@ class Scheduler:
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
         self.block_manager.allocate(seq)
-        plan_span(seq, self.block_manager, self.limits)
+        plan_layerwise(seq, self.block_manager, self.limits)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
@@ -292,9 +292,9 @@ class Scheduler:
         bisect.insort(queue, request, key=lambda r: r.order)
         self.running.remove(request)
 
-    def _scheduled_slice(self, seq: Sequence, span: PrefillSpan, tokens: int) -> ScheduledSequence:
-        whole = self._scheduled(seq, span.end - span.begin)
-        return scheduled_slice(whole, seq, span, min(tokens, self.limits.chunk), self.limits.num_layers)
+    def _scheduled_part(self, seq: Sequence, layerwise: LayerwisePrefill, tokens: int) -> ScheduledSequence:
+        whole = self._scheduled(seq, layerwise.end - layerwise.begin)
+        return scheduled_part(whole, seq, layerwise, min(tokens, self.limits.chunk), self.limits.num_layers)
 
     def _scheduled(self, seq: Sequence, chunk: int) -> ScheduledSequence:
         end = seq.num_computed + chunk
@@ -303,7 +303,7 @@ class Scheduler:
             token_ids=seq.token_ids[seq.num_computed : end],
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
-            block_table=self.block_manager.places(seq, end),
+            block_table=self.block_manager.physical_ids(seq, end),
             samples=self._sampling_rows(seq) if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from nanovllm.config import EngineConfig
 from nanovllm.forward_context import ForwardContext
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 
 
 class ScratchKVCache:
@@ -22,7 +22,7 @@ class ScratchKVCache:
         shape = (1, 2, spec.num_kv_heads, block_size, spec.head_dim)
         self._pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
         blocks = [0] * -(-tokens // block_size)
-        self._table = SegmentTable([KVSegment(0, tokens, 0, 0, tokens, blocks)])
+        self._table = AttentionMetadata([KVMetadata(0, tokens, 0, 0, tokens, blocks)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`; k and v are not stored."""

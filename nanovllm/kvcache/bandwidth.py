@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device, PitchedCopy
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.decode_shares import Bandwidths
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.room import AttentionGeometry
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.host_attention import empty_task
 
 _PROBE_BYTES = 32 << 20  # of KV: more than most caches hold, less than anyone waits for
@@ -57,7 +57,7 @@ def _seconds_of_attention(
     blocks, _, _, block_size, head_dim = pool.shape
     q = torch.zeros(1, geometry.num_heads, head_dim, dtype=pool.dtype, device=pool.device)
     end = blocks * block_size
-    table = SegmentTable([KVSegment(0, 1, end - 1, 0, end, range(blocks))])
+    table = AttentionMetadata([KVMetadata(0, 1, end - 1, 0, end, range(blocks))])
 
     def attend() -> None:
         backend.attend(q, pool, table, AttentionState.empty(q), geometry.scale, None)

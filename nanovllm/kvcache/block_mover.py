@@ -80,9 +80,9 @@ class BlockMover:
         width, height = self._layout.block_layer_bytes, self._layout.num_layers  # one strided copy for all layers
         self._copies.put(PitchedCopy(to, what, dpitch, spitch, width, height, kinds[from_host, to_host]), stream)
 
-    def _block(self, place: int) -> Tensor:
+    def _block(self, physical_id: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim], each layer contiguous."""
-        if place < self._resident.shape[1]:
-            return self._resident[:, place]
-        place -= self._resident.shape[1]
-        return self._host[place] if place < len(self._host) else self._swap[place - len(self._host)]
+        if physical_id < self._resident.shape[1]:
+            return self._resident[:, physical_id]
+        physical_id -= self._resident.shape[1]
+        return self._host[physical_id] if physical_id < len(self._host) else self._swap[physical_id - len(self._host)]

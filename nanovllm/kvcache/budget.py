@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nanovllm.kvcache.decode_shares import blocks_of_share
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, prefill_steps
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, prefill_steps
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; with more slots, as many groups of slots
 MAX_RING_SLOTS = 16  # past this depth a slot only takes memory from resident blocks
@@ -50,20 +50,20 @@ class TransferCount:
     """KV copies over the link and their bytes, each way, and what the CPU arm attended to without a copy.
 
     A copy is one layer of one block, or a whole block between steps. Neighbouring ones go out in one call, so there may
-    be fewer calls than copies. `arm_blocks` counts one layer of one block too.
+    be fewer calls than copies. `cpu_attention_blocks` counts one layer of one block too.
     """
 
     h2d_copies: int = 0
     h2d_bytes: int = 0
     d2h_copies: int = 0
     d2h_bytes: int = 0
-    arm_blocks: int = 0
-    arm_bytes: int = 0
+    cpu_attention_blocks: int = 0
+    cpu_attention_bytes: int = 0
 
     @property
-    def without_arm(self) -> TransferCount:
+    def without_cpu_attention(self) -> TransferCount:
         """What would have been copied had the arm attended to nothing: each of its blocks spares one load."""
-        h2d = self.h2d_copies + self.arm_blocks, self.h2d_bytes + self.arm_bytes
+        h2d = self.h2d_copies + self.cpu_attention_blocks, self.h2d_bytes + self.cpu_attention_bytes
         return TransferCount(*h2d, self.d2h_copies, self.d2h_bytes)
 
     def __bool__(self) -> bool:
@@ -75,8 +75,8 @@ class TransferCount:
             self.h2d_bytes + other.h2d_bytes,
             self.d2h_copies + other.d2h_copies,
             self.d2h_bytes + other.d2h_bytes,
-            self.arm_blocks + other.arm_blocks,
-            self.arm_bytes + other.arm_bytes,
+            self.cpu_attention_blocks + other.cpu_attention_blocks,
+            self.cpu_attention_bytes + other.cpu_attention_bytes,
         )
 
     def __sub__(self, other: TransferCount) -> TransferCount:
@@ -85,17 +85,17 @@ class TransferCount:
             self.h2d_bytes - other.h2d_bytes,
             self.d2h_copies - other.d2h_copies,
             self.d2h_bytes - other.d2h_bytes,
-            self.arm_blocks - other.arm_blocks,
-            self.arm_bytes - other.arm_bytes,
+            self.cpu_attention_blocks - other.cpu_attention_blocks,
+            self.cpu_attention_bytes - other.cpu_attention_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class ArmUse:
+class CpuAttentionUse:
     """The CPU arm takes `share` of the host blocks that a step may give it, if the step has few enough new tokens."""
 
     share: float
-    most_tokens: int  # see `decode_shares.arm_query_len`
+    most_tokens: int  # see `decode_shares.cpu_attention_query_len`
 
 
 def predict_transfers(
@@ -104,7 +104,7 @@ def predict_transfers(
     context_len: int,
     query_len: int,
     window: int | None = None,
-    arm: ArmUse | None = None,
+    cpu_attention: CpuAttentionUse | None = None,
 ) -> TransferCount:
     """What one step moves for one sequence alone whose first `resident_blocks` blocks are on the device.
 
@@ -119,15 +119,15 @@ def predict_transfers(
     loaded, stored = max(0, context_len - max(first, seen)), max(0, total - max(first, context_len))
     store_begin = max(first, context_len) // block_size
     spared = 0
-    if arm is not None and query_len <= arm.most_tokens:
-        spared = blocks_of_share(loaded // block_size, arm.share)
+    if cpu_attention is not None and query_len <= cpu_attention.most_tokens:
+        spared = blocks_of_share(loaded // block_size, cpu_attention.share)
     return TransferCount(
         h2d_copies=layers * (-(-loaded // block_size) - spared),
         h2d_bytes=loaded * layout.token_bytes - spared * layout.block_bytes,
         d2h_copies=layers * (-(-total // block_size) - store_begin) if stored else 0,
         d2h_bytes=stored * layout.token_bytes,
-        arm_blocks=layers * spared,
-        arm_bytes=spared * layout.block_bytes,
+        cpu_attention_blocks=layers * spared,
+        cpu_attention_bytes=spared * layout.block_bytes,
     )
 
 
@@ -137,8 +137,8 @@ def predict_request(
     prompt_len: int,
     output_len: int,
     max_num_batched_tokens: int,
-    arm: ArmUse | None = None,
-    spans: SpanMemory = NO_SPANS,
+    cpu_attention: CpuAttentionUse | None = None,
+    layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
 ) -> TransferCount:
     """`predict_transfers` summed over a whole request: its prefill, then one step for each further token.
 
@@ -146,9 +146,9 @@ def predict_request(
     """
     total = TransferCount()
     host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))
-    for step in prefill_steps(host_blocks, layout.block_size, prompt_len, max_num_batched_tokens, spans):
-        taking = arm if step.num_chunks == 1 else None
-        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, arm=taking)
+    for step in prefill_steps(host_blocks, layout.block_size, prompt_len, max_num_batched_tokens, layerwise_memory):
+        taking = cpu_attention if step.num_chunks == 1 else None
+        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, cpu_attention=taking)
     for context_len in range(prompt_len, prompt_len + output_len - 1):
-        total += predict_transfers(layout, resident_blocks, context_len, 1, arm=arm)
+        total += predict_transfers(layout, resident_blocks, context_len, 1, cpu_attention=cpu_attention)
     return total

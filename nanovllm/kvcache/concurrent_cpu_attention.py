@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Busy, PitchedCopy, Stream
-from nanovllm.kvcache.decode_shares import MAX_ARM_TOKENS
+from nanovllm.kvcache.base import AttentionGeometry
+from nanovllm.kvcache.decode_shares import MAX_CPU_ATTENTION_TOKENS
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.room import AttentionGeometry
 from nanovllm.kvcache.step_plan import LayerPlan
 from nanovllm.ops.attention import AttentionState
 from nanovllm.ops.host_attention import HostAttention, Meter
@@ -33,17 +33,17 @@ class ConcurrentCpuAttention:
         self._meter = Meter()
         self._prepared: Mapping[int | None, HostAttention] = {}  # of the step, by sliding window
         self._launched = False  # in the step under way
-        engine.order.put_arm_beside()
+        engine.order.add_cpu_attention_streams()
 
     def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
         """Prepare what the plans, by sliding window, leave to the CPU."""
-        self._prepared = {window: self._prepare(plan, window) for window, plan in plans.items() if plan.beside}
+        self._prepared = {window: self._prepare(plan, window) for window, plan in plans.items() if plan.concurrent}
 
     def end_step(self) -> None:
         """Raises EngineError if a task of the step failed; on some devices nobody who waits for one learns of it."""
         if self._launched:
             self._launched = False
-            self._engine.order.finish_arm()
+            self._engine.order.finish_cpu_attention()
 
     def busy(self) -> Busy:
         """What was read so far, and in what time."""
@@ -55,12 +55,12 @@ class ConcurrentCpuAttention:
         reads: the parts of the host pool that are attended, for those who follow accesses.
         """
         staging, order = self._staging, self._engine.order
-        rows, device = plan.beside_rows, self._device
+        rows, device = plan.concurrent_rows, self._device
         device.declare_kernel("write the arm's queries", writes=(staging.queries[:rows].flatten(),))
         staging.queries[:rows] = q[:rows]
         device.end_kernel()
         staging.copy_queries(rows, order.before_queries())
-        stream = order.before_arm_call()
+        stream = order.before_cpu_attention_call()
         device.declare_kernel(
             "attend on the host",
             reads=chain(reads, [staging.host_queries[:rows].flatten()]),
@@ -75,7 +75,7 @@ class ConcurrentCpuAttention:
 
     def merge(self, plan: LayerPlan, state: AttentionState) -> None:
         """Merge what `start` set going into `state`, in place."""
-        staging, rows = self._staging, plan.beside_rows
+        staging, rows = self._staging, plan.concurrent_rows
         self._engine.order.before_merge()
         self._device.declare_kernel("merge the arm's state", reads=(staging.used(staging.partial, rows),))
         partial = staging.state(staging.partial, rows)
@@ -83,17 +83,17 @@ class ConcurrentCpuAttention:
         self._device.end_kernel()
 
     def _prepare(self, plan: LayerPlan, window: int | None) -> HostAttention:
-        staging, rows = self._staging, plan.beside_rows
+        staging, rows = self._staging, plan.concurrent_rows
         token_bytes = self._engine.layout.token_layer_bytes
         return HostAttention(
             staging.host_queries[:rows],
             self._engine.host[:, 0],
-            [run.table for run in plan.beside],
+            [group.table for group in plan.concurrent],
             staging.state(staging.host_partial, rows),
             self._geometry.scale,
             window,
             num_threads=self._num_threads,
-            read_bytes=sum(run.read_tokens for run in plan.beside) * token_bytes,
+            read_bytes=sum(group.read_tokens for group in plan.concurrent) * token_bytes,
             meter=self._meter,
         )
 
@@ -110,8 +110,8 @@ class Staging:
         self._device = device = engine.device
         self._heads, self._head_dim = heads, engine.layout.head_dim
         head_dim, dtype = engine.layout.head_dim, engine.host.dtype
-        queries = (MAX_ARM_TOKENS, heads, head_dim)
-        partial = (MAX_ARM_TOKENS * heads * (head_dim + 1) + _GRANULE,)
+        queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
+        partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)
         self.queries = device.empty("arm queries", queries, dtype)
         self.partial = device.empty("arm state", partial, torch.float32)
         self.host_queries = device.empty_host("arm queries on the host", queries, dtype)

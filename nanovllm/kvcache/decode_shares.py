@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_ARM_ROWS = 64  # query rows of one KV head for which the CPU kernel shares out keys over threads
-MAX_ARM_TOKENS = 512  # query tokens of a step, which bounds the buffers for queries and partial states
+MAX_CPU_ATTENTION_ROWS = 64  # query rows of one KV head for which the CPU kernel shares out keys over threads
+MAX_CPU_ATTENTION_TOKENS = 512  # query tokens of a step, which bounds the buffers for queries and partial states
 
 _SMOOTHING = 1 / 8  # weight of a new observation
 _DRIFT = 4.0  # a rate stays within this factor of what was measured at start
@@ -60,25 +60,25 @@ class LayerLoad:
     weight_bytes: int = 0  # read by the device while the arm has nothing to do
 
 
-def can_attend_beside(head_dim: int) -> bool:
+def can_attend_concurrently(head_dim: int) -> bool:
     """Whether the CPU attends beside a device: with the C++ kernel alone, which takes heads of a multiple of 16."""
     return head_dim % 16 == 0
 
 
-def arm_query_len(heads: int, kv_heads: int) -> int:
+def cpu_attention_query_len(heads: int, kv_heads: int) -> int:
     """The most new tokens of a sequence for which the arm attends: a decode's one, or a short chunk."""
-    return max(1, MAX_ARM_ROWS // (heads // kv_heads))
+    return max(1, MAX_CPU_ATTENTION_ROWS // (heads // kv_heads))
 
 
 def layer_seconds(
-    link_bytes: float, arm_bytes: float, device_bytes: float, weight_bytes: float, rates: Bandwidths
+    link_bytes: float, cpu_attention_bytes: float, device_bytes: float, weight_bytes: float, rates: Bandwidths
 ) -> float:
     """Seconds of one layer, by the formula above."""
-    link, arm, device = link_bytes / rates.link, arm_bytes / rates.host, device_bytes / rates.device
+    link, cpu, device = link_bytes / rates.link, cpu_attention_bytes / rates.host, device_bytes / rates.device
     weights = weight_bytes / rates.device
     if rates.one_processor:
-        return link + arm + device + weights
-    return max(link, weights + max(device, arm + rates.round_trip if arm_bytes else 0.0))
+        return link + cpu + device + weights
+    return max(link, weights + max(device, cpu + rates.round_trip if cpu_attention_bytes else 0.0))
 
 
 def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, rates: Bandwidths) -> float:
@@ -98,16 +98,16 @@ def best_share(host_bytes: float, resident_bytes: float, weight_bytes: float, ra
     return min((0.0, 1.0 if rates.one_processor else together), key=seconds)
 
 
-def blocks_for_arm(load: LayerLoad, rates: Bandwidths) -> int:
+def blocks_for_cpu_attention(load: LayerLoad, rates: Bandwidths) -> int:
     """How many of the load's reads the arm takes so that the layer is shortest; the fewest, where several are equal."""
     streamed = load.link_bytes + sum(read.num_bytes for read in load.reads)
     device = load.device_bytes + sum(read.num_bytes * read.readers for read in load.reads)
-    arm = 0
-    best, least = 0, layer_seconds(streamed, arm, device, load.weight_bytes, rates)
+    cpu = 0
+    best, least = 0, layer_seconds(streamed, cpu, device, load.weight_bytes, rates)
     for count, read in enumerate(load.reads, start=1):
         attended = read.num_bytes * read.readers
-        streamed, arm, device = streamed - read.num_bytes, arm + attended, device - attended
-        seconds = layer_seconds(streamed, arm, device, load.weight_bytes, rates)
+        streamed, cpu, device = streamed - read.num_bytes, cpu + attended, device - attended
+        seconds = layer_seconds(streamed, cpu, device, load.weight_bytes, rates)
         if seconds < least:
             best, least = count, seconds
     return best

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import SequenceSlice
-from nanovllm.kvcache.room import AttentionGeometry, first_visible_block
-from nanovllm.ops.attention import SPAN_FIELDS, AttentionState, DeviceTable, RowAttention
+from nanovllm.forward_context import SequenceMetadata
+from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
+from nanovllm.ops.attention import METADATA_FIELDS, AttentionState, DeviceMetadata, RowAttention
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.upload import refill
 
@@ -32,11 +32,11 @@ class DecodeTables:
         self._max_blocks = {window: self._most_blocks(window, max_len) for window in set(geometry.windows)}
         self._slots = torch.full((max_rows,), -1, dtype=torch.int64, device=pool.device)
         self._tables = {
-            window: torch.zeros(max_rows * (SPAN_FIELDS + blocks), dtype=torch.int32, device=pool.device)
+            window: torch.zeros(max_rows * (METADATA_FIELDS + blocks), dtype=torch.int32, device=pool.device)
             for window, blocks in self._max_blocks.items()
         }  # of each window: the spans of all rows, then their blocks
 
-    def fill(self, sequences: Sequence[SequenceSlice], rows: int) -> None:
+    def fill(self, sequences: Sequence[SequenceMetadata], rows: int) -> None:
         """Take the sequences of a step, a token of each, for which graphs of so many rows will run."""
         size = self._block_size
         slots = [seq.block_table[seq.context_len // size] * size + seq.context_len % size for seq in sequences]
@@ -44,14 +44,14 @@ class DecodeTables:
         for window, table in self._tables.items():
             refill(table, self._packed(sequences, rows, window))
 
-    def declare(self, device: Device, sequences: Sequence[SequenceSlice]) -> None:
+    def declare(self, device: Device, sequences: Sequence[SequenceMetadata]) -> None:
         """Say what a graph of all layers reads and writes that is replayed next over these sequences."""
-        read = {place for seq in sequences for place in seq.block_table}
+        read = {block for seq in sequences for block in seq.block_table}
         written = {seq.block_table[seq.context_len // self._block_size] for seq in sequences}
         device.declare_kernel(
             "decode graph",
-            reads=(layer[place] for layer in self._pool for place in read),
-            writes=(layer[place] for layer in self._pool for place in written),
+            reads=(layer[block] for layer in self._pool for block in read),
+            writes=(layer[block] for layer in self._pool for block in written),
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,21 +59,21 @@ class DecodeTables:
         rows, window, pool = q.shape[0], self._geometry.windows[layer], self._pool[layer]
         store_kv(pool, k, v, self._slots[:rows])
         packed = self._tables[window]
-        spans = packed[: rows * SPAN_FIELDS].view(rows, SPAN_FIELDS)
-        table = DeviceTable.of_rows(spans, packed[rows * SPAN_FIELDS :], self._max_blocks[window])
+        rows_metadata = packed[: rows * METADATA_FIELDS].view(rows, METADATA_FIELDS)
+        table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[window])
         state = AttentionState.empty(q)
         self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
         return state.output(q)
 
-    def _packed(self, sequences: Sequence[SequenceSlice], rows: int, window: int | None) -> Tensor:
-        spans, blocks, size = [0] * (rows * SPAN_FIELDS), list[int](), self._block_size
+    def _packed(self, sequences: Sequence[SequenceMetadata], rows: int, window: int | None) -> Tensor:
+        rows_metadata, blocks, size = [0] * (rows * METADATA_FIELDS), list[int](), self._block_size
         for row, seq in enumerate(sequences):
             first = first_visible_block(seq.context_len, window, size)
             here = seq.block_table[first : -(-seq.total_len // size)]
-            span = (row, 1, len(blocks), len(here), first * size, seq.total_len, seq.context_len, row)
-            spans[row * SPAN_FIELDS : (row + 1) * SPAN_FIELDS] = span
+            row_metadata = (row, 1, len(blocks), len(here), first * size, seq.total_len, seq.context_len, row)
+            rows_metadata[row * METADATA_FIELDS : (row + 1) * METADATA_FIELDS] = row_metadata
             blocks += here
-        return torch.tensor(spans + blocks, dtype=torch.int32)
+        return torch.tensor(rows_metadata + blocks, dtype=torch.int32)
 
     def _most_blocks(self, window: int | None, max_len: int) -> int:
         """Blocks that a row can see: of a whole sequence, or those that a window can touch."""

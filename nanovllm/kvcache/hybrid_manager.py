@@ -32,7 +32,7 @@ class BlockMove:
     keeps_source: bool = False
 
 
-class PlacePool:
+class IdPool:
     """The free places of one tier: a range of integers, handed out lowest first.
 
     Blocks that are placed one after the other so lie beside each other where they can, and are copied in one call.
@@ -57,8 +57,8 @@ class PlacePool:
         self._next += 1
         return self._next - 1
 
-    def give_back(self, place: int) -> None:
-        heapq.heappush(self._returned, place)
+    def give_back(self, physical_id: int) -> None:
+        heapq.heappush(self._returned, physical_id)
 
 
 class HybridManager:
@@ -69,45 +69,45 @@ class HybridManager:
         self.num_host_blocks = num_host_blocks
         self.num_swap_blocks = num_swap_blocks
         self._pools = {
-            Tier.DEVICE: PlacePool(0, num_device_blocks),
-            Tier.HOST: PlacePool(num_device_blocks, num_host_blocks),
-            Tier.SWAP: PlacePool(num_device_blocks + num_host_blocks, num_swap_blocks),
+            Tier.DEVICE: IdPool(0, num_device_blocks),
+            Tier.HOST: IdPool(num_device_blocks, num_host_blocks),
+            Tier.SWAP: IdPool(num_device_blocks + num_host_blocks, num_swap_blocks),
         }
-        self._place_of: dict[int, int] = {}
+        self._physical_ids: dict[int, int] = {}
 
     @property
-    def num_placed(self) -> int:
-        return len(self._place_of)
+    def num_assigned(self) -> int:
+        return len(self._physical_ids)
 
     def num_free(self, tier: Tier) -> int:
         """Places of `tier` that hold no block."""
         return self._pools[tier].num_free
 
     def tier_of(self, block_id: int) -> Tier:
-        place = self._place_of[block_id]
-        if place < self.num_device_blocks:
+        physical_id = self._physical_ids[block_id]
+        if physical_id < self.num_device_blocks:
             return Tier.DEVICE
-        return Tier.HOST if place < self.num_device_blocks + self.num_host_blocks else Tier.SWAP
+        return Tier.HOST if physical_id < self.num_device_blocks + self.num_host_blocks else Tier.SWAP
 
-    def place_of(self, block_id: int) -> int:
-        return self._place_of[block_id]
+    def physical_id(self, block_id: int) -> int:
+        return self._physical_ids[block_id]
 
-    def place(self, block_id: int, tier: Tier) -> None:
+    def assign(self, block_id: int, tier: Tier) -> None:
         """Give a new block a free place on `tier`."""
-        if block_id in self._place_of:
-            raise ValueError(f"block {block_id} already has place {self._place_of[block_id]}")
-        self._place_of[block_id] = self._pools[tier].take()
+        if block_id in self._physical_ids:
+            raise ValueError(f"block {block_id} already has place {self._physical_ids[block_id]}")
+        self._physical_ids[block_id] = self._pools[tier].take()
 
     def release(self, block_id: int) -> None:
         """The block's content is gone; its place is free."""
         tier = self.tier_of(block_id)
-        self._pools[tier].give_back(self._place_of.pop(block_id))
+        self._pools[tier].give_back(self._physical_ids.pop(block_id))
 
     def move(self, block_id: int, tier: Tier) -> BlockMove:
         """Put the block on another tier. The returned move must be carried out before the next forward pass."""
-        source_tier, source = self.tier_of(block_id), self._place_of[block_id]
+        source_tier, source = self.tier_of(block_id), self._physical_ids[block_id]
         if source_tier is tier:
             raise ValueError(f"block {block_id} is already on the {tier.value}")
-        self._place_of[block_id] = self._pools[tier].take()
+        self._physical_ids[block_id] = self._pools[tier].take()
         self._pools[source_tier].give_back(source)
-        return BlockMove(source, self._place_of[block_id])
+        return BlockMove(source, self._physical_ids[block_id])

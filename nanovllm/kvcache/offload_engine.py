@@ -7,7 +7,8 @@ slots: the ring has N groups of slots, run i uses group i % N, and its loads are
 of that group. Of a run, neighbouring blocks of the host are one strided copy.
 
 Besides, the device may hold a *layer buffer* for layer-major prefill: one layer of the first blocks of one sequence.
-Its slots, numbered after the ring's, live by the same order; `span_cache.py` says when each is filled and released.
+Its slots, numbered after the ring's, live by the same order; `layerwise_cache.py` says when each is filled and
+released.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
 
 Item = TypeVar("Item")
@@ -50,7 +51,7 @@ class SlotTokens:
     num_tokens: int
 
 
-def in_runs(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
+def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
     """The items in consecutive runs, all but the last of `group_slots`."""
     return [items[first : first + group_slots] for first in range(0, len(items), group_slots)]
 
@@ -90,7 +91,7 @@ class OffloadEngine:
         split: DeviceSplit,
         num_host_blocks: int,
         num_swap_blocks: int = 0,
-        spans: SpanMemory = NO_SPANS,
+        layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
         group_slots: int | None = None,
     ) -> None:
         """group_slots: the most host blocks in a run; None leaves it to `DeviceSplit.group_slots`."""
@@ -98,10 +99,10 @@ class OffloadEngine:
         self.layout = layout
         self.split = split
         self.num_host_blocks = num_host_blocks
-        self.spans = spans
+        self.layerwise_memory = layerwise_memory
         self.resident = device.empty("resident blocks", layout.device_pool_shape(split.resident_blocks), dtype)
         self.ring = device.empty("ring slots", layout.ring_shape(split.ring_slots), dtype)
-        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(spans.buffer_blocks), dtype)
+        self.layer_buffer = device.empty("layer buffer", layout.ring_shape(layerwise_memory.buffer_blocks), dtype)
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
         self.group_slots = group_slots or split.group_slots(layout.block_layer_bytes)
@@ -111,8 +112,8 @@ class OffloadEngine:
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
         self._memory: dict[range, Tensor] = {}  # of neighbouring slots; cutting the ring anew costs each visit more
-        self._runs: Sequence[Sequence[RingUse]] = ()  # of the pass under way
-        self._next_run = 0
+        self._groups: Sequence[Sequence[RingUse]] = ()  # of the pass under way
+        self._next_group = 0
 
     @property
     def order(self) -> TransferOrder:
@@ -124,54 +125,54 @@ class OffloadEngine:
         """Copies and bytes since the engine was made, counted where they are issued."""
         return self._copies.transfers
 
-    def count_arm(self, blocks: int, num_bytes: int) -> None:
+    def count_cpu_attention(self, blocks: int, num_bytes: int) -> None:
         """One layer of so many host blocks was attended where it lies."""
         self._copies.count("arm", blocks, num_bytes)
 
     # ---- the ring
 
-    def begin(self, runs: Sequence[Sequence[RingUse]]) -> None:
+    def begin(self, groups: Sequence[Sequence[RingUse]]) -> None:
         """Start a forward pass that visits host blocks in exactly these runs; the first loads start now.
 
         A run has at most `group_slots` visits.
         """
-        assert self._next_run == len(self._runs), "the last pass did not visit all that it announced"
-        assert all(len(run) <= self.group_slots for run in runs)
-        self._runs, self._next_run = runs, 0
-        for index in range(min(self._num_groups, len(runs))):
+        assert self._next_group == len(self._groups), "the last pass did not visit all that it announced"
+        assert all(len(group) <= self.group_slots for group in groups)
+        self._groups, self._next_group = groups, 0
+        for index in range(min(self._num_groups, len(groups))):
             self._fill(index)
 
     def acquire(self) -> tuple[range, Tensor]:
         """The next run's slots, ready for compute, and their memory `[slots, 2, kv_heads, block_size, head_dim]`."""
-        slots = self._slots(self._next_run)
-        self._order.before_compute(self._next_run % self._num_groups)
+        slots = self._slots(self._next_group)
+        self._order.before_compute(self._next_group % self._num_groups)
         if slots not in self._memory:
             self._memory[slots] = self.ring[slots.start : slots.stop]
         return slots, self._memory[slots]
 
     def store(self, pieces: Sequence[SlotTokens]) -> None:
         """Copy tokens just written into slots of the acquired run to their host blocks."""
-        self._store(self._next_run % self._num_groups, pieces)
+        self._store(self._next_group % self._num_groups, pieces)
 
     def release(self) -> None:
         """Compute is done with the slots that were acquired: the run that needs them next may fill them."""
-        self._order.after_compute(self._next_run % self._num_groups)
-        following = self._next_run + self._num_groups
-        self._next_run += 1
-        if following < len(self._runs):
+        self._order.after_compute(self._next_group % self._num_groups)
+        following = self._next_group + self._num_groups
+        self._next_group += 1
+        if following < len(self._groups):
             self._fill(following)
 
     def abandon(self) -> None:
         """A pass failed: let copies under way end, and forget the rest of it."""
-        self._runs, self._next_run = (), 0
+        self._groups, self._next_group = (), 0
         self._order.reset()
 
     def _slots(self, index: int) -> range:
         first = index % self._num_groups * self.group_slots
-        return range(first, first + len(self._runs[index]))
+        return range(first, first + len(self._groups[index]))
 
     def _fill(self, index: int) -> None:
-        uses = zip(self._slots(index), self._runs[index], strict=True)
+        uses = zip(self._slots(index), self._groups[index], strict=True)
         pieces = [SlotTokens(slot, use.layer, use.host_block, 0, use.stored_tokens) for slot, use in uses]
         self._load(index % self._num_groups, pieces)
 

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import ForwardContext, SequenceSlice, positions_of
+from nanovllm.forward_context import ForwardContext, SequenceMetadata, positions_of
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats, StepTraffic, first_visible_block
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.decode_tables import DecodeTables
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.room import AttentionGeometry, KVRoom, KVStats, StepTraffic, first_visible_block
 from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.ops import row_attention
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.native_attention import NativeAttention, PagedStep
 from nanovllm.ops.store_kv import store_kv
 from nanovllm.ops.upload import upload
 
 
-class PagedKVCache(KVRoom):
+class PagedKVCache(KVCacheBase):
     """One pool of blocks, written by slot mapping and attended in place through block tables; swap blocks beside it."""
 
     def __init__(
@@ -44,14 +44,14 @@ class PagedKVCache(KVRoom):
         self._order = TransferOrder(device, num_groups=0)
         self._copies = CountedCopies(device)
         self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
-        self._sequences: Sequence[SequenceSlice] = ()  # of the step under way
+        self._sequences: Sequence[SequenceMetadata] = ()  # of the step under way
         # Of the step under way: where each row's K/V go, and what each sequence attends to, by sliding window. Made by
         # the first layer that attends: a graph has tables of its own.
         self._slots: Tensor | None = None
-        self._tables: dict[int | None, SegmentTable] = {}
+        self._tables: dict[int | None, AttentionMetadata] = {}
         self._few_rows: dict[int | None, PagedStep | None] = {}  # what attends in a step of few rows on the CPU
 
-    def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
+    def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
         self._mover.move_blocks(moves)
         self._sequences, self._slots = sequences, None
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
@@ -59,17 +59,17 @@ class PagedKVCache(KVRoom):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
         slots = self._slots if self._slots is not None else self._make_tables()
-        self._device.declare_kernel("write K/V", writes=(pool[place] for place in self._places(written=True)))
+        self._device.declare_kernel("write K/V", writes=(pool[block] for block in self._blocks(written=True)))
         window = self._geometry.windows[layer]
         few_rows = self._few_rows.get(window)
         if few_rows is not None:
-            self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
+            self._device.declare_kernel("attend", reads=(pool[block] for block in self._blocks()))
             few_rows.attend(layer, q, k, v)
             self._device.end_kernel()
             return q
         store_kv(pool, k, v, slots)
         state = AttentionState.empty(q)
-        self._device.declare_kernel("attend", reads=(pool[place] for place in self._places()))
+        self._device.declare_kernel("attend", reads=(pool[block] for block in self._blocks()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
         return state.output(q)
@@ -88,7 +88,7 @@ class PagedKVCache(KVRoom):
             slots.append(blocks * block_size + positions % block_size)
         self._slots = upload(torch.cat(slots), self._device.torch_device)
         self._tables = {
-            window: SegmentTable([self._segment(seq, window) for seq in self._sequences])
+            window: AttentionMetadata([self._segment(seq, window) for seq in self._sequences])
             for window in set(self._geometry.windows)
         }
         if isinstance(self._backend, NativeAttention):
@@ -99,9 +99,9 @@ class PagedKVCache(KVRoom):
             }
         return self._slots
 
-    def _segment(self, seq: SequenceSlice, window: int | None) -> KVSegment:
+    def _segment(self, seq: SequenceMetadata, window: int | None) -> KVMetadata:
         first = first_visible_block(seq.context_len, window, self.layout.block_size)
-        return KVSegment(
+        return KVMetadata(
             query_start=seq.query_start,
             query_len=seq.query_len,
             query_position=seq.context_len,
@@ -110,13 +110,13 @@ class PagedKVCache(KVRoom):
             blocks=seq.block_table[first:],
         )
 
-    def _places(self, *, written: bool = False) -> set[int]:
+    def _blocks(self, *, written: bool = False) -> set[int]:
         """The blocks that the step attends to, or those of them that it writes first."""
         block_size = self.layout.block_size
         return {
-            place
+            block
             for seq in self._sequences
-            for place in seq.block_table[seq.context_len // block_size if written else 0 :]
+            for block in seq.block_table[seq.context_len // block_size if written else 0 :]
         }
 
     def abandon_step(self) -> None:

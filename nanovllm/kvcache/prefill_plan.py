@@ -19,7 +19,7 @@ from nanovllm.kvcache.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSpan:
+class LayerwisePrefill:
     """Positions [begin, end) of a sequence, prefilled layer-major in chunks of `chunk` tokens.
 
     A *unit* is one chunk through one layer. Units are numbered in the order in which they run: all chunks of layer 0,
@@ -34,46 +34,49 @@ class PrefillSpan:
     def num_chunks(self) -> int:
         return -(-(self.end - self.begin) // self.chunk)
 
-    def layer(self, unit: int) -> int:
-        return unit // self.num_chunks
+    def layer(self, layer_chunk: int) -> int:
+        return layer_chunk // self.num_chunks
 
-    def positions(self, unit: int) -> range:
+    def positions(self, layer_chunk: int) -> range:
         """Positions of the unit's tokens."""
-        first = self.begin + unit % self.num_chunks * self.chunk
+        first = self.begin + layer_chunk % self.num_chunks * self.chunk
         return range(first, min(first + self.chunk, self.end))
 
-    def slice_end(self, first_unit: int, token_layers: int, num_layers: int) -> int:
-        """Where a step stops that starts at `first_unit`: units of about `token_layers` tokens in all, at least one.
+    def step_end(self, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
+        """Where a step stops that starts at `first_layer_chunk`: after `token_layers` tokens in all, at least one.
 
         Each unit takes its tokens through one of the layers, a step of n tokens takes n through `num_layers` of them. A
         last unit is run if at least half of it fits, so that a token of somebody else does not cost a whole unit.
         """
-        unit = first_unit
-        while unit < num_layers * self.num_chunks:
-            tokens = len(self.positions(unit))
-            if 2 * token_layers < tokens and unit > first_unit:
+        layer_chunk = first_layer_chunk
+        while layer_chunk < num_layers * self.num_chunks:
+            tokens = len(self.positions(layer_chunk))
+            if 2 * token_layers < tokens and layer_chunk > first_layer_chunk:
                 break
             token_layers -= tokens
-            unit += 1
-        return unit
+            layer_chunk += 1
+        return layer_chunk
 
 
 @dataclass(frozen=True, slots=True)
-class SpanSlice:
-    """Units [first_unit, end_unit) of a span: its share of one step."""
+class LayerwiseStep:
+    """Units [first_layer_chunk, end_layer_chunk) of a span: its share of one step."""
 
-    span: PrefillSpan
-    first_unit: int
-    end_unit: int
+    layerwise: LayerwisePrefill
+    first_layer_chunk: int
+    end_layer_chunk: int
 
     @property
     def token_layers(self) -> int:
         """Tokens times layers that it computes."""
-        return sum(len(self.span.positions(unit)) for unit in range(self.first_unit, self.end_unit))
+        return sum(
+            len(self.layerwise.positions(layer_chunk))
+            for layer_chunk in range(self.first_layer_chunk, self.end_layer_chunk)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class SpanMemory:
+class LayerwiseMemory:
     """Device memory kept for spans: the layer buffer, and the residual stream of a span. Without it there are none."""
 
     buffer_blocks: int = 0  # one layer of each; spans reach as far as these positions
@@ -84,7 +87,7 @@ class SpanMemory:
         return self.buffer_blocks * layout.block_layer_bytes + self.max_tokens * row_bytes
 
 
-NO_SPANS = SpanMemory()
+NO_LAYERWISE = LayerwiseMemory()
 
 
 # ---- what moves
@@ -101,8 +104,8 @@ def chunk_major_loads(host_blocks: Sequence[int], block_size: int, begin: int, e
 
 
 def plan_prefill(
-    host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int, memory: SpanMemory
-) -> PrefillSpan | None:
+    host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int, memory: LayerwiseMemory
+) -> LayerwisePrefill | None:
     """What of [begin, end) goes layer-major next; None if the next chunk goes through all layers.
 
     host_blocks: indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The span is as long as
@@ -116,18 +119,18 @@ def plan_prefill(
         return None
     if stored_before(host_blocks, block_size, begin) >= chunk_major_loads(host_blocks, block_size, begin, reach, chunk):
         return None
-    return PrefillSpan(begin, reach, chunk)
+    return LayerwisePrefill(begin, reach, chunk)
 
 
 def prefill_steps(
-    host_blocks: Sequence[int], block_size: int, end: int, chunk: int, memory: SpanMemory
-) -> list[PrefillSpan]:
+    host_blocks: Sequence[int], block_size: int, end: int, chunk: int, memory: LayerwiseMemory
+) -> list[LayerwisePrefill]:
     """How a lone prompt of `end` tokens is prefilled: its spans, and chunks through all layers as spans of one."""
-    steps: list[PrefillSpan] = []
+    steps: list[LayerwisePrefill] = []
     begin = 0
     while begin < end:
-        span = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
-        steps.append(span or PrefillSpan(begin, min(begin + chunk, end), chunk))
+        layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
+        steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
         begin = steps[-1].end
     return steps
 
@@ -135,7 +138,7 @@ def prefill_steps(
 # ---- what it takes
 
 
-def span_memory(layout: KVLayout, row_bytes: int, memory: int, longest: int, chunk: int) -> SpanMemory:
+def divide_layerwise_memory(layout: KVLayout, row_bytes: int, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
     """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
 
     row_bytes: the residual stream of a token, with its id. A buffer of T tokens leaves memory for spans of S: the first
@@ -143,17 +146,19 @@ def span_memory(layout: KVLayout, row_bytes: int, memory: int, longest: int, chu
     where S reaches T. The T that saves most is taken; nothing where none saves any.
     """
 
-    def divided(blocks: int) -> tuple[SpanMemory, int]:
+    def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
         """What is left beside a buffer of so many blocks, and how much it saves."""
         reach = min(blocks * layout.block_size, longest)
         if reach < longest:
             reach -= reach % chunk
-        span = min(reach, (memory - blocks * layout.block_layer_bytes) // row_bytes)
-        return SpanMemory(blocks, span), _loads(reach, chunk, chunk) - _loads(reach, span, chunk) if span > chunk else 0
+        layerwise = min(reach, (memory - blocks * layout.block_layer_bytes) // row_bytes)
+        return LayerwiseMemory(blocks, layerwise), _loads(reach, chunk, chunk) - _loads(
+            reach, layerwise, chunk
+        ) if layerwise > chunk else 0
 
     most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
     best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
-    return best if saved else NO_SPANS
+    return best if saved else NO_LAYERWISE
 
 
 def _loads(tokens: int, step: int, chunk: int) -> int:

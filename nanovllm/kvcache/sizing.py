@@ -8,10 +8,10 @@ from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory, span_memory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, divide_layerwise_memory
 from nanovllm.memory_checks import check_fits, gib
 
-SPAN_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
+LAYERWISE_SHARE = 8  # of the memory that is there for KV blocks, spans may take one part in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class MemoryFacts:
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch, graphs with it; 0 when nothing had to be sized from memory
     host_may_grow: bool = False  # what is free now is not all that can be had: only allocating it tells
-    span_row_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
+    layerwise_token_bytes: int = 0  # that layer-major prefill keeps for each token; 0: all prefill is chunk-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class KVPlan:
     num_cpu_blocks: int
     split: DeviceSplit
     max_model_len: int
-    spans: SpanMemory  # what prompts may go layer by layer
+    layerwise_memory: LayerwiseMemory  # what prompts may go layer by layer
     working_bytes: int  # kept aside beyond weights and KV blocks: activations, layer buffer, a span's residual stream
 
     @property
@@ -64,9 +64,9 @@ def plan_kv_cache(
         )
     # More blocks than max_num_seqs sequences of full length can use would only take memory from others.
     useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
-    spans = _span_memory(config, layout, memory, wanted_len)
-    span_bytes = spans.num_bytes(layout, memory.span_row_bytes)
-    left = replace(memory, activation_peak=memory.activation_peak + span_bytes)
+    layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
+    layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + layerwise_bytes)
     num_gpu_blocks = _device_blocks(config, layout, left, useful)
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
@@ -75,14 +75,16 @@ def plan_kv_cache(
         split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
     capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
     longest = min(wanted_len, capacity)
-    if span_bytes and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
-        return plan_kv_cache(config, layout, model_max_len, replace(memory, span_row_bytes=0), watermark)
-    if span_bytes and num_cpu_blocks:
-        spans = span_memory(layout, memory.span_row_bytes, span_bytes, longest, config.max_num_batched_tokens)
+    if layerwise_bytes and longest < (config.max_model_len or 1):  # a prompt that fits matters more than how it goes
+        return plan_kv_cache(config, layout, model_max_len, replace(memory, layerwise_token_bytes=0), watermark)
+    if layerwise_bytes and num_cpu_blocks:
+        layerwise_memory = divide_layerwise_memory(
+            layout, memory.layerwise_token_bytes, layerwise_bytes, longest, config.max_num_batched_tokens
+        )
     else:  # nothing ever leaves the device
-        spans = NO_SPANS
-    working_bytes = memory.activation_peak + spans.num_bytes(layout, memory.span_row_bytes)
-    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, spans, working_bytes)
+        layerwise_memory = NO_LAYERWISE
+    working_bytes = memory.activation_peak + layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
+    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, layerwise_memory, working_bytes)
     _check_capacity(config, layout, plan)
     return plan
 
@@ -92,14 +94,14 @@ def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
     return (num_blocks - int(watermark * num_blocks)) * block_size
 
 
-def _span_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> SpanMemory:
+def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> LayerwiseMemory:
     """What is kept for spans, so that the longest prompt is prefilled layer-major if memory allows.
 
     Where KV blocks are still to be sized from the same memory, spans take at most an eighth of what there is for both,
     and leave the smallest cache; where all sizes were named, what those leave.
     """
-    if not config.enable_cpu_offload or not memory.span_row_bytes:
-        return NO_SPANS
+    if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
+        return NO_LAYERWISE
     left = _budget(config, memory)
     shared = memory.tiers_share_memory
     if shared:  # what is set aside for swapping is the host's
@@ -108,8 +110,8 @@ def _span_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, lo
     left -= sum(max(blocks, 0) for blocks in named) * layout.block_bytes
     if -1 in named:
         smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
-        left = min(left // SPAN_SHARE, left - smallest)
-    return span_memory(layout, memory.span_row_bytes, left, longest, config.max_num_batched_tokens)
+        left = min(left // LAYERWISE_SHARE, left - smallest)
+    return divide_layerwise_memory(layout, memory.layerwise_token_bytes, left, longest, config.max_num_batched_tokens)
 
 
 def _budget(config: EngineConfig, memory: MemoryFacts) -> int:

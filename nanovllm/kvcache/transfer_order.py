@@ -64,7 +64,7 @@ class TransferOrder:
             device.new_stream(f"kv-slots-{index}") for index in range(min(num_groups, NUM_GROUP_STREAMS))
         ]
         self._move_stream = device.new_stream("kv-moves")
-        self._arm: Stream = self._compute  # where host blocks are attended
+        self._cpu_attention: Stream = self._compute  # where host blocks are attended
         self._streams = [*self._group_streams, self._move_stream]
         self._make_events()
 
@@ -108,10 +108,10 @@ class TransferOrder:
         for stream in self._group_streams:
             stream.wait(self._host_ready)
 
-    def before_arm(self) -> None:
+    def before_cpu_attention(self) -> None:
         """The arm reads host blocks from now on, until the next step."""
         if self._host_ready is not None:
-            self._arm.wait(self._host_ready)
+            self._cpu_attention.wait(self._host_ready)
 
     def _wait_for_stores(self) -> None:
         for index in sorted(self._storing):
@@ -148,42 +148,42 @@ class TransferOrder:
 
     # ---- the CPU arm
 
-    def put_arm_beside(self) -> None:
+    def add_cpu_attention_streams(self) -> None:
         """From now on the arm works on a stream of its own."""
-        self._arm_copies = self._device.new_stream("kv-arm-copies")
-        self._arm = self._arm_calls = self._device.new_call_stream("kv-arm")
-        self._streams += [self._arm_calls, self._arm_copies]
+        self._cpu_attention_copies = self._device.new_stream("kv-arm-copies")
+        self._cpu_attention = self._cpu_attention_calls = self._device.new_call_stream("kv-arm")
+        self._streams += [self._cpu_attention_calls, self._cpu_attention_copies]
 
     # ---- an arm beside the device, once a layer in this order
 
     def before_queries(self) -> Stream:
         """The arm's queries were written on the compute stream; the returned stream may copy them down."""
         self._compute.record(self._queries_written)
-        self._arm_copies.wait(self._queries_written)
-        return self._arm_copies
+        self._cpu_attention_copies.wait(self._queries_written)
+        return self._cpu_attention_copies
 
-    def before_arm_call(self) -> CallStream:
+    def before_cpu_attention_call(self) -> CallStream:
         """The queries' copy was put on its stream; the arm may be launched on the returned one."""
-        self._arm_copies.record(self._queries_arrived)
-        self._arm_calls.wait(self._queries_arrived)
-        return self._arm_calls
+        self._cpu_attention_copies.record(self._queries_arrived)
+        self._cpu_attention_calls.wait(self._queries_arrived)
+        return self._cpu_attention_calls
 
     def before_partial(self) -> Stream:
         """The arm was launched; the returned stream may copy its partial state up."""
-        self._arm_calls.record(self._partial_written)
-        self._arm_copies.wait(self._partial_written)
-        return self._arm_copies
+        self._cpu_attention_calls.record(self._partial_written)
+        self._cpu_attention_copies.wait(self._partial_written)
+        return self._cpu_attention_copies
 
     def after_partial(self) -> None:
-        self._arm_copies.record(self._partial_arrived)
+        self._cpu_attention_copies.record(self._partial_arrived)
 
     def before_merge(self) -> None:
         """Compute reads the arm's partial state next."""
         self._compute.wait(self._partial_arrived)
 
-    def finish_arm(self) -> None:
+    def finish_cpu_attention(self) -> None:
         """Block the host until the arm's calls are done, and raise what failed of them."""
-        self._arm_calls.synchronize()
+        self._cpu_attention_calls.synchronize()
 
     # ---- everything
 

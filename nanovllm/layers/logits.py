@@ -42,11 +42,11 @@ def adjust_(logits: Tensor, adjustments: Sequence[LogitAdjustments | None]) -> T
     """
     rows = [(index, row) for index, row in enumerate(adjustments) if row is not None]
     if any(row.banned for _, row in rows):
-        logits.view(-1)[_places(logits, [(index, row.banned) for index, row in rows])] = float("-inf")
+        logits.view(-1)[_flat_indices(logits, [(index, row.banned) for index, row in rows])] = float("-inf")
     if any(row.biased for _, row in rows):
         biases = torch.frombuffer(bytearray(b"".join(row.biases for _, row in rows)), dtype=torch.float64)
-        places = _places(logits, [(index, row.biased) for index, row in rows])
-        logits.view(-1)[places] += upload(biases.to(logits.dtype), logits.device)
+        indices = _flat_indices(logits, [(index, row.biased) for index, row in rows])
+        logits.view(-1)[indices] += upload(biases.to(logits.dtype), logits.device)
     if any(row.repetition_penalty != 1.0 for _, row in rows):
         _penalize_repetition_(logits, rows)
     if any(row.frequency_penalty or row.presence_penalty for _, row in rows):
@@ -55,24 +55,24 @@ def adjust_(logits: Tensor, adjustments: Sequence[LogitAdjustments | None]) -> T
 
 
 def _penalize_repetition_(logits: Tensor, rows: Sequence[tuple[int, LogitAdjustments]]) -> None:
-    places = _places(logits, [(index, row.prompt_tokens + row.output_tokens) for index, row in rows])
-    penalties = _by_row(logits, [(index, row.repetition_penalty) for index, row in rows], places)
-    seen = logits.view(-1)[places]
+    indices = _flat_indices(logits, [(index, row.prompt_tokens + row.output_tokens) for index, row in rows])
+    penalties = _by_row(logits, [(index, row.repetition_penalty) for index, row in rows], indices)
+    seen = logits.view(-1)[indices]
     # A token that occurs twice is written twice, with the same value.
-    logits.view(-1)[places] = torch.where(seen > 0, seen / penalties, seen * penalties)
+    logits.view(-1)[indices] = torch.where(seen > 0, seen / penalties, seen * penalties)
 
 
 def _penalize_output_(logits: Tensor, rows: Sequence[tuple[int, LogitAdjustments]]) -> None:
-    places, counts = torch.unique(
-        _places(logits, [(index, row.output_tokens) for index, row in rows]), return_counts=True
+    indices, counts = torch.unique(
+        _flat_indices(logits, [(index, row.output_tokens) for index, row in rows]), return_counts=True
     )
-    frequency = _by_row(logits, [(index, row.frequency_penalty) for index, row in rows], places)
-    presence = _by_row(logits, [(index, row.presence_penalty) for index, row in rows], places)
-    logits.view(-1)[places] -= frequency * counts
-    logits.view(-1)[places] -= presence
+    frequency = _by_row(logits, [(index, row.frequency_penalty) for index, row in rows], indices)
+    presence = _by_row(logits, [(index, row.presence_penalty) for index, row in rows], indices)
+    logits.view(-1)[indices] -= frequency * counts
+    logits.view(-1)[indices] -= presence
 
 
-def _places(logits: Tensor, tokens: Sequence[tuple[int, array[int]]]) -> Tensor:
+def _flat_indices(logits: Tensor, tokens: Sequence[tuple[int, array[int]]]) -> Tensor:
     """Where the tokens of the given rows lie in the flat logits: int64 [tokens]."""
     joined = bytearray(b"".join(part for _, part in tokens))
     token_ids = torch.frombuffer(joined, dtype=torch.int64) if joined else torch.empty(0, dtype=torch.int64)
@@ -81,8 +81,8 @@ def _places(logits: Tensor, tokens: Sequence[tuple[int, array[int]]]) -> Tensor:
     return upload(torch.repeat_interleave(starts, lengths) + token_ids, logits.device)
 
 
-def _by_row(logits: Tensor, values: Sequence[tuple[int, float]], places: Tensor) -> Tensor:
+def _by_row(logits: Tensor, values: Sequence[tuple[int, float]], indices: Tensor) -> Tensor:
     """The value of the row in which each place lies."""
     column = torch.zeros(logits.shape[0], dtype=logits.dtype)
     column[[index for index, _ in values]] = torch.tensor([value for _, value in values], dtype=logits.dtype)
-    return upload(column, logits.device)[places // logits.shape[1]]
+    return upload(column, logits.device)[indices // logits.shape[1]]

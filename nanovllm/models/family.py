@@ -12,6 +12,7 @@ from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 
+
 @dataclass(frozen=True, slots=True)
 class FamilyFacts:
     """What a family decides by itself, from its config."""
@@ -39,9 +40,7 @@ def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     if unknown:
         raise ModelError(f"layer_types holds {', '.join(unknown)}; supported: {', '.join(windows)}.")
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
-        raise ModelError(
-            "layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set."
-        )
+        raise ModelError("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set.")
     return tuple(windows[kind] for kind in config.layer_types)
 
 
@@ -92,13 +91,10 @@ def _check_config(config: Any) -> None:
 def _check_spec(spec: DecoderSpec) -> None:
     if spec.num_heads % spec.num_kv_heads:
         raise ModelError(
-            f"num_attention_heads={spec.num_heads} must be a multiple of "
-            f"num_key_value_heads={spec.num_kv_heads}."
+            f"num_attention_heads={spec.num_heads} must be a multiple of num_key_value_heads={spec.num_kv_heads}."
         )
     if spec.head_dim % 2 or spec.head_dim < 2:
-        raise ModelError(
-            f"head_dim must be even and above 0, because RoPE turns pairs, but it is {spec.head_dim}."
-        )
+        raise ModelError(f"head_dim must be even and above 0, because RoPE turns pairs, but it is {spec.head_dim}.")
     if len(spec.sliding_windows) != spec.num_layers:
         raise ModelError(f"layer_types names {len(spec.sliding_windows)} layers of {spec.num_layers}.")
     for window in spec.sliding_windows:

@@ -77,9 +77,7 @@ def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTe
     expected = {names[name]: shape for name, shape in shapes.items()}
     unexpected = [name for name in stored if name not in expected and not _harmless(name, spec)]
     if unexpected:
-        raise ModelError(
-            f"{directory} holds tensors that a {spec.architecture} does not have ({some_of(unexpected)})."
-        )
+        raise ModelError(f"{directory} holds tensors that a {spec.architecture} does not have ({some_of(unexpected)}).")
     _check_headers(directory, stored, expected)
     return names
 
@@ -89,18 +87,14 @@ def _harmless(name: str, spec: DecoderSpec) -> bool:
     return bool(BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == LM_HEAD)
 
 
-def _check_headers(
-    directory: Path, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]
-) -> None:
+def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
     misshapen = [
         f"{name} expected {list(shape)}, found {list(stored[name].shape)}"
         for name, shape in expected.items()
         if stored[name].shape != shape
     ]
     if misshapen:
-        raise ModelError(
-            f"{directory} holds tensors of shapes its config does not give ({some_of(misshapen)})."
-        )
+        raise ModelError(f"{directory} holds tensors of shapes its config does not give ({some_of(misshapen)}).")
     unreadable = [f"{name} {stored[name].dtype}" for name in expected if stored[name].dtype not in READABLE]
     if unreadable:
         raise ModelError(
@@ -109,9 +103,7 @@ def _check_headers(
         )
 
 
-def _check_tied(
-    directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder
-) -> None:
+def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder) -> None:
     """A tied checkpoint may hold the output projection too, but then it must equal the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return

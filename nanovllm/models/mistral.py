@@ -10,9 +10,7 @@ from nanovllm.models.family import Family, FamilyFacts
 
 def _facts(config: Any) -> FamilyFacts:
     if len(set(getattr(config, "layer_types", None) or ())) > 1:
-        raise ModelError(
-            "Several layer_types are not supported: a MistralForCausalLM has one window for all."
-        )
+        raise ModelError("Several layer_types are not supported: a MistralForCausalLM has one window for all.")
     return FamilyFacts(
         qk_norm=False,
         qkv_bias=False,

@@ -70,9 +70,7 @@ def cos_sin(
 
 def powers(*, bases: int, exponents: int, results: int, rows: int, size: int, threads: int) -> None: ...
 def softmax(*, x: _Address, y: _Address, rows: int, size: int, log: bool, threads: int) -> None: ...
-def draw(
-    *, scores: _Address, tokens: _Address, starts: int, drawn: int, rows: int, size: int, threads: int
-) -> None:
+def draw(*, scores: _Address, tokens: _Address, starts: int, drawn: int, rows: int, size: int, threads: int) -> None:
     """fp32 scores, int64 tokens, starts and drawn."""
 
 def store_kv(
@@ -113,7 +111,17 @@ class Layer:
         head_dim: int,
     ) -> None: ...
     def project(
-        self, x: _Address, cos: _Address, sin: _Address, q: _Address, k: _Address, v: _Address,
-        count: int, q_heads: int, kv_heads: int, threads: int, /,
+        self,
+        x: _Address,
+        cos: _Address,
+        sin: _Address,
+        q: _Address,
+        k: _Address,
+        v: _Address,
+        count: int,
+        q_heads: int,
+        kv_heads: int,
+        threads: int,
+        /,
     ) -> None: ...
     def finish(self, x: _Address, attended: _Address, count: int, threads: int, /) -> None: ...

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from nanovllm.ops.upload import upload
 
-SPAN_FIELDS = 8  # of a segment in a GPU's memory
+METADATA_FIELDS = 8  # of a segment in a GPU's memory
 FEW_ROWS = 64  # a segment with more query rows is prefill to a GPU kernel, one with up to as many decode
 
 
 @dataclass(frozen=True, slots=True)
-class KVSegment:
+class KVMetadata:
     """Consecutive KV blocks of one sequence, and the query rows that attend to them.
 
     `blocks` index a pool `[blocks, 2, kv_heads, block_size, head_dim]` (K, then V). They hold the keys at positions
@@ -36,10 +36,10 @@ class KVSegment:
     blocks: Sequence[int]
 
 
-class SegmentTable:
+class AttentionMetadata:
     """Segments of disjoint query rows, as objects and as the index tensors that kernels take; made once a step."""
 
-    def __init__(self, segments: Sequence[KVSegment]) -> None:
+    def __init__(self, segments: Sequence[KVMetadata]) -> None:
         self.segments = tuple(segments)
         self.blocks = torch.tensor([block for s in segments for block in s.blocks], dtype=torch.int64)
         rows: list[tuple[int, ...]] = []
@@ -49,68 +49,69 @@ class SegmentTable:
             rows.append((s.query_start, s.query_len, start, count, s.first_position, s.kv_end, s.query_position))
             start += count
         # query_start, query_len, block_start, block_count, first_position, kv_end, query_position
-        self.spans = torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
-        self._on_device: DeviceTable | None = None
+        self.rows = torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
+        self._on_device: DeviceMetadata | None = None
 
-    def on(self, device: torch.device) -> DeviceTable:
+    def on(self, device: torch.device) -> DeviceMetadata:
         """The table where a GPU kernel finds it, copied the first time that it is asked for."""
         if self._on_device is None:
-            self._on_device = DeviceTable.of(self, device)
+            self._on_device = DeviceMetadata.of(self, device)
         return self._on_device
 
 
 @dataclass(frozen=True, slots=True)
-class SpanGroup:
+class MetadataGroup:
     """Segments that one kernel launch takes, and what the size of its grid depends on."""
 
-    spans: Tensor  # int32 [segments, SPAN_FIELDS]: those of `SegmentTable.spans`, then the rows of all segments before
+    # int32 [segments, METADATA_FIELDS]: the columns of `AttentionMetadata.rows`, then the query rows of all before
+    rows: Tensor
     max_rows: int  # of one segment
     max_blocks: int
     total_rows: int
 
     def __len__(self) -> int:
-        return self.spans.shape[0]
+        return self.rows.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTable:
-    """A SegmentTable in a GPU's memory, in two groups: few query rows want other kernels than many."""
+class DeviceMetadata:
+    """A AttentionMetadata in a GPU's memory, in two groups: few query rows want other kernels than many."""
 
     blocks: Tensor  # int32
-    few: SpanGroup  # up to FEW_ROWS query rows
-    many: SpanGroup
+    few: MetadataGroup  # up to FEW_ROWS query rows
+    many: MetadataGroup
 
     @classmethod
-    def of(cls, table: SegmentTable, device: torch.device) -> DeviceTable:
+    def of(cls, table: AttentionMetadata, device: torch.device) -> DeviceMetadata:
         """One copy, on the current stream."""
-        is_few = table.spans[:, 1] <= FEW_ROWS
-        groups = [_with_rows_before(table.spans[is_few]), _with_rows_before(table.spans[~is_few])]
-        packed = torch.cat([*(spans.flatten() for spans in groups), table.blocks]).int()
-        parts = upload(packed, device).split([*(spans.numel() for spans in groups), len(table.blocks)])
-        few, many = (_span_group(spans, part) for spans, part in zip(groups, parts[:2], strict=True))
+        is_few = table.rows[:, 1] <= FEW_ROWS
+        groups = [_with_rows_before(table.rows[is_few]), _with_rows_before(table.rows[~is_few])]
+        packed = torch.cat([*(rows.flatten() for rows in groups), table.blocks]).int()
+        parts = upload(packed, device).split([*(rows.numel() for rows in groups), len(table.blocks)])
+        few, many = (_metadata_group(rows, part) for rows, part in zip(groups, parts[:2], strict=True))
         return cls(parts[2], few, many)
 
     @classmethod
-    def of_rows(cls, spans: Tensor, blocks: Tensor, max_blocks: int) -> DeviceTable:
+    def of_rows(cls, rows: Tensor, blocks: Tensor, max_blocks: int) -> DeviceMetadata:
         """Segments of one query row each, over memory that may be filled later, also after a kernel was launched.
 
-        spans: int32 [rows, SPAN_FIELDS], all zero for a row without keys; blocks: int32. No row ever has more than
+        spans: int32 [rows, METADATA_FIELDS], all zero for a row without keys; blocks: int32. No row ever has more than
         `max_blocks` blocks.
         """
-        none = SpanGroup(spans[:0], 0, 0, 0)
-        return cls(blocks, SpanGroup(spans, 1, max_blocks, spans.shape[0]), none)
+        none = MetadataGroup(rows[:0], 0, 0, 0)
+        return cls(blocks, MetadataGroup(rows, 1, max_blocks, rows.shape[0]), none)
 
 
-def _with_rows_before(spans: Tensor) -> Tensor:
-    rows = spans[:, 1:2]
-    return torch.cat((spans, rows.cumsum(0) - rows), dim=1)
+def _with_rows_before(rows: Tensor) -> Tensor:
+    rows = rows[:, 1:2]
+    return torch.cat((rows, rows.cumsum(0) - rows), dim=1)
 
 
-def _span_group(spans: Tensor, on_device: Tensor) -> SpanGroup:
-    if not len(spans):
-        return SpanGroup(on_device.view(0, SPAN_FIELDS), 0, 0, 0)
-    rows, blocks = spans[:, 1], spans[:, 3]
-    return SpanGroup(on_device.view(-1, SPAN_FIELDS), int(rows.max()), int(blocks.max()), int(rows.sum()))
+def _metadata_group(rows: Tensor, on_device: Tensor) -> MetadataGroup:
+    if not len(rows):
+        return MetadataGroup(on_device.view(0, METADATA_FIELDS), 0, 0, 0)
+    rows, blocks = rows[:, 1], rows[:, 3]
+    return MetadataGroup(on_device.view(-1, METADATA_FIELDS), int(rows.max()), int(blocks.max()), int(rows.sum()))
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         """Merge attention over the table's segments into `state`, in place.
 
@@ -153,7 +154,7 @@ class RowAttention(Protocol):
     shapes, and all else is read in device memory when the kernels run."""
 
     def attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        """`AttentionBackend.attend` over a table made by `DeviceTable.of_rows`, with the same bits."""
+        """`AttentionBackend.attend` over a table made by `DeviceMetadata.of_rows`, with the same bits."""
         ...

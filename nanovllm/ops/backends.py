@@ -8,7 +8,14 @@ from collections.abc import Iterable
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, RowAttention, SegmentTable
+from nanovllm.ops.attention import (
+    FEW_ROWS,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionState,
+    KVMetadata,
+    RowAttention,
+)
 from nanovllm.ops.cpu_attention import supports_head_dim
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
@@ -100,15 +107,15 @@ def difference_from_reference(backend: AttentionBackend, device: torch.device, h
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
     many, whole = FEW_ROWS + 9, 2 * block_size
     segments = (
-        KVSegment(0, many, 40, 0, many + 40, (2, 0)),
-        KVSegment(many, 1, 99, 0, 100, (1, 3)),
-        KVSegment(many + 1, whole, block_size, 0, block_size + whole, (3, 1, 2)),
+        KVMetadata(0, many, 40, 0, many + 40, (2, 0)),
+        KVMetadata(many, 1, 99, 0, 100, (1, 3)),
+        KVMetadata(many + 1, whole, block_size, 0, block_size + whole, (3, 1, 2)),
     )
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(4, 2, kv_heads, block_size, head_dim, generator=generator).to(device, torch.bfloat16)
     q = torch.randn(many + 1 + whole, heads, head_dim, generator=generator).to(device, torch.bfloat16)
     state = AttentionState.empty(q)
-    backend.attend(q, pool, SegmentTable(segments), state, scale, None)
+    backend.attend(q, pool, AttentionMetadata(segments), state, scale, None)
     worst = 0.0
     for s in segments:
         k, v = pool[list(s.blocks)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]

@@ -57,9 +57,9 @@ def block_addresses(blocks: Iterable[Tensor]) -> Tensor:
     return torch.tensor([block.data_ptr() for block in blocks], dtype=torch.int64)
 
 
-def span_table(spans: Sequence[KVSpan]) -> Tensor:
+def metadata_rows(rows: Sequence[KVSpan]) -> Tensor:
     """int64 [sequences, 7]: the spans as `attend_batch` takes them; build it once for all layers of a step."""
-    return torch.tensor([astuple(span) for span in spans], dtype=torch.int64).reshape(-1, _SEQUENCE_FIELDS)
+    return torch.tensor([astuple(row) for row in rows], dtype=torch.int64).reshape(-1, _SEQUENCE_FIELDS)
 
 
 def attend(
@@ -85,9 +85,9 @@ def attend(
     Row t stands at position `query_position + t`. The other arguments are those of `attend_batch` and `KVSpan`.
     """
     addresses = blocks if isinstance(blocks, Tensor) else block_addresses(blocks)
-    span = KVSpan(0, q.shape[0], 0, addresses.numel(), first_position, kv_end, query_position)
+    row = KVSpan(0, q.shape[0], 0, addresses.numel(), first_position, kv_end, query_position)
     attend_batch(
-        q, addresses, span_table([span]), kv_heads=kv_heads, block_size=block_size, scale=scale, out=out, lse=lse,
+        q, addresses, metadata_rows([row]), kv_heads=kv_heads, block_size=block_size, scale=scale, out=out, lse=lse,
         window=window, carry=carry, isa=isa, num_threads=num_threads,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def attend(
 def attend_batch(
     q: Tensor,
     blocks: Tensor,
-    spans: Tensor,
+    rows: Tensor,
     *,
     kv_heads: int,
     block_size: int,
@@ -110,7 +110,7 @@ def attend_batch(
     """Attend the rows of many sequences, each over its own blocks, in one call.
 
     q: [tokens, heads, head_dim] bf16, fp16 or fp32, the dtype of the blocks; head_dim a multiple of 16.
-    blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive; spans: `span_table(...)`.
+    blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive; spans: `metadata_rows(...)`.
     out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no span are left alone;
     no two spans share a row.
     window: keys in (p - window, p] are visible to position p; 0 means all up to p. The mask is causal.
@@ -123,7 +123,7 @@ def attend_batch(
     _check_tensors(q, out, lse)
     threads = torch.get_num_threads() if num_threads is None else num_threads
     _check_sizes(q, kv_heads, block_size, scale, window, threads)
-    _check_tables(blocks, spans)
+    _check_tables(blocks, rows)
     _cpu_attention.attend(
         isa=cpu_isa.choose(isa),
         dtype=_DTYPES[q.dtype],
@@ -135,8 +135,8 @@ def attend_batch(
         lse_strides=(lse.stride(1), lse.stride(0)),
         blocks=blocks.data_ptr(),
         block_count=blocks.numel(),
-        sequences=spans.data_ptr(),
-        sequence_count=spans.shape[0],
+        sequences=rows.data_ptr(),
+        sequence_count=rows.shape[0],
         tokens=q.shape[0],
         heads=q.shape[1],
         kv_heads=kv_heads,
@@ -180,12 +180,14 @@ def _check_sizes(q: Tensor, kv_heads: int, block_size: int, scale: float, window
         raise ValueError(f"num_threads must be positive, got {threads}.")
 
 
-def _check_tables(blocks: Tensor, spans: Tensor) -> None:
-    for name, table, dims in (("blocks", blocks, 1), ("spans", spans, 2)):
+def _check_tables(blocks: Tensor, rows: Tensor) -> None:
+    for name, table, dims in (("blocks", blocks, 1), ("spans", rows, 2)):
         if table.dtype != torch.int64 or table.dim() != dims or not table.is_contiguous() or not table.is_cpu:
             raise ValueError(
                 f"{name} must be a contiguous int64 CPU tensor of {dims} dimension(s), "
                 f"got {table.dtype} {tuple(table.shape)} on {table.device}."
             )
-    if spans.shape[1] != _SEQUENCE_FIELDS:
-        raise ValueError(f"spans must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(spans.shape)}; use span_table().")
+    if rows.shape[1] != _SEQUENCE_FIELDS:
+        raise ValueError(
+            f"spans must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(rows.shape)}; use metadata_rows()."
+        )

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.merge import merge_states_
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -47,23 +47,25 @@ class CudnnAttention:
         return CudnnAttention(self._kernel, self._other)
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         taken = [window is None and self._takes(q, pool, segment) for segment in table.segments]
         if not all(taken):
             rest = [segment for segment, take in zip(table.segments, taken, strict=True) if not take]
-            self._other.attend(q, pool, SegmentTable(rest) if any(taken) else table, state, scale, window)
+            self._other.attend(q, pool, AttentionMetadata(rest) if any(taken) else table, state, scale, window)
         for segment, take in zip(table.segments, taken, strict=True):
             if take:
                 self._attend_segment(q, pool, segment, state, scale)
 
-    def _takes(self, q: Tensor, pool: Tensor, segment: KVSegment) -> bool:
+    def _takes(self, q: Tensor, pool: Tensor, segment: KVMetadata) -> bool:
         """Depends on the rows alone, so that the grouping of blocks into calls changes nothing."""
         block_size = pool.shape[3]
         whole = segment.query_position % block_size == 0 and segment.query_len % block_size == 0
         return whole and segment.query_len > FEW_ROWS and block_size >= self._from_block and q.dtype in DTYPES
 
-    def _attend_segment(self, q: Tensor, pool: Tensor, segment: KVSegment, state: AttentionState, scale: float) -> None:
+    def _attend_segment(
+        self, q: Tensor, pool: Tensor, segment: KVMetadata, state: AttentionState, scale: float
+    ) -> None:
         block_size, offset = pool.shape[3], segment.query_start - segment.query_position
         end = segment.query_position + segment.query_len
         for index, block in enumerate(segment.blocks):

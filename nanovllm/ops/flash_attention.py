@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.merge import merge_states_
 
 
@@ -52,24 +52,24 @@ class FlashAttention:
         return self._other
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         if self._other is None and q.dtype not in self._dtypes:
             known = " and ".join(str(dtype)[6:] for dtype in self._dtypes)
             raise ConfigError(f"dtype={str(q.dtype)[6:]!r}: {self.name} computes in {known} only")
         others = [s for s in table.segments if self._leaves(q, s)]
         if self._other is not None and others:
-            rest = table if len(others) == len(table.segments) else SegmentTable(others)
+            rest = table if len(others) == len(table.segments) else AttentionMetadata(others)
             self._other.attend(q, pool, rest, state, scale, window)
         for segment in table.segments:
             if not self._leaves(q, segment):
                 self._attend_segment(q, pool, segment, state, scale, window)
 
-    def _leaves(self, q: Tensor, segment: KVSegment) -> bool:
+    def _leaves(self, q: Tensor, segment: KVMetadata) -> bool:
         return self._other is not None and (segment.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
 
     def _attend_segment(
-        self, q: Tensor, pool: Tensor, segment: KVSegment, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, segment: KVMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         block_size = pool.shape[3]
         for index, block in enumerate(segment.blocks):
@@ -82,7 +82,7 @@ class FlashAttention:
                 merge_states_(state.out[rows], state.lse[:, rows], out, lse)
 
 
-def calls(segment: KVSegment, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
+def calls(segment: KVMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
     """Calls (rows of the batch, number of keys, left, right) for the keys at positions [first, last) of one block.
 
     Without a window the rows that stand in the block get a causal call whose last row is level with its last key, and

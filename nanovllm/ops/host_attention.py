@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops import _cpu_attention, cpu_isa
-from nanovllm.ops.attention import AttentionState, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.cpu_attention import supports_head_dim
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -30,7 +30,7 @@ class HostAttention:
         self,
         q: Tensor,
         pool: Tensor,
-        tables: Sequence[SegmentTable],
+        tables: Sequence[AttentionMetadata],
         state: AttentionState,
         scale: float,
         window: int | None,
@@ -49,7 +49,7 @@ class HostAttention:
             raise ValueError(f"head_dim must be a positive multiple of 16, got {q.shape[2]}.")
         block_bytes = pool.stride(0) * pool.element_size()
         # C++ copies the tables; `addresses` keeps them until then.
-        addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.spans) for table in tables]
+        addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.rows) for table in tables]
         self._prepared = _cpu_attention.HostAttention(
             isa=cpu_isa.choose(),
             dtype=_DTYPES[q.dtype],
@@ -59,7 +59,7 @@ class HostAttention:
             out_strides=(state.out.stride(0), state.out.stride(1)),
             lse=state.lse.data_ptr(),
             lse_strides=(state.lse.stride(1), state.lse.stride(0)),
-            calls=[(b.data_ptr(), b.numel(), spans.data_ptr(), spans.shape[0]) for b, spans in addresses],
+            calls=[(b.data_ptr(), b.numel(), rows.data_ptr(), rows.shape[0]) for b, rows in addresses],
             tokens=q.shape[0],
             heads=q.shape[1],
             kv_heads=pool.shape[2],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops import _cpu_attention, cpu_attention, cpu_isa
-from nanovllm.ops.attention import AttentionState, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState
 
 MAX_STEP_ROWS = 24  # with more, attention takes far longer than the way to it
 
@@ -19,12 +19,12 @@ class NativeAttention:
         self.name = f"native CPU attention ({cpu_isa.choose()})"
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         cpu_attention.attend_batch(
             q,
             pool.data_ptr() + table.blocks * (pool.stride(0) * pool.element_size()),
-            table.spans,
+            table.rows,
             kv_heads=pool.shape[2],
             block_size=pool.shape[3],
             scale=scale,
@@ -36,7 +36,7 @@ class NativeAttention:
         )
 
     def paged_step(
-        self, pool: Tensor, slots: Tensor, table: SegmentTable, heads: int, scale: float, window: int | None
+        self, pool: Tensor, slots: Tensor, table: AttentionMetadata, heads: int, scale: float, window: int | None
     ) -> PagedStep | None:
         """What attends in each layer of a step of so few rows that the way there counts; None if there are more.
 
@@ -55,7 +55,7 @@ class PagedStep:
         self,
         pool: Tensor,
         slots: Tensor,
-        table: SegmentTable,
+        table: AttentionMetadata,
         heads: int,
         scale: float,
         window: int | None,
@@ -76,8 +76,8 @@ class PagedStep:
             tokens=self._rows,
             blocks=table.blocks.data_ptr(),
             block_count=table.blocks.numel(),
-            sequences=table.spans.data_ptr(),
-            sequence_count=table.spans.shape[0],
+            sequences=table.rows.data_ptr(),
+            sequence_count=table.rows.shape[0],
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -88,7 +88,8 @@ class PagedStep:
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [rows, kv_heads, head_dim] and attend: the output [rows, heads, head_dim], in the memory of q.
+        """Write k and v [rows, kv_heads, head_dim], attend, and return the output [rows, heads, head_dim] in q's
+        memory.
 
         All three are contiguous and of the pool's dtype.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.merge import merge_states_
 
 _MASK_ELEMENTS = 1 << 21  # bound on the elements of an explicit mask: rows are cut to stay below it
@@ -21,7 +21,7 @@ class TorchAttention:
     name = "torch CPU flash attention"
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         block_size = pool.shape[3]
         for segment in table.segments:
@@ -33,7 +33,7 @@ class TorchAttention:
 
 
 def _attend_block(
-    q: Tensor, segment: KVSegment, block: Tensor, first: int, state: AttentionState, scale: float, window: int | None
+    q: Tensor, segment: KVMetadata, block: Tensor, first: int, state: AttentionState, scale: float, window: int | None
 ) -> None:
     """Attend over one block `[2, kv_heads, keys, head_dim]` whose first key stands at position `first`."""
     keys = block.shape[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionState, DeviceTable, SegmentTable
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_prefill import prefill_
 
@@ -15,14 +15,14 @@ class TritonAttention:
     name = "Triton paged attention"
 
     def attend(
-        self, q: Tensor, pool: Tensor, table: SegmentTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         on_device = table.on(q.device)
         decode_(q, pool, on_device, state, scale, window)
         prefill_(q, pool, on_device, state, scale, window)
 
     def attend_rows(
-        self, q: Tensor, pool: Tensor, table: DeviceTable, state: AttentionState, scale: float, window: int | None
+        self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         """See `RowAttention`."""
         decode_(q, pool, table, state, scale, window)

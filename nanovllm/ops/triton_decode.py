@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionState, DeviceTable
+from nanovllm.ops.attention import AttentionState, DeviceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, padded
 from nanovllm.ops.triton_merge import merge_rows
 from nanovllm.ops.tuned import decode_config_on
@@ -30,12 +30,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Counts that change from step to step: specialised on, a new length would compile anew in the middle of a request.
 @triton.jit(
     do_not_specialize=["first_part", "parts_here", "workers", "total_rows"],
-    do_not_specialize_on_alignment=["spans_ptr", "blocks_ptr", "slopes_ptr", "top_ptr", "total_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "blocks_ptr", "slopes_ptr", "top_ptr", "total_ptr"],
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     pool_ptr,
-    spans_ptr,
+    rows_ptr,
     blocks_ptr,
     slopes_ptr,
     acc_ptr,
@@ -74,11 +74,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     worker = tl.program_id(0) % workers
     tile = tl.program_id(0) // workers
     kv_head = tl.program_id(1)
-    span = spans_ptr + tl.program_id(2) * 8
-    query_start, query_len = tl.load(span).to(tl.int64), tl.load(span + 1)
-    first_position, kv_end = tl.load(span + 4), tl.load(span + 5)
-    query_position, rows_before = tl.load(span + 6), tl.load(span + 7).to(tl.int64)
-    end_part = tl.minimum(first_part + parts_here, tl.load(span + 3) * PARTS)
+    row = rows_ptr + tl.program_id(2) * 8
+    query_start, query_len = tl.load(row).to(tl.int64), tl.load(row + 1)
+    first_position, kv_end = tl.load(row + 4), tl.load(row + 5)
+    query_position, rows_before = tl.load(row + 6), tl.load(row + 7).to(tl.int64)
+    end_part = tl.minimum(first_part + parts_here, tl.load(row + 3) * PARTS)
     if (first_part + worker >= end_part) | (tile * BLOCK_R >= query_len * group):
         return
     row = tile * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -103,7 +103,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if HAS_WINDOW:
             oldest = query_position + (tile * BLOCK_R) // group - window + 1
             begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
-        block = tl.load(blocks_ptr + tl.load(span + 2) + index).to(tl.int64)
+        block = tl.load(blocks_ptr + tl.load(row + 2) + index).to(tl.int64)
         keys = pool_ptr + block * block_stride + kv_head * head_stride
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_R], float("-inf"), tl.float32)
@@ -137,12 +137,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=["first_block", "blocks_here", "total_rows", "lse_head_stride"],
-    do_not_specialize_on_alignment=["lse_ptr", "spans_ptr", "top_ptr", "total_ptr"],
+    do_not_specialize_on_alignment=["lse_ptr", "rows_ptr", "top_ptr", "total_ptr"],
 )
 def _reduce_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     lse_ptr,
-    spans_ptr,
+    rows_ptr,
     acc_ptr,
     top_ptr,
     total_ptr,
@@ -166,18 +166,18 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     feed a matrix product only.
     """
     token, head = tl.program_id(0), tl.program_id(1)
-    span = spans_ptr + tl.program_id(2) * 8
-    count = tl.minimum(tl.load(span + 3) - first_block, blocks_here)
-    if (token >= tl.load(span + 1)) | (count <= 0):
+    row = rows_ptr + tl.program_id(2) * 8
+    count = tl.minimum(tl.load(row + 3) - first_block, blocks_here)
+    if (token >= tl.load(row + 1)) | (count <= 0):
         return
-    query_row = tl.load(span).to(tl.int64) + token
+    query_row = tl.load(row).to(tl.int64) + token
     column = tl.arange(0, BLOCK_D)
     out_at = out_ptr + query_row * out_token_stride + head * out_head_stride + column
     lse_at = lse_ptr + head * lse_head_stride + query_row * lse_token_stride + tl.arange(0, 1)
     out = tl.load(out_at, mask=column < head_dim, other=0.0)[None, :]
     lse = tl.load(lse_at)
     part = tl.arange(0, BLOCK_P).to(tl.int64)
-    at = (part * total_rows + tl.load(span + 7) + token) * heads + head
+    at = (part * total_rows + tl.load(row + 7) + token) * heads + head
     for _ in tl.range(count, num_stages=STAGES):
         top = tl.load(top_ptr + at, mask=part < PARTS, other=float("-inf"))
         total = tl.load(total_ptr + at, mask=part < PARTS, other=0.0)
@@ -197,7 +197,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
 def decode_(
     q: Tensor,
     pool: Tensor,
-    table: DeviceTable,
+    table: DeviceMetadata,
     state: AttentionState,
     scale: float,
     window: int | None,
@@ -227,7 +227,7 @@ def decode_(
         count = min(blocks_at_once, group.max_blocks - first)
         workers = max(1, min(count * parts, MAX_PROGRAMS // (row_tiles * kv_heads * len(group))))
         _decode_kernel[(workers * row_tiles, kv_heads, len(group))](
-            q, pool, group.spans, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
+            q, pool, group.rows, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
             first * parts, count * parts, workers, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
             scale, window or 0, *q.stride()[:2], *pool.stride()[:3],
             PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
@@ -236,7 +236,7 @@ def decode_(
             num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(group.max_rows, heads, len(group))](
-            state.out, state.lse, group.spans, acc, top, total, first, count, group.total_rows, heads, head_dim,
+            state.out, state.lse, group.rows, acc, top, total, first, count, group.total_rows, heads, head_dim,
             *state.out.stride()[:2], *state.lse.stride(),
             PARTS=parts, BLOCK_P=block_p, BLOCK_D=padded_dim, STAGES=reduce_stages, num_warps=config.reduce_warps,
             enable_fp_fusion=True,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionState, DeviceTable
+from nanovllm.ops.attention import AttentionState, DeviceMetadata
 from nanovllm.ops.kernel_config import PrefillConfig, padded
 from nanovllm.ops.triton_decode import dot_precision
 from nanovllm.ops.tuned import prefill_config_on
@@ -119,13 +119,11 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     return acc, top, total, lse, block, index, begin, first, new_block
 
 
-@triton.jit(
-    do_not_specialize=["lse_head_stride"], do_not_specialize_on_alignment=["spans_ptr", "blocks_ptr", "lse_ptr"]
-)
+@triton.jit(do_not_specialize=["lse_head_stride"], do_not_specialize_on_alignment=["rows_ptr", "blocks_ptr", "lse_ptr"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     pool_ptr,
-    spans_ptr,
+    rows_ptr,
     blocks_ptr,
     out_ptr,
     lse_ptr,
@@ -156,21 +154,21 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
     EVEN: a block is a whole number of tiles.
     """
-    span = spans_ptr + tl.program_id(2) * 8
-    query_len = tl.load(span + 1)
+    row = rows_ptr + tl.program_id(2) * 8
+    query_len = tl.load(row + 1)
     tile = tl.cdiv(query_len, BLOCK_M) - 1 - tl.program_id(0)  # rows that see the most first
     if tile < 0:
         return
     head = tl.program_id(1)
-    first, query_position = tl.load(span + 4), tl.load(span + 6)
+    first, query_position = tl.load(row + 4), tl.load(row + 6)
     token = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = query_position + token
     lowest = query_position + tile * BLOCK_M
     highest = query_position + tl.minimum(tile * BLOCK_M + BLOCK_M, query_len) - 1
-    limit = tl.minimum(tl.load(span + 5), highest + 1)  # behind the last position that any row sees
+    limit = tl.minimum(tl.load(row + 5), highest + 1)  # behind the last position that any row sees
     column = tl.arange(0, BLOCK_D)
     mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
-    row = tl.load(span).to(tl.int64) + token
+    row = tl.load(row).to(tl.int64) + token
     q = tl.load(q_ptr + head * q_head_stride + row[:, None] * q_token_stride + column[None, :], mask=mask, other=0.0)
     out_at = out_ptr + head * out_head_stride + row[:, None] * out_token_stride + column[None, :]
     acc = tl.load(out_at, mask=mask, other=0.0)
@@ -178,7 +176,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_at, mask=token < query_len, other=float("-inf"))
     top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
     head_ptr = pool_ptr + head // group * kv_head_stride
-    block_at = blocks_ptr + tl.load(span + 2)
+    block_at = blocks_ptr + tl.load(row + 2)
     index, begin = 0, 0
     if HAS_WINDOW:  # tiles that lie before every row's window are left out
         skipped = tl.maximum(lowest - window + 1 - first, 0)
@@ -210,7 +208,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         )
         acc *= factor[:, None]
     # Read again, so that no register holds an address of the output through the loops.
-    row = tl.load(span, volatile=True).to(tl.int64) + token
+    row = tl.load(row, volatile=True).to(tl.int64) + token
     out_at = out_ptr + head * out_head_stride + row[:, None] * out_token_stride + column[None, :]
     tl.store(out_at, acc, mask=mask)
     tl.store(lse_ptr + head * lse_head_stride + row * lse_token_stride, lse, mask=token < query_len)
@@ -219,7 +217,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 def prefill_(
     q: Tensor,
     pool: Tensor,
-    table: DeviceTable,
+    table: DeviceMetadata,
     state: AttentionState,
     scale: float,
     window: int | None,
@@ -235,7 +233,7 @@ def prefill_(
     config = config or prefill_config_on(q.device, head_dim, q.dtype)
     padded_dim = padded(head_dim)
     _prefill_kernel[(triton.cdiv(group.max_rows, config.rows), heads, len(group))](
-        q, pool, group.spans, table.blocks, state.out, state.lse, heads // pool.shape[2], head_dim, pool.shape[3],
+        q, pool, group.rows, table.blocks, state.out, state.lse, heads // pool.shape[2], head_dim, pool.shape[3],
         scale, window or 0, *q.stride()[:2], *pool.stride()[:3], *state.out.stride()[:2], *state.lse.stride(),
         BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
         EVEN=pool.shape[3] % config.keys == 0, PADDED=padded_dim != head_dim, BRANCH=config.branch,

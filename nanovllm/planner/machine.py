@@ -39,4 +39,4 @@ class Rates:
     link: Link | None = None
     step_seconds: float = 0.0  # of a step: batch, embedding, final norm, choosing the token
     layer_seconds: float = 0.0  # of a layer in a step
-    visit_seconds: float = 0.0  # of one block that passes through the ring in a layer
+    block_read_seconds: float = 0.0  # of one block that passes through the ring in a layer

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import CopyKind, Device
-from nanovllm.forward_context import ForwardContext, SequenceSlice, flat_positions
+from nanovllm.forward_context import ForwardContext, SequenceMetadata, flat_positions
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.host_arm import arm_backend
+from nanovllm.kvcache.host_block_attention import cpu_attention_backend
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_runs
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.kvcache.room import AttentionGeometry, KVRoom
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.dummy import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
@@ -178,7 +178,7 @@ def _weights_seconds(probe: Probe) -> tuple[float, float]:
 def _prefill_attention(probe: Probe) -> float:
     """Operations per second of a chunk's rows on earlier keys, called as the room calls it."""
     keys = max(probe.rows, probe.sizes.keys)
-    seconds = _attention_seconds(probe, probe.rows, keys, in_ring_runs=probe.ring_slots > 0)
+    seconds = _attention_seconds(probe, probe.rows, keys, in_ring_groups=probe.ring_slots > 0)
     return probe.cut(1).network.attention_operations(keys - probe.rows, probe.rows) / seconds
 
 
@@ -186,22 +186,22 @@ def _decode_attention(probe: Probe) -> float:
     """Bytes of KV cache per second that one row reads."""
     token_bytes = probe.layout.token_layer_bytes
     keys = max(1, min(4 * probe.sizes.keys, probe.sizes.kv_bytes // token_bytes))
-    return keys * token_bytes / _attention_seconds(probe, 1, keys, in_ring_runs=False)
+    return keys * token_bytes / _attention_seconds(probe, 1, keys, in_ring_groups=False)
 
 
-def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_runs: bool) -> float:
+def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bool) -> float:
     """Attention of the last `rows` of `keys` positions in one layer."""
     layout, model = probe.layout, probe.model
     blocks = range(-(-keys // layout.block_size))
     pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), model.dtype))
     q = torch.randn(rows, model.spec.num_heads, layout.head_dim, device=model.device).to(model.dtype)
 
-    def table(group: Sequence[int]) -> SegmentTable:
+    def table(group: Sequence[int]) -> AttentionMetadata:
         first = group[0] * layout.block_size
         end = min(keys, first + len(group) * layout.block_size)
-        return SegmentTable([KVSegment(0, rows, keys - rows, first, end, group)])
+        return AttentionMetadata([KVMetadata(0, rows, keys - rows, first, end, group)])
 
-    tables = [table(run) for run in (in_runs(blocks, probe.group_slots) if in_ring_runs else [blocks])]
+    tables = [table(run) for run in (in_groups(blocks, probe.group_slots) if in_ring_groups else [blocks])]
 
     def attend() -> None:
         state = AttentionState.empty(q)
@@ -215,27 +215,29 @@ def _resident_step(probe: Probe, rows: int) -> float:
     """A step of `rows` first tokens with everything on the device; with one row, the token is chosen."""
     blocks = -(-rows // probe.block_size)
     if probe.ring_slots:
-        room: KVRoom = _offloaded_room(probe, probe.layout, resident_blocks=blocks, host_blocks=0)
+        kv_cache: KVCacheBase = _offloaded_cache(probe, probe.layout, resident_blocks=blocks, host_blocks=0)
     else:
         geometry = _geometry(probe)
-        room = PagedKVCache(probe.device, probe.layout, probe.model.dtype, geometry, probe.backend, blocks)
-    return probe.seconds(lambda: _step(probe, room, rows, range(blocks)))
+        kv_cache = PagedKVCache(probe.device, probe.layout, probe.model.dtype, geometry, probe.backend, blocks)
+    return probe.seconds(lambda: _step(probe, kv_cache, rows, range(blocks)))
 
 
-def _step(probe: Probe, room: KVRoom | None, rows: int, table: Sequence[int] = (), context_len: int = 0) -> None:
+def _step(
+    probe: Probe, kv_cache: KVCacheBase | None, rows: int, table: Sequence[int] = (), context_len: int = 0
+) -> None:
     """A forward pass as the executor makes it. `room` may be missing where there are no layers."""
     model = probe.model
-    slices = (SequenceSlice(0, rows, context_len, table),)
-    if room is not None:
-        room.begin_step(slices, ())
+    slices = (SequenceMetadata(0, rows, context_len, table),)
+    if kv_cache is not None:
+        kv_cache.begin_step(slices, ())
     positions = upload(flat_positions(slices), model.device)
-    ctx = ForwardContext(positions, positions + 1, slices, room or _NoRoom())
+    ctx = ForwardContext(positions, positions + 1, slices, kv_cache or _NoKVCache())
     hidden = model(torch.zeros(rows, dtype=torch.int64, device=model.device), ctx)
     if rows == 1:
         model.compute_logits(hidden).argmax(dim=-1).tolist()
 
 
-class _NoRoom:
+class _NoKVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         raise AssertionError("there is no layer to attend")
 
@@ -244,24 +246,24 @@ class _NoRoom:
 
 
 def _ring(probe: Probe, rates: Rates, resident_step: float) -> Rates:
-    """The rates with `visit_seconds`, `link` and `host_bandwidth`."""
+    """The rates with `block_read_seconds`, `link` and `host_bandwidth`."""
     layout = probe.layout
-    visit = _visit_seconds(probe.cut(1))
+    read = _block_read_seconds(probe.cut(1))
     blocks = min(MOST_BLOCKS, max(2, probe.sizes.kv_bytes // layout.block_bytes))
-    room = _offloaded_room(probe, layout, resident_blocks=0, host_blocks=blocks)
+    kv_cache = _offloaded_cache(probe, layout, resident_blocks=0, host_blocks=blocks)
     moved = blocks * layout.block_bytes
-    loads = probe.seconds(lambda: _copy_all(room.engine, "h2d"))
-    stores = probe.seconds(lambda: _copy_all(room.engine, "d2h"))
-    host = moved / _host_attention_seconds(probe, room.engine)
+    loads = probe.seconds(lambda: _copy_all(kv_cache.engine, "h2d"))
+    stores = probe.seconds(lambda: _copy_all(kv_cache.engine, "d2h"))
+    host = moved / _host_attention_seconds(probe, kv_cache.engine)
     context_len = blocks * layout.block_size - 1
-    step = probe.seconds(lambda: _step(probe, room, 1, range(blocks), context_len))
+    step = probe.seconds(lambda: _step(probe, kv_cache, 1, range(blocks), context_len))
     assert rates.device_bandwidth is not None
     computing = resident_step + moved / rates.device_bandwidth
-    beside = step - layout.num_layers * blocks * visit
+    beside = step - layout.num_layers * blocks * read
     duplex = probe.device.torch_device.type != "cpu"
     link = Link(h2d=moved / loads, d2h=moved / stores, duplex=duplex)
     link = beside_computing(link, moved, computing, beside)
-    return replace(rates, visit_seconds=visit, link=link, host_bandwidth=host)
+    return replace(rates, block_read_seconds=read, link=link, host_bandwidth=host)
 
 
 def beside_computing(link: Link, moved: int, computing: float, measured: float) -> Link:
@@ -283,9 +285,9 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     layout, tokens = engine.layout, engine.layout.block_size
     stored = tokens if way == "h2d" else 0
     uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
-    runs = in_runs(uses, engine.group_slots)
-    engine.begin(runs)
-    for run in runs:
+    groups = in_groups(uses, engine.group_slots)
+    engine.begin(groups)
+    for run in groups:
         slots, _ = engine.acquire()
         if way == "d2h":
             engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, run, strict=True)])
@@ -295,9 +297,9 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
 
 def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
     """Attention of one row to all layers of the host pool where it lies, as the CPU arm makes it."""
-    layout, backend = engine.layout, arm_backend(engine.device, engine.layout.head_dim)
+    layout, backend = engine.layout, cpu_attention_backend(engine.device, engine.layout.head_dim)
     keys = engine.num_host_blocks * layout.block_size
-    table = SegmentTable([KVSegment(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
+    table = AttentionMetadata([KVMetadata(0, 1, keys - 1, 0, keys, range(engine.num_host_blocks))])
     q = torch.randn(1, probe.model.spec.num_heads, layout.head_dim).to(probe.model.dtype)
 
     def attend() -> None:
@@ -308,27 +310,27 @@ def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
     return probe.seconds(attend)
 
 
-def _visit_seconds(probe: Probe) -> float:
+def _block_read_seconds(probe: Probe) -> float:
     """Cost of a visit to a block of next to no bytes."""
-    room = _offloaded_room(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
+    kv_cache = _offloaded_cache(probe, replace(probe.layout, block_size=TINY_BLOCK), 0, TINY_BLOCKS)
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
     spec, model = probe.model.spec, probe.model
-    slices = (SequenceSlice(0, 1, context_len, range(TINY_BLOCKS)),)
+    slices = (SequenceMetadata(0, 1, context_len, range(TINY_BLOCKS)),)
     positions = upload(flat_positions(slices), model.device)
-    ctx = ForwardContext(positions, positions + 1, slices, room)
+    ctx = ForwardContext(positions, positions + 1, slices, kv_cache)
     q, k, v = (
         torch.ones(1, heads, spec.head_dim, dtype=model.dtype, device=model.device)
         for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     )
 
     def attend() -> None:
-        room.begin_step(slices, ())
-        room.attend(0, q, k, v, ctx)
+        kv_cache.begin_step(slices, ())
+        kv_cache.attend(0, q, k, v, ctx)
 
     return probe.seconds(attend) / TINY_BLOCKS
 
 
-def _offloaded_room(probe: Probe, layout: KVLayout, resident_blocks: int, host_blocks: int) -> OffloadedKVCache:
+def _offloaded_cache(probe: Probe, layout: KVLayout, resident_blocks: int, host_blocks: int) -> OffloadedKVCache:
     split = DeviceSplit(probe.ring_slots, resident_blocks)
     groups = probe.group_slots  # of the engine, however small the blocks are here
     engine = OffloadEngine(probe.device, layout, probe.model.dtype, split, host_blocks, group_slots=groups)

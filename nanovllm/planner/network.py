@@ -10,7 +10,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import TransferCount, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
-from nanovllm.planner.arm import ArmModel
+from nanovllm.planner.cpu_attention import CpuAttentionModel
 
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -83,17 +83,22 @@ class Network:
         return tokens * 2 * self.spec.kv_size * self.itemsize
 
     def transfers(
-        self, block_size: int, resident_blocks: int, context_len: int, query_len: int, arm: ArmModel | None = None
+        self,
+        block_size: int,
+        resident_blocks: int,
+        context_len: int,
+        query_len: int,
+        cpu_attention: CpuAttentionModel | None = None,
     ) -> TransferCount:
         """`predict_transfers`, each layer with its own window, and with the share of the arm that it makes best."""
         total = TransferCount()
         for window, num_layers in Counter(self.spec.sliding_windows).items():
             layout = KVLayout(num_layers, self.spec.num_kv_heads, self.spec.head_dim, block_size, self.itemsize)
-            use = arm.use(layout, resident_blocks, context_len, window) if arm is not None else None
+            use = cpu_attention.use(layout, resident_blocks, context_len, window) if cpu_attention is not None else None
             total += predict_transfers(layout, resident_blocks, context_len, query_len, window, use)
         return total
 
-    def visits(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> int:
+    def num_block_reads(self, block_size: int, resident_blocks: int, context_len: int, query_len: int) -> int:
         """Blocks that pass through the ring, summed over layers: the visible ones on the host and those written."""
         end = -(-(context_len + query_len) // block_size)
         first = (max(0, context_len - (window or end * block_size) + 1) for window in self.spec.sliding_windows)

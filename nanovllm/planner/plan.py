@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.decode_shares import can_attend_beside
+from nanovllm.kvcache.decode_shares import can_attend_concurrently
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.prefill_plan import PrefillSpan, prefill_steps
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill, prefill_steps
 from nanovllm.kvcache.sizing import KVPlan, longest_sequence
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
@@ -31,8 +31,10 @@ class RequestPlan:
     prefill: Prediction
     decode: Prediction  # of one token, on average
     layer_by_layer: int  # tokens of the prompt that go so
-    arm_bytes: float | None  # of a decode step, on average, that the CPU reads where they lie; None: not known
-    arm_missing: tuple[str, ...]  # the rates that this takes; transfers and times are then those without the CPU
+    cpu_attention_bytes: (
+        float | None
+    )  # of a decode step, on average, that the CPU reads where they lie; None: not known
+    no_cpu_attention: tuple[str, ...]  # the rates that this takes; transfers and times are then those without the CPU
 
     @property
     def streamed_bytes(self) -> int:
@@ -83,7 +85,7 @@ class Plan:
     @property
     def cpu_attention(self) -> bool:
         """Whether CPU cores attend to a share of the host blocks."""
-        can = self.sizing.memory.tiers_share_memory or can_attend_beside(self.sizing.layout.head_dim)
+        can = self.sizing.memory.tiers_share_memory or can_attend_concurrently(self.sizing.layout.head_dim)
         return can and self.sizing.config.cpu_attention and self.kv.num_cpu_blocks > 0
 
     @property
@@ -106,11 +108,11 @@ class Plan:
         """Engine arguments each set of which makes the prompt fit; see `KVSizing.changes_for`."""
         return self.sizing.changes_for(prompt_len)
 
-    def prefill_steps(self, prompt_len: int) -> list[PrefillSpan]:
+    def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
         """Spans and chunks of a lone prompt with nothing cached; see `kvcache.prefill_plan`."""
         block_size, first = self.sizing.layout.block_size, self.kv.split.resident_blocks
         on_host = range(first, -(-prompt_len // block_size))
-        return prefill_steps(on_host, block_size, prompt_len, self.chunk, self.kv.spans)
+        return prefill_steps(on_host, block_size, prompt_len, self.chunk, self.kv.layerwise_memory)
 
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
         """One prompt that fits. Both lengths are at least 1."""
@@ -121,7 +123,7 @@ class Plan:
         computed = prompt_len + output_len - 1
         steps = self.prefill_steps(prompt_len)
         prefill = [
-            model.prefill_span(step, step.end == prompt_len)
+            model.prefill_part(step, step.end == prompt_len)
             if step.num_chunks > 1
             else model.prefill_chunk(step.begin, step.end - step.begin, step.end == prompt_len)
             for step in steps
@@ -139,8 +141,10 @@ class Plan:
             prefill=total(prefill),
             layer_by_layer=sum(step.end - step.begin for step in steps if step.num_chunks > 1),
             decode=_mean_decode(model, contexts or range(prompt_len, prompt_len + 1)),
-            arm_bytes=None if model.arm_missing else sum(moved.arm_bytes for moved in decode) / len(decode),
-            arm_missing=model.arm_missing,
+            cpu_attention_bytes=None
+            if model.no_cpu_attention
+            else sum(moved.cpu_attention_bytes for moved in decode) / len(decode),
+            no_cpu_attention=model.no_cpu_attention,
         )
 
     def _steps(self) -> StepModel:

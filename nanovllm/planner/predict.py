@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, Bandwidths, arm_query_len
-from nanovllm.kvcache.prefill_plan import PrefillSpan
-from nanovllm.planner.arm import ArmModel
+from nanovllm.kvcache.decode_shares import ONE_PROCESSOR, Bandwidths, cpu_attention_query_len
+from nanovllm.kvcache.prefill_plan import LayerwisePrefill
+from nanovllm.planner.cpu_attention import CpuAttentionModel
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 
@@ -71,7 +71,7 @@ class StepWork:
     attention: float
     quiet: float  # of both, in which no ring slot is needed
     head: float  # the output projection, after the layers
-    arm: float = 0.0
+    cpu: float = 0.0
 
     @property
     def device(self) -> float:
@@ -87,7 +87,7 @@ class StepModel:
     rates: Rates
 
     @property
-    def arm_missing(self) -> tuple[str, ...]:
+    def no_cpu_attention(self) -> tuple[str, ...]:
         """Rates without which the arm's share is not known. Transfers and times are then those without the arm."""
         if not self.placement.cpu_attention or self.placement.one_processor:
             return ()
@@ -95,15 +95,19 @@ class StepModel:
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
     def transfers(self, context_len: int, query_len: int) -> TransferCount:
-        place = self.placement
-        return self.network.transfers(place.block_size, place.resident_blocks, context_len, query_len, self._arm())
+        placement = self.placement
+        return self.network.transfers(
+            placement.block_size, placement.resident_blocks, context_len, query_len, self._cpu_attention()
+        )
 
-    def prefill_transfers(self, step: PrefillSpan) -> TransferCount:
+    def prefill_transfers(self, step: LayerwisePrefill) -> TransferCount:
         """Of one of `Plan.prefill_steps`. The arm has no part in what goes layer by layer."""
         if step.num_chunks == 1:
             return self.transfers(step.begin, step.end - step.begin)
-        place = self.placement
-        return self.network.transfers(place.block_size, place.resident_blocks, step.begin, step.end - step.begin)
+        placement = self.placement
+        return self.network.transfers(
+            placement.block_size, placement.resident_blocks, step.begin, step.end - step.begin
+        )
 
     def prefill_chunk(self, context_len: int, query_len: int, samples: bool) -> Prediction:
         """A chunk of the prompt; `samples`: the last one, after which the first token is due.
@@ -116,31 +120,31 @@ class StepModel:
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
         products = self._matrix_seconds(query_len, rates.compute)
-        operations, arm = net.attention_operations(context_len, query_len), 0.0
+        operations, cpu = net.attention_operations(context_len, query_len), 0.0
         if not self.placement.one_processor:  # there the arm's operations take the same cores
-            arm_keys = moved.arm_bytes // (2 * net.spec.kv_size * net.itemsize)
-            operations = max(0, operations - 4 * net.spec.q_size * query_len * arm_keys)
-            arm = self._arm_seconds(moved)
+            cpu_attention_keys = moved.cpu_attention_bytes // (2 * net.spec.kv_size * net.itemsize)
+            operations = max(0, operations - 4 * net.spec.q_size * query_len * cpu_attention_keys)
+            cpu = self._cpu_attention_seconds(moved)
         # Attention to resident blocks needs no slot either, but next to a chunk's products it is short.
         head = self._head_seconds(samples)
-        work = StepWork(COMPUTE, products, operations / rates.attention, quiet=products, head=head, arm=arm)
+        work = StepWork(COMPUTE, products, operations / rates.attention, quiet=products, head=head, cpu=cpu)
         return self._step(work, moved, context_len, query_len)
 
-    def prefill_span(self, span: PrefillSpan, samples: bool) -> Prediction:
+    def prefill_part(self, layerwise: LayerwisePrefill, samples: bool) -> Prediction:
         """A part of the prompt that goes layer by layer: the work of all its chunks, beside the copies of one step.
 
         The layer buffer holds all that a layer needs, so that the link never waits for a slot.
         """
-        query_len, moved = span.end - span.begin, self.prefill_transfers(span)
+        query_len, moved = layerwise.end - layerwise.begin, self.prefill_transfers(layerwise)
         missing = self._missing(moved, "compute", "attention")
         rates = self.rates
         if rates.compute is None or rates.attention is None or missing:
             return Prediction(missing=missing)
-        lengths = [len(span.positions(unit)) for unit in range(span.num_chunks)]
+        lengths = [len(layerwise.positions(unit)) for unit in range(layerwise.num_chunks)]
         matrices = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
-        attention = self.network.attention_operations(span.begin, query_len) / rates.attention
+        attention = self.network.attention_operations(layerwise.begin, query_len) / rates.attention
         work = StepWork(COMPUTE, matrices, attention, quiet=0.0, head=self._head_seconds(samples))
-        return self._step(work, moved, span.begin, query_len, steps=span.num_chunks)
+        return self._step(work, moved, layerwise.begin, query_len, steps=layerwise.num_chunks)
 
     def decode(self, context_len: int) -> Prediction:
         """One token after `context_len` stored ones.
@@ -155,36 +159,38 @@ class StepModel:
             return Prediction(missing=missing)
         weights = net.spec.num_layers * net.layer_weight_bytes / rates.weight_bandwidth
         attended = net.attended_bytes(context_len, 1)
-        resident = max(0, attended - moved.without_arm.h2d_bytes)
-        on_device = max(0, attended - moved.arm_bytes)
+        resident = max(0, attended - moved.without_cpu_attention.h2d_bytes)
+        on_device = max(0, attended - moved.cpu_attention_bytes)
         work = StepWork(
             DEVICE,
             products=weights,
             attention=on_device / rates.device_bandwidth,
             quiet=weights + resident / rates.device_bandwidth,
             head=net.head_bytes / rates.head_bandwidth,
-            arm=self._arm_seconds(moved),
+            cpu=self._cpu_attention_seconds(moved),
         )
         return self._step(work, moved, context_len, 1)
 
     # ---- helpers
 
-    def _arm(self) -> ArmModel | None:
-        if not self.placement.cpu_attention or self.arm_missing:
+    def _cpu_attention(self) -> CpuAttentionModel | None:
+        if not self.placement.cpu_attention or self.no_cpu_attention:
             return None
         net, rates, known = self.network, self.rates, ONE_PROCESSOR
         if not self.placement.one_processor:
             assert rates.link is not None and rates.host_bandwidth is not None and rates.device_bandwidth is not None
             known = Bandwidths(rates.link.h2d, rates.host_bandwidth, rates.device_bandwidth)
-        return ArmModel(known, net.layer_weight_bytes, arm_query_len(net.spec.num_heads, net.spec.num_kv_heads))
+        return CpuAttentionModel(
+            known, net.layer_weight_bytes, cpu_attention_query_len(net.spec.num_heads, net.spec.num_kv_heads)
+        )
 
-    def _arm_seconds(self, moved: TransferCount) -> float:
-        if not moved.arm_bytes:
+    def _cpu_attention_seconds(self, moved: TransferCount) -> float:
+        if not moved.cpu_attention_bytes:
             return 0.0
         # One processor reads all memory at one rate, so either measurement of it will do.
         rate = self.rates.host_bandwidth or self.rates.device_bandwidth
         assert rate is not None, "the arm takes nothing before its rate is known"
-        return moved.arm_bytes / rate
+        return moved.cpu_attention_bytes / rate
 
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
         net, bandwidth = self.network, self.rates.weight_bandwidth
@@ -199,17 +205,20 @@ class StepModel:
         self, work: StepWork, moved: TransferCount, context_len: int, query_len: int, steps: int = 1
     ) -> Prediction:
         """The work of device and arm beside the copies, and what nothing hides."""
-        net, place, rates = self.network, self.placement, self.rates
+        net, placement, rates = self.network, self.placement, self.rates
         num_layers = net.spec.num_layers
-        visits = net.visits(place.block_size, place.resident_blocks, context_len, query_len) - moved.arm_blocks
-        fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + visits * rates.visit_seconds
-        terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.arm} if work.arm else {})
-        attention = work.attention + work.arm if place.one_processor else max(work.attention, work.arm)
+        block_reads = (
+            net.num_block_reads(placement.block_size, placement.resident_blocks, context_len, query_len)
+            - moved.cpu_attention_blocks
+        )
+        fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + block_reads * rates.block_read_seconds
+        terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.cpu} if work.cpu else {})
+        attention = work.attention + work.cpu if placement.one_processor else max(work.attention, work.cpu)
         layers, link = work.products + attention, rates.link
         if link is None or not moved:
             return Prediction(layers + work.head + fixed, terms)
         copying = terms[LINK] = link.seconds(moved)
-        ahead = place.ring_slots * net.layout(place.block_size).block_layer_bytes / link.h2d
+        ahead = placement.ring_slots * net.layout(placement.block_size).block_layer_bytes / link.h2d
         idle = num_layers * max(0.0, work.quiet / num_layers - ahead)
         hidden, in_turn = max(layers, copying + idle), layers + copying
         beside = link.overlap * hidden + (1 - link.overlap) * in_turn

@@ -72,8 +72,8 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "host_bytes": plan.host_kv_bytes,
             "device_tokens": plan.device_tokens,
             "cache_tokens": plan.cache_tokens,
-            "layer_buffer_blocks": kv.spans.buffer_blocks,
-            "max_span_tokens": kv.spans.max_tokens,
+            "layer_buffer_blocks": kv.layerwise_memory.buffer_blocks,
+            "max_span_tokens": kv.layerwise_memory.max_tokens,
             "working_bytes": kv.working_bytes,
         },
         "longest_prompt": {"tokens": kv.max_model_len, "limit": plan.longest_limit},
@@ -94,8 +94,8 @@ def _request_json(request: RequestPlan) -> dict[str, Any]:
         "resident_bytes": request.resident_bytes,
         "streamed_bytes": request.streamed_bytes,
         "cpu_attention": {
-            "bytes_per_decode_step": request.arm_bytes,
-            "rates_not_known": list(request.arm_missing),
+            "bytes_per_decode_step": request.cpu_attention_bytes,
+            "rates_not_known": list(request.no_cpu_attention),
         },
         "prefill": _phase_json(request.prefill, request.prompt_len) | {"transfers": asdict(request.prefill_transfers)},
         "decode": _phase_json(request.decode, 1) | {"transfers": asdict(request.decode_transfers)},
@@ -138,7 +138,7 @@ def log_lines(plan: Plan) -> list[str]:
         f"on the device {show_bytes(plan.device_kv_bytes)} in {kv.split.resident_blocks} resident blocks of "
         f"{layout.block_size} tokens and {kv.split.ring_slots} ring slots, on the host {host_bytes}",
         f"of the longest prompt's KV cache {show_bytes(request.resident_bytes)} stay on the device and "
-        f"{show_bytes(request.streamed_bytes)} are on the host{_left_to_arm(plan, request)}",
+        f"{show_bytes(request.streamed_bytes)} are on the host{_left_to_cpu_attention(plan, request)}",
     ]
     prefill, decode = request.prefill, request.decode
     if prefill.seconds and decode.seconds:
@@ -149,10 +149,10 @@ def log_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _left_to_arm(plan: Plan, request: RequestPlan) -> str:
-    if not plan.cpu_attention or request.arm_bytes is None:
+def _left_to_cpu_attention(plan: Plan, request: RequestPlan) -> str:
+    if not plan.cpu_attention or request.cpu_attention_bytes is None:
         return ""
-    return f", of which a decode step leaves {show_bytes(request.arm_bytes)} to the CPU"
+    return f", of which a decode step leaves {show_bytes(request.cpu_attention_bytes)} to the CPU"
 
 
 def _row(label: str, value: str, note: str = "") -> str:
@@ -167,8 +167,8 @@ def _memory(plan: Plan) -> list[str]:
     ]
     if memory.activation_peak:
         rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
-    if kv.spans.max_tokens:
-        note = f"prefill layer by layer, {kv.spans.max_tokens:,} tokens at a time"
+    if kv.layerwise_memory.max_tokens:
+        note = f"prefill layer by layer, {kv.layerwise_memory.max_tokens:,} tokens at a time"
         rows.append(_row("and for long prompts", show_bytes(kv.working_bytes - memory.activation_peak), note))
     note = f"{kv.split.resident_blocks:,} resident blocks of {layout.block_size:,} tokens"
     ring = f", {kv.split.ring_slots} ring slots" if kv.split.ring_slots else ""
@@ -193,7 +193,7 @@ def _rates(plan: Plan) -> list[str]:
     else:
         note = f"back {show_rate(link.d2h, 'B/s')}; {link.overlap:.0%} of the shorter hides behind the longer"
         rows.append(_row("link", show_rate(link.h2d, "B/s"), note))
-    fixed = {"step": plan.rates.step_seconds, "layer": plan.rates.layer_seconds, "visit": plan.rates.visit_seconds}
+    fixed = {"step": plan.rates.step_seconds, "layer": plan.rates.layer_seconds, "visit": plan.rates.block_read_seconds}
     each = ", ".join(f"{show_seconds(seconds)} a {name}" for name, seconds in fixed.items())
     return [*rows, _row("fixed costs", "", each if any(fixed.values()) else "not given: speeds are upper bounds")]
 
@@ -205,7 +205,7 @@ def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
         _row("KV cache", show_bytes(request.kv_bytes), f"{request.num_blocks:,} blocks"),
         _row("stays on the device", show_bytes(request.resident_bytes)),
         _row("on the host", show_bytes(request.streamed_bytes)),
-        *([_arm(request)] if plan.cpu_attention else []),
+        *([_cpu_attention(request)] if plan.cpu_attention else []),
         *_moves("prefill", request.prefill_transfers, 1),
         *_moves("a decoded token", request.decode_transfers, request.output_len - 1),
     ]
@@ -235,12 +235,12 @@ def _moves(phase: str, moved: TransferCount, steps: int) -> list[str]:
     ]
 
 
-def _arm(request: RequestPlan) -> str:
+def _cpu_attention(request: RequestPlan) -> str:
     """The CPU's share of a decode step."""
     label = "the CPU attends to"
-    if request.arm_bytes is None:
-        return _row(label, "not given", f"({_options(request.arm_missing)}): what follows is without the CPU")
-    return _row(label, show_bytes(request.arm_bytes), "of these for a decoded token, where they lie")
+    if request.cpu_attention_bytes is None:
+        return _row(label, "not given", f"({_options(request.no_cpu_attention)}): what follows is without the CPU")
+    return _row(label, show_bytes(request.cpu_attention_bytes), "of these for a decoded token, where they lie")
 
 
 def _limit(phase: Prediction) -> str:

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.kvcache.room import KVStats
+from nanovllm.kvcache.base import KVStats
 
 TITLE = "the first two chapters of Alice's Adventures in Wonderland"
 # Each with words that a right answer contains, in small letters.

@@ -12,15 +12,15 @@ from itertools import groupby
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.forward_context import ForwardContext, SequenceMetadata
+from nanovllm.kvcache.base import AttentionGeometry, first_visible_block
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
-from nanovllm.kvcache.prefill_plan import SpanSlice
-from nanovllm.kvcache.room import AttentionGeometry, first_visible_block
-from nanovllm.ops.attention import AttentionBackend, AttentionState, KVSegment, SegmentTable
+from nanovllm.kvcache.prefill_plan import LayerwiseStep
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, KVMetadata
 
 
-class SpanKVCache:
-    """Runs one step's slice of a span at a time: `begin_slice`, `attend` for every unit in order, `end_slice`.
+class LayerwiseKVCache:
+    """Runs one step's slice of a span at a time: `begin_part`, `attend` for every unit in order, `end_part`.
 
     A slice may end within a layer. What the buffer holds of that layer stays for the next slice of the same span.
     """
@@ -29,23 +29,29 @@ class SpanKVCache:
         self._engine = engine
         self._geometry = geometry
         self._backend = backend
-        self._part: SpanSlice
-        self._places: Sequence[int] = ()  # of the sequence's blocks, in this step
-        self._tables: dict[tuple[int, int | None], list[tuple[bool, SegmentTable]]] = {}  # by chunk and window
+        self._part: LayerwiseStep
+        self._block_table: Sequence[int] = ()  # of the sequence's blocks, in this step
+        self._tables: dict[tuple[int, int | None], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and window
 
-    def begin_slice(self, part: SpanSlice, places: Sequence[int]) -> tuple[int, int]:
+    def begin_part(self, part: LayerwiseStep, block_table: Sequence[int]) -> tuple[int, int]:
         """Start loading; to be called after the step's block moves. Returns the bytes that the slice loads and stores.
 
         places: of the blocks that hold [0, span.end). They may differ from those of the slice before: a block that
         moved to the device meanwhile is used there from now on.
         """
-        self._part, self._places, self._tables = part, places, {}
-        units = range(part.first_unit, part.end_unit)
-        if part.first_unit % part.span.num_chunks == 0:
-            self._fill(part.span.layer(part.first_unit))
-        begun = {part.span.layer(unit) for unit in units if unit % part.span.num_chunks == 0}
+        self._part, self._block_table, self._tables = part, block_table, {}
+        layer_chunks = range(part.first_layer_chunk, part.end_layer_chunk)
+        if part.first_layer_chunk % part.layerwise.num_chunks == 0:
+            self._fill(part.layerwise.layer(part.first_layer_chunk))
+        begun = {
+            part.layerwise.layer(layer_chunk)
+            for layer_chunk in layer_chunks
+            if layer_chunk % part.layerwise.num_chunks == 0
+        }
         loaded = sum(use.stored_tokens for layer in begun for _, use in self._uses(layer))
-        stored = sum(count for unit in units for _, _, count in self._stores(part.span.positions(unit)))
+        stored = sum(
+            count for layer_chunk in layer_chunks for _, _, count in self._stores(part.layerwise.positions(layer_chunk))
+        )
         token_bytes = self._engine.layout.token_layer_bytes
         return loaded * token_bytes, stored * token_bytes
 
@@ -57,17 +63,17 @@ class SpanKVCache:
         for index in range(self._first_block(chunk, window), self._num_blocks(chunk.total_len)):
             held = min(chunk.total_len - index * self._block_size, self._block_size)
             self._engine.device.declare_kernel("attend", reads=(self._block(layer, index)[:, :, :held],))
-        for in_buffer, table in self._runs(chunk, window):
+        for in_buffer, table in self._groups(chunk, window):
             pool = self._engine.layer_buffer if in_buffer else self._engine.resident[layer]
             self._backend.attend(q, pool, table, state, self._geometry.scale, window)
         self._engine.device.end_kernel()
-        if chunk.total_len == self._part.span.end:
+        if chunk.total_len == self._part.layerwise.end:
             self._end_layer(layer)
         return state.output(q)
 
-    def end_slice(self) -> None:
+    def end_part(self) -> None:
         """All units of the slice have run."""
-        if self._part.end_unit % self._part.span.num_chunks:
+        if self._part.end_layer_chunk % self._part.layerwise.num_chunks:
             self._release()
 
     # ---- a layer's way through the buffer
@@ -78,13 +84,13 @@ class SpanKVCache:
 
     def _uses(self, layer: int) -> Iterator[tuple[int, RingUse]]:
         """The layer's blocks in the buffer, with what the host holds of them. Those before its window stay out."""
-        span = self._part.span
-        first = first_visible_block(span.begin, self._geometry.windows[layer], self._block_size)
-        for index in self._on_host(range(first, self._num_blocks(span.end))):
-            stored = min(max(span.begin - index * self._block_size, 0), self._block_size)
+        layerwise = self._part.layerwise
+        first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
+        for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
+            stored = min(max(layerwise.begin - index * self._block_size, 0), self._block_size)
             yield index, RingUse(layer, self._host_block(index), stored)
 
-    def _write(self, layer: int, chunk: SequenceSlice, k: Tensor, v: Tensor) -> None:
+    def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
         """Write the chunk's K/V into its blocks, and copy out those that are complete."""
         positions = range(chunk.context_len, chunk.total_len)
         for index in range(positions.start // self._block_size, self._num_blocks(positions.stop)):
@@ -100,20 +106,20 @@ class SpanKVCache:
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks of which a chunk writes the span's last token: (index, the span's first token in it, tokens)."""
-        span = self._part.span
+        layerwise = self._part.layerwise
         for index in self._on_host(range(positions.start // self._block_size, self._num_blocks(positions.stop))):
             first = index * self._block_size
-            begin, end = max(span.begin, first), min(span.end, first + self._block_size)
+            begin, end = max(layerwise.begin, first), min(layerwise.end, first + self._block_size)
             if end <= positions.stop:
                 yield index, begin - first, end - begin
 
     def _end_layer(self, layer: int) -> None:
         self._release()
-        if (layer + 1) * self._part.span.num_chunks < self._part.end_unit:
+        if (layer + 1) * self._part.layerwise.num_chunks < self._part.end_layer_chunk:
             self._fill(layer + 1)
 
     def _release(self) -> None:
-        for index in self._on_host(range(self._num_blocks(self._part.span.end))):
+        for index in self._on_host(range(self._num_blocks(self._part.layerwise.end))):
             self._engine.release_buffer(index)
 
     # ---- where blocks are
@@ -125,40 +131,40 @@ class SpanKVCache:
     def _num_blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _first_block(self, chunk: SequenceSlice, window: int | None) -> int:
+    def _first_block(self, chunk: SequenceMetadata, window: int | None) -> int:
         return first_visible_block(chunk.context_len, window, self._block_size)
 
     def _is_on_host(self, index: int) -> bool:
-        return self._places[index] >= self._engine.split.resident_blocks
+        return self._block_table[index] >= self._engine.split.resident_blocks
 
     def _on_host(self, indices: range) -> Iterator[int]:
         return filter(self._is_on_host, indices)
 
     def _host_block(self, index: int) -> int:
-        return self._places[index] - self._engine.split.resident_blocks
+        return self._block_table[index] - self._engine.split.resident_blocks
 
     def _block(self, layer: int, index: int) -> Tensor:
         """One layer of a block, `[2, kv_heads, block_size, head_dim]`, ready for compute."""
         if self._is_on_host(index):
             return self._engine.buffered(index)
-        return self._engine.resident[layer, self._places[index]]
+        return self._engine.resident[layer, self._block_table[index]]
 
-    def _runs(self, chunk: SequenceSlice, window: int | None) -> list[tuple[bool, SegmentTable]]:
+    def _groups(self, chunk: SequenceMetadata, window: int | None) -> list[tuple[bool, AttentionMetadata]]:
         """What the chunk attends to: blocks in a row that are in the same pool, as (in the buffer?, table)."""
         key = chunk.context_len, window
         if key not in self._tables:
             visible = range(self._first_block(chunk, window), self._num_blocks(chunk.total_len))
-            runs = [(in_buffer, list(run)) for in_buffer, run in groupby(visible, self._is_on_host)]
-            self._tables[key] = [(in_buffer, self._table(chunk, run, in_buffer)) for in_buffer, run in runs]
+            groups = [(in_buffer, list(run)) for in_buffer, run in groupby(visible, self._is_on_host)]
+            self._tables[key] = [(in_buffer, self._table(chunk, run, in_buffer)) for in_buffer, run in groups]
         return self._tables[key]
 
-    def _table(self, chunk: SequenceSlice, run: list[int], in_buffer: bool) -> SegmentTable:
-        segment = KVSegment(
+    def _table(self, chunk: SequenceMetadata, run: list[int], in_buffer: bool) -> AttentionMetadata:
+        segment = KVMetadata(
             query_start=chunk.query_start,
             query_len=chunk.query_len,
             query_position=chunk.context_len,
             first_position=run[0] * self._block_size,
             kv_end=min(chunk.total_len, (run[-1] + 1) * self._block_size),
-            blocks=run if in_buffer else [self._places[index] for index in run],
+            blocks=run if in_buffer else [self._block_table[index] for index in run],
         )
-        return SegmentTable([segment])
+        return AttentionMetadata([segment])

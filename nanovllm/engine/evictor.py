@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 
 
-class IdleBlocks:
+class Evictor:
     """A set of blocks, each with the time of its last use, whose oldest is found at once.
 
     A heap with lazy deletion: what was removed stays in it until it comes up, or until it outweighs what is left.

@@ -5,18 +5,18 @@ from __future__ import annotations
 from nanovllm.engine.request import Request, Sequence
 
 
-class StepChunks:
+class SchedulingBudget:
     """`chunks`: (sequence, tokens to compute), in the order of the step.
 
-    `left`: tokens that may still be given; `held`: kept for the long prefill, see `long_prefill.py`. `seats`: sequences
-    that may still join those that run.
+    `left`: tokens that may still be given; `held`: kept for the long prefill, see `long_prefill.py`.
+    `free_seqs`: sequences that may still join those that run.
     """
 
-    def __init__(self, budget: int, seats: int, max_prefill_chunk: int = 0) -> None:
+    def __init__(self, budget: int, free_seqs: int, max_prefill_chunk: int = 0) -> None:
         """max_prefill_chunk: the most tokens of one sequence that cannot sample yet; 0 for no such limit."""
         self.chunks: list[tuple[Sequence, int]] = []
         self.left = budget
-        self.seats = seats
+        self.free_seqs = free_seqs
         self.held = 0
         self._max_prefill_chunk = max_prefill_chunk or budget
 
@@ -42,7 +42,7 @@ class StepChunks:
 
     def join(self, request: Request) -> None:
         """A request begins to run, or runs again, with a share of this step."""
-        self.seats -= request.num_seats
+        self.free_seqs -= request.num_seqs
         self.give(request)
 
     def hold_half(self) -> None:

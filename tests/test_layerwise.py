@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ROPES, make_checkpoint
-from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_spans
+from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
 
 from nanovllm import LLM
 from nanovllm.device.ordering import OrderingError
+from nanovllm.engine.layerwise_runner import LayerwiseRunner, LayerwiseState
 from nanovllm.engine.profiling import _LiveBytes, activation_peak
-from nanovllm.engine.span_runner import SpanRunner, SpanState
 from nanovllm.errors import EngineError
+from nanovllm.kvcache.layerwise_cache import LayerwiseKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.prefill_plan import SpanMemory
-from nanovllm.kvcache.span_cache import SpanKVCache
+from nanovllm.kvcache.prefill_plan import LayerwiseMemory
 from nanovllm.recall import make_document, make_prompt, write_recall_checkpoint
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -40,10 +40,10 @@ def expected_tokens(model_dir: Path, prompts: list[list[int]], max_tokens: int) 
         return token_ids(llm, prompts, greedy(max_tokens))
 
 
-def state_of(llm: LLM) -> SpanState | None:
-    spans = llm._runner._spans
-    assert isinstance(spans, SpanRunner)
-    return spans.state
+def state_of(llm: LLM) -> LayerwiseState | None:
+    layerwise = llm._runner._spans
+    assert isinstance(layerwise, LayerwiseRunner)
+    return layerwise.state
 
 
 # ---- what is computed
@@ -55,12 +55,12 @@ def test_a_cached_prefix_comes_in_once_per_layer(model_dir: Path) -> None:
     (expected,) = expected_tokens(model_dir, [question], 1)
     with open_llm(model_dir, chunk=20) as llm:
         token_ids(llm, [*document, 1], greedy(1))
-        spans, before = watch_spans(llm), llm.kv_stats().transfers
+        layerwise, before = watch_layerwise(llm), llm.kv_stats().transfers
         (output,) = llm.generate(question, greedy(1), use_tqdm=False)
         moved, stats = llm.kv_stats().transfers - before, llm.kv_stats()
     assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 6 * BLOCK
-    assert len(spans) == 5 and spans[0].context_len == 6 * BLOCK
-    on_host = [place >= stats.resident_blocks for place in spans[0].block_table]
+    assert len(layerwise) == 5 and layerwise[0].context_len == 6 * BLOCK
+    on_host = [physical_id >= stats.resident_blocks for physical_id in layerwise[0].block_table]
     assert sum(on_host[:6]) >= 4, "most of the document is on the host"
     assert moved.h2d_copies == LAYERS * sum(on_host[:6])
     assert moved.h2d_bytes == sum(on_host[:6]) * stats.bytes_per_block
@@ -83,10 +83,10 @@ def test_same_tokens_as_transformers(tmp_path: Path, family: str, options: dict[
     prompts.append(prompts[0][: 5 * BLOCK] + random_prompt(120, VOCAB, 6))
     expected = [greedy_reference(reference, prompt, 5) for prompt in prompts]
     with open_llm(tmp_path, chunk=chunk, dtype="float32", max_model_len=240 if family == "qwen2" else None) as llm:
-        spans = watch_spans(llm)
+        layerwise = watch_layerwise(llm)
         for _ in range(2):
             assert token_ids(llm, prompts, greedy(5)) == expected
-        assert spans
+        assert layerwise
 
 
 def test_logits_are_computed_for_the_last_row_alone(model_dir: Path) -> None:
@@ -159,14 +159,16 @@ def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Pa
     with open_llm(model_dir, num_gpu_blocks=5, chunk=24, enable_prefix_caching=True) as llm:
         token_ids(llm, [*document, 1], greedy(1))
         llm.engine.scheduler.block_manager.stats.hit_tokens = 0
-        spans, moved_in = watch_spans(llm), 0
+        layerwise, moved_in = watch_layerwise(llm), 0
         execute = llm.engine.executor.execute
 
         def watch(batch: Any) -> Any:
             nonlocal moved_in
             resident = llm.kv_stats().resident_blocks
-            if batch.span is not None and batch.span.span.first_unit > 0:
-                moved_in += sum(move.src >= resident and move.dst in batch.span.block_table for move in batch.moves)
+            if batch.layerwise is not None and batch.layerwise.layerwise.first_layer_chunk > 0:
+                moved_in += sum(
+                    move.src >= resident and move.dst in batch.layerwise.block_table for move in batch.moves
+                )
             return execute(batch)
 
         llm.engine.executor.execute = watch  # type: ignore[method-assign]
@@ -178,7 +180,7 @@ def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Pa
         llm.engine.abort_request("0")
         while llm.engine.has_unfinished_requests():
             finished |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step() if o.finished}
-    assert moved_in > 0 and spans
+    assert moved_in > 0 and layerwise
     assert [finished["1"], finished["2"]] == expected[1:]
 
 
@@ -188,8 +190,13 @@ def test_a_prefix_block_may_move_to_the_device_while_the_span_runs(model_dir: Pa
 def test_memory_for_spans_is_what_was_planned(model_dir: Path) -> None:
     with open_llm(model_dir, max_model_len=200) as llm:
         stats, runner = llm.kv_stats(), llm._runner
-        assert stats.spans == runner.plan.spans == llm.engine.limits.spans == SpanMemory(-(-200 // BLOCK), 200)
-        assert stats.layer_buffer_bytes == stats.spans.buffer_blocks * stats.bytes_per_block // LAYERS
+        assert (
+            stats.layerwise_memory
+            == runner.plan.layerwise_memory
+            == llm.engine.limits.layerwise_memory
+            == LayerwiseMemory(-(-200 // BLOCK), 200)
+        )
+        assert stats.layer_buffer_bytes == stats.layerwise_memory.buffer_blocks * stats.bytes_per_block // LAYERS
         assert stats.device_bytes <= stats.num_gpu_blocks * stats.bytes_per_block
 
 
@@ -200,11 +207,11 @@ def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length:
     prompt, blocks = make_prompt(make_document(length + 2, length, seed=2), length // 3), -(-(length + 4) // 1024)
     memory = offloaded(1024, blocks // 8, blocks, max_num_batched_tokens=4096, max_model_len=length + 4)
     with LLM(tmp_path, **memory) as llm:
-        spans, plan, stats = watch_spans(llm), llm._runner.plan, llm.kv_stats()
+        layerwise, plan, stats = watch_layerwise(llm), llm._runner.plan, llm.kv_stats()
         with _LiveBytes() as counter:
             llm.generate(prompt, greedy(1), use_tqdm=False)
         activations, hidden_size = activation_peak(llm._runner.model, llm.config), llm._runner.spec.hidden_size
-    assert len(spans[0].token_ids) == length + 1, "all of it is one span"
+    assert len(layerwise[0].token_ids) == length + 1, "all of it is one span"
     hidden_states = (length + 1) * hidden_size * 2
     assert hidden_states < counter.peak <= plan.working_bytes - stats.layer_buffer_bytes
     assert plan.working_bytes == activations + (length + 4) * (hidden_size * 2 + 8) + stats.layer_buffer_bytes
@@ -215,14 +222,14 @@ def test_without_memory_for_spans_prompts_stream(model_dir: Path) -> None:
     expected = expected_tokens(model_dir, [prompt], 4)
     with open_llm(model_dir) as llm:
         set_prefill(llm, "chunk-major")
-        spans = watch_spans(llm)
-        assert token_ids(llm, prompt, greedy(4)) == expected and not spans
+        layerwise = watch_layerwise(llm)
+        assert token_ids(llm, prompt, greedy(4)) == expected and not layerwise
 
 
 # ---- order
 
 
-def run_spans(model_dir: Path) -> None:
+def run_layerwise(model_dir: Path) -> None:
     """A cached document on the host, and spans behind it that end or are aborted within a layer, one after another."""
     document = random_prompt(6 * BLOCK, VOCAB, 1)
     with open_llm(model_dir, chunk=24) as llm:
@@ -244,8 +251,8 @@ def without_wait(engine: OffloadEngine, index: int) -> torch.Tensor:
     return engine.layer_buffer[index]
 
 
-def fill_before_release(cache: SpanKVCache, layer: int) -> None:
-    if (layer + 1) * cache._part.span.num_chunks < cache._part.end_unit:
+def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
+    if (layer + 1) * cache._part.layerwise.num_chunks < cache._part.end_layer_chunk:
         cache._fill(layer + 1)
     cache._release()
 
@@ -253,18 +260,18 @@ def fill_before_release(cache: SpanKVCache, layer: int) -> None:
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "blocks are used before they have arrived": (OffloadEngine, "buffered", without_wait),
     "blocks are never let go of": (OffloadEngine, "release_buffer", lambda *_: None),
-    "the next layer is loaded before this one is let go of": (SpanKVCache, "_end_layer", fill_before_release),
-    "a slice that ends within a layer lets go of nothing": (SpanKVCache, "end_slice", lambda *_: None),
+    "the next layer is loaded before this one is let go of": (LayerwiseKVCache, "_end_layer", fill_before_release),
+    "a slice that ends within a layer lets go of nothing": (LayerwiseKVCache, "end_part", lambda *_: None),
 }
 
 
 def test_spans_are_ordered(model_dir: Path) -> None:
-    run_spans(model_dir)
+    run_layerwise(model_dir)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_spans_out_of_order_are_noticed(model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises(EngineError) as failed:
-        run_spans(model_dir)
+        run_layerwise(model_dir)
     assert isinstance(failed.value.__cause__, OrderingError)

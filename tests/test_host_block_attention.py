@@ -14,15 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from arms import SHARES, DeviceOfItsOwn, SilentDevice, arm, around_tasks, force_share, put_arm_beside, room
 from checkpoints import make_checkpoint
+from cpu_attention_helpers import (
+    SHARES,
+    DeviceOfItsOwn,
+    SilentDevice,
+    add_cpu_attention_streams,
+    around_tasks,
+    cpu_attention,
+    force_share,
+    kv_cache,
+)
 from engines import greedy, logits_by_request, offloaded, random_prompt, token_ids
 from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.device import PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.host_arm import BalancedShare
+from nanovllm.kvcache.host_block_attention import BalancedShare
 from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 
 BLOCK, VOCAB = 16, 97
@@ -50,7 +59,7 @@ def logits_of_run(path: Path, share: float | None, **arguments: Any) -> tuple[Te
         found = logits_by_request(llm, prompts, MAX_TOKENS)
         logits = torch.stack([found[key] for key in sorted(found)])
         tokens = logits.argmax(dim=-1).unflatten(0, (len(prompts), MAX_TOKENS)).tolist()
-        return logits, tokens, llm.kv_stats().transfers.arm_blocks
+        return logits, tokens, llm.kv_stats().transfers.cpu_attention_blocks
 
 
 # ---- the same answer at every share
@@ -79,10 +88,10 @@ def test_every_share_gives_the_same_logits(
         assert torch.equal(logits, exact) and same_tokens == tokens, share
         counts.append(blocks)
     assert counts[0] == 0 and counts == sorted(set(counts))
-    put_arm_beside(monkeypatch)
+    add_cpu_attention_streams(monkeypatch)
     if options["head_dim"] % 16:  # which the C++ kernel does not take
         with LLM(tmp_path, **offloaded(BLOCK, 6, 40)) as llm:
-            assert room(llm).arm is None
+            assert kv_cache(llm).cpu_attention is None
         return
     for share, blocks in zip(SHARES, counts, strict=True):
         logits, same_tokens, blocks_beside = logits_of_run(tmp_path, share)
@@ -105,10 +114,10 @@ def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_bloc
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_recall_is_perfect(tmp_path: Path, share: float, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong, stale or half-copied row on either way, and an answer is wrong."""
-    if beside:
-        put_arm_beside(monkeypatch)
+    if concurrent:
+        add_cpu_attention_streams(monkeypatch)
     length, block, asked = 1500, 64, 3
     write_recall_checkpoint(tmp_path, length + 2, length + 1 + asked, seed=1)
     document = make_document(length + 2, length, seed=2)
@@ -118,7 +127,7 @@ def test_recall_is_perfect(tmp_path: Path, share: float, beside: bool, monkeypat
         force_share(llm, share)
         prompts = [make_prompt(document, position) for position in positions]
         answers = [*token_ids(llm, prompts[:1], greedy(asked)), *token_ids(llm, prompts[1:], greedy(asked))]
-        assert llm.kv_stats().transfers.arm_blocks > 0
+        assert llm.kv_stats().transfers.cpu_attention_blocks > 0
     assert answers == [expected_answer(document, position, asked) for position in positions]
 
 
@@ -126,14 +135,16 @@ def test_recall_is_perfect(tmp_path: Path, share: float, beside: bool, monkeypat
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_shared_blocks_preemption_and_aborts(model_dir: Path, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_blocks_preemption_and_aborts(
+    model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts with a common start, too many for the blocks there are, of which some are aborted."""
     start = random_prompt(4 * BLOCK, VOCAB, seed=1)
     prompts = [[*start, *random_prompt(length, VOCAB, seed=2)] for length in (1, 20, 33, 47, 5, 16, 40)]
     with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=80) as llm:
         expected = token_ids(llm, prompts, greedy(25))
-    if beside:
-        put_arm_beside(monkeypatch)
+    if concurrent:
+        add_cpu_attention_streams(monkeypatch)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 18, max_num_batched_tokens=64)) as llm:
         for victim, share in enumerate((0.4, 1.0)):
             force_share(llm, share)
@@ -149,7 +160,7 @@ def test_shared_blocks_preemption_and_aborts(model_dir: Path, beside: bool, monk
                 finished |= {output.request_id: output.outputs[0].token_ids for output in outputs}
             assert finished == {str(i): tokens for i, tokens in enumerate(expected) if i != victim}
         assert llm.engine.scheduler.num_preemptions > 0
-        assert llm.kv_stats().transfers.arm_blocks > 0
+        assert llm.kv_stats().transfers.cpu_attention_blocks > 0
         assert llm.engine.scheduler.block_manager.num_used == 0
 
 
@@ -161,11 +172,11 @@ def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path)
         llm.engine.step()
         llm.engine.step()
         before = llm.kv_stats().transfers
-        assert before.arm_blocks == 0, "chunks stream"
+        assert before.cpu_attention_blocks == 0, "chunks stream"
         llm.engine.add_request("prefill", None, greedy(1), random_prompt(9 * BLOCK, VOCAB, 2))
         llm.engine.step()
         moved = llm.kv_stats().transfers - before
-        assert moved.arm_blocks > 0 and moved.d2h_bytes > 0
+        assert moved.cpu_attention_blocks > 0 and moved.d2h_bytes > 0
 
 
 # ---- on threads of its own
@@ -173,13 +184,13 @@ def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path)
 
 def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arm's first call does not end before the device's next one has begun: they run at the same time."""
-    put_arm_beside(monkeypatch)
+    add_cpu_attention_streams(monkeypatch)
     prompt = random_prompt(9 * BLOCK, VOCAB, 3)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 5, 40)) as llm:
         expected = token_ids(llm, prompt, greedy(4))
         device_call = threading.Event()
         threads: list[str] = []
-        device_attend = room(llm)._backend.attend
+        device_attend = kv_cache(llm)._backend.attend
 
         def on_host(attend: Callable[[], None]) -> None:
             threads.append(threading.current_thread().name)
@@ -191,7 +202,7 @@ def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monke
             device_attend(*arguments)
 
         around_tasks(monkeypatch, on_host)
-        replace_attend(monkeypatch, room(llm), on_device)
+        replace_attend(monkeypatch, kv_cache(llm), on_device)
         force_share(llm, 1.0)
         device_call.clear()
         assert token_ids(llm, prompt, greedy(4)) == expected
@@ -201,7 +212,7 @@ def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monke
 def test_queries_and_partial_states_are_two_small_copies_a_layer(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_arm_beside(monkeypatch)
+    add_cpu_attention_streams(monkeypatch)
     copies: list[PitchedCopy] = []
     copy_2d = DeviceOfItsOwn.copy_2d
 
@@ -232,12 +243,12 @@ def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
     model_dir: Path, device: type[DeviceOfItsOwn] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device is not None:
-        put_arm_beside(monkeypatch, device)
+        add_cpu_attention_streams(monkeypatch, device)
     prompt = random_prompt(100, VOCAB, 8)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 30, max_num_batched_tokens=40)) as llm:
         force_share(llm, 1.0)
         expected = token_ids(llm, prompt, greedy(5))
-        attend, calls = arm(llm)._backend.attend, []
+        attend, calls = cpu_attention(llm)._backend.attend, []
 
         def broken(work: Callable[[], None]) -> None:
             calls.append(1)
@@ -247,7 +258,7 @@ def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
 
         with monkeypatch.context() as patch:
             if device is None:
-                replace_attend(patch, arm(llm), lambda *arguments: broken(lambda: attend(*arguments)))
+                replace_attend(patch, cpu_attention(llm), lambda *arguments: broken(lambda: attend(*arguments)))
             else:
                 around_tasks(patch, broken)
             llm.engine.scheduler.block_manager.reset_prefix_cache()
@@ -265,26 +276,28 @@ def test_a_failing_arm_ends_the_running_requests_and_not_the_engine(
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_without_a_forced_share_rates_decide(model_dir: Path, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_forced_share_rates_decide(
+    model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On one processor everything is read where it is; beside a device, two thirds at twice the link's rate."""
-    if beside:
-        put_arm_beside(monkeypatch)
+    if concurrent:
+        add_cpu_attention_streams(monkeypatch)
     prompt = random_prompt(14 * BLOCK, VOCAB, 1)
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
-        policy = arm(llm).policy
+        policy = cpu_attention(llm).policy
         assert isinstance(policy, BalancedShare)
         policy._weight_bytes = 0  # of a layer of this tiny model they weigh as much as its KV
         llm.generate(prompt, greedy(2), use_tqdm=False)
         counted, layers = llm.kv_stats().transfers, llm._runner.spec.num_layers
         resident = llm.kv_stats().resident_blocks
     on_host = 14 - resident
-    assert counted.arm_blocks == layers * (round(on_host * 2 / 3) if beside else on_host)
+    assert counted.cpu_attention_blocks == layers * (round(on_host * 2 / 3) if concurrent else on_host)
 
 
 def test_rates_are_corrected_from_what_link_and_arm_did(model_dir: Path) -> None:
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 40)) as llm:
         seen: list[tuple[int, int]] = []
-        policy = arm(llm).policy
+        policy = cpu_attention(llm).policy
         observe: Callable[..., None] = policy.observe
 
         def looking(link: Any, on_host: Any) -> None:
@@ -297,8 +310,8 @@ def test_rates_are_corrected_from_what_link_and_arm_did(model_dir: Path) -> None
         llm.engine.step()
         counted = llm.kv_stats().transfers
     assert seen[0] == (0, 0)
-    assert seen[-1] == (counted.h2d_bytes, counted.arm_bytes)
-    assert counted.arm_bytes > 0 and len(seen) == 4
+    assert seen[-1] == (counted.h2d_bytes, counted.cpu_attention_bytes)
+    assert counted.cpu_attention_bytes > 0 and len(seen) == 4
 
 
 def replace_attend(patch: pytest.MonkeyPatch, owner: Any, attend: Callable[..., None]) -> None:

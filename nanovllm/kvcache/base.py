@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext, SequenceSlice
+from nanovllm.forward_context import ForwardContext, SequenceMetadata
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_SPANS, SpanMemory
+from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class KVStats:
     host_bytes: int
     swap_bytes: int  # on the host too, for preempted requests
     transfers: TransferCount
-    spans: SpanMemory = NO_SPANS  # what prompts may go layer by layer
+    layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # what prompts may go layer by layer
     layer_buffer_bytes: int = 0  # really allocated for that, beyond num_gpu_blocks
 
 
-class KVRoom(ABC):
+class KVCacheBase(ABC):
     """A KV cache and its memory. Steps run one at a time: `begin_step`, every layer's `attend` in order, `end_step`."""
 
     layout: KVLayout
 
     @abstractmethod
-    def begin_step(self, sequences: Sequence[SequenceSlice], moves: Sequence[BlockMove]) -> StepTraffic:
+    def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
         """Prepare a forward pass over a flat batch, after carrying out the block moves."""
 
     @abstractmethod

@@ -20,14 +20,14 @@ from nanovllm.kvcache.decode_shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
-    blocks_for_arm,
+    blocks_for_cpu_attention,
     blocks_of_share,
     layer_seconds,
 )
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.planner.arm import ArmModel
+from nanovllm.planner.cpu_attention import CpuAttentionModel
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
 from nanovllm.planner.plan import make_plan
@@ -35,7 +35,7 @@ from nanovllm.planner.predict import DEVICE, FIXED, HOST, LINK, KVPlacement, Ste
 from nanovllm.planner.report import log_lines
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
-ARM_RATES = replace(RATES, weight_bandwidth=4e8, host_bandwidth=2e6, link=Link(1e6, 1e6))
+CPU_ATTENTION_RATES = replace(RATES, weight_bandwidth=4e8, host_bandwidth=2e6, link=Link(1e6, 1e6))
 
 
 @pytest.fixture(scope="module")
@@ -70,32 +70,36 @@ def test_the_share_is_the_one_that_the_engine_takes(
 ) -> None:  # fmt: skip
     """Block by block, as the engine counts them."""
     layout, rates = KVLayout(3, 2, 16, BLOCK, 4), Bandwidths(link, host, device, one_processor=one_processor)
-    use = ArmModel(rates, weights, 8).use(layout, resident, context, window)
+    use = CpuAttentionModel(rates, weights, 8).use(layout, resident, context, window)
     first = 0 if window is None else max(0, context - window + 1) // BLOCK
     stored = {index: min(BLOCK, context - index * BLOCK) for index in range(first, -(-context // BLOCK))}
     token = layout.token_layer_bytes
     reads = [HostRead(size * token) for index, size in stored.items() if index >= resident and size == BLOCK]
     tail = sum(size for index, size in stored.items() if index >= resident and size < BLOCK) * token
     on_device = sum(size for index, size in stored.items() if index < resident) * token + tail
-    taken = blocks_for_arm(LayerLoad(reads, tail, on_device, weights), rates)
+    taken = blocks_for_cpu_attention(LayerLoad(reads, tail, on_device, weights), rates)
     planned = blocks_of_share(len(reads), use.share)
 
     def seconds(blocks: int) -> float:
-        arm, all_reads = blocks * BLOCK * token, len(reads) * BLOCK * token
-        return layer_seconds(tail + all_reads - arm, arm, on_device + all_reads - arm, weights, rates)
+        cpu_attention, all_reads = blocks * BLOCK * token, len(reads) * BLOCK * token
+        return layer_seconds(
+            tail + all_reads - cpu_attention, cpu_attention, on_device + all_reads - cpu_attention, weights, rates
+        )
 
     # The same number, but where rounding decides between two that are equally good.
     assert planned == taken or seconds(planned) == pytest.approx(seconds(taken), rel=1e-12)
     moved = predict_transfers(layout, resident, context, 1, window, use)
-    assert moved.arm_blocks == 3 * planned
-    assert moved.without_arm == predict_transfers(layout, resident, context, 1, window)
+    assert moved.cpu_attention_blocks == 3 * planned
+    assert moved.without_cpu_attention == predict_transfers(layout, resident, context, 1, window)
 
 
 def test_one_processor_leaves_every_whole_block_where_it_is(spec: DecoderSpec) -> None:
     """Whether its rates are known or not."""
-    for rates in (Rates(), RATES, ARM_RATES):
+    for rates in (Rates(), RATES, CPU_ATTENTION_RATES):
         moved = step_model(spec, rates, one_processor=True).transfers(100, 1)
-        assert moved.arm_blocks == LAYERS * 4 and moved.h2d_copies == LAYERS  # blocks 2 to 5, and the last one's tokens
+        assert (
+            moved.cpu_attention_blocks == LAYERS * 4 and moved.h2d_copies == LAYERS
+        )  # blocks 2 to 5, and the last one's tokens
 
 
 @pytest.mark.parametrize("chunk", [7, 33])
@@ -106,7 +110,10 @@ def test_the_engine_leaves_to_the_arm_what_the_plan_says(model_dir: Path, chunk:
         llm.generate(random_prompt(150, VOCAB, 1), greedy(20), use_tqdm=False)
         transfers = llm.kv_stats().transfers
     assert transfers == request.prefill_transfers + request.decode_transfers
-    assert request.arm_bytes == request.decode_transfers.arm_bytes / 19 > 0 and request.arm_missing == ()
+    assert (
+        request.cpu_attention_bytes == request.decode_transfers.cpu_attention_bytes / 19 > 0
+        and request.no_cpu_attention == ()
+    )
 
 
 # ---- its time
@@ -114,36 +121,38 @@ def test_the_engine_leaves_to_the_arm_what_the_plan_says(model_dir: Path, chunk:
 
 def test_a_decode_step_shares_its_reading_out(spec: DecoderSpec) -> None:
     """98 tokens on the host, 6 whole blocks and 2 tokens: at twice the link's rate the arm takes two thirds."""
-    model = step_model(spec, ARM_RATES)
+    model = step_model(spec, CPU_ATTENTION_RATES)
     network, token = model.network, model.network.layout(BLOCK).token_bytes
     moved = model.transfers(2 * BLOCK + 98, 1)
-    assert moved.arm_blocks == LAYERS * 4 and moved.arm_bytes == 4 * BLOCK * token
+    assert moved.cpu_attention_blocks == LAYERS * 4 and moved.cpu_attention_bytes == 4 * BLOCK * token
     weights = LAYERS * network.layer_weight_bytes / 4e8
     device = weights + (2 * BLOCK + 98 + 1 - 4 * BLOCK) * token / 4e8
-    arm, copying = 4 * BLOCK * token / 2e6, (98 - 4 * BLOCK) * token / 1e6
+    cpu_attention, copying = 4 * BLOCK * token / 2e6, (98 - 4 * BLOCK) * token / 1e6
     head, fixed = VOCAB * spec.hidden_size * 4 / 2e9, 1e-3 + LAYERS * 1e-4 + LAYERS * 3 * 1e-5
     step = model.decode(2 * BLOCK + 98)
-    assert step.terms == pytest.approx({DEVICE: device + head, HOST: arm, LINK: copying, FIXED: fixed})
-    assert step.seconds == pytest.approx(max(weights + arm, copying) + head + fixed)
-    assert step.seconds < (step_model(spec, replace(ARM_RATES, host_bandwidth=None)).decode(130).seconds or 0)
+    assert step.terms == pytest.approx({DEVICE: device + head, HOST: cpu_attention, LINK: copying, FIXED: fixed})
+    assert step.seconds == pytest.approx(max(weights + cpu_attention, copying) + head + fixed)
+    assert step.seconds < (step_model(spec, replace(CPU_ATTENTION_RATES, host_bandwidth=None)).decode(130).seconds or 0)
 
 
 def test_one_processor_reads_in_turn(spec: DecoderSpec) -> None:
-    model = step_model(spec, replace(ARM_RATES, link=Link(1e6, 1e6, duplex=False, overlap=0.0)), one_processor=True)
+    model = step_model(
+        spec, replace(CPU_ATTENTION_RATES, link=Link(1e6, 1e6, duplex=False, overlap=0.0)), one_processor=True
+    )
     moved = model.transfers(100, 1)
     step = model.decode(100)
     assert step.seconds == pytest.approx(sum(step.terms.values()))
-    assert step.terms[HOST] == pytest.approx(moved.arm_bytes / 2e6) and step.limit == HOST
+    assert step.terms[HOST] == pytest.approx(moved.cpu_attention_bytes / 2e6) and step.limit == HOST
 
 
 def test_a_rate_of_the_arm_that_is_not_given_leaves_it_out(spec: DecoderSpec) -> None:
     for rate in ("link", "host_bandwidth", "device_bandwidth"):
-        rates = replace(ARM_RATES, **{rate: None})
+        rates = replace(CPU_ATTENTION_RATES, **{rate: None})
         model = step_model(spec, rates)
-        assert model.arm_missing == (rate,)
+        assert model.no_cpu_attention == (rate,)
         without = replace(model, placement=replace(model.placement, cpu_attention=False))
         assert model.transfers(130, 1) == without.transfers(130, 1) and model.decode(130) == without.decode(130)
-        assert step_model(spec, rates, one_processor=True).arm_missing == ()
+        assert step_model(spec, rates, one_processor=True).no_cpu_attention == ()
 
 
 @given(
@@ -158,13 +167,15 @@ def test_longer_prompts_take_longer_and_faster_machines_do_not(
     network = Network(replace(spec, max_position_embeddings=1000), "float32")
     arguments = offloaded(BLOCK, 5, 40, max_num_batched_tokens=chunk)
     sizing = sizing_for(network, 8 * GIB, 8 * GIB, one_memory=one_processor, **arguments)
-    plan = make_plan(network, sizing, ARM_RATES)
+    plan = make_plan(network, sizing, CPU_ATTENTION_RATES)
     short, long = plan.request(prompt, 5), plan.request(prompt + times * chunk * BLOCK, 5)
-    faster = make_plan(network, sizing, replace(ARM_RATES, **{name: 2 * getattr(ARM_RATES, name)})).request(prompt, 5)
+    faster = make_plan(
+        network, sizing, replace(CPU_ATTENTION_RATES, **{name: 2 * getattr(CPU_ATTENTION_RATES, name)})
+    ).request(prompt, 5)
     for phase in ("prefill", "decode"):
         seconds, more, less = (getattr(request, phase).seconds for request in (short, long, faster))
         assert less * (1 - 1e-9) <= seconds <= more * (1 + 1e-9)
-    assert (short.arm_bytes or 0) <= (long.arm_bytes or 0)
+    assert (short.cpu_attention_bytes or 0) <= (long.cpu_attention_bytes or 0)
 
 
 # ---- what is said of it
@@ -177,9 +188,9 @@ def log_of(spec: DecoderSpec, rates: Rates, **arguments: Any) -> str:
 
 
 def test_the_log_says_what_the_cpu_reads(spec: DecoderSpec) -> None:
-    assert "to the CPU" in log_of(spec, ARM_RATES)
+    assert "to the CPU" in log_of(spec, CPU_ATTENTION_RATES)
     assert "to the CPU" not in log_of(spec, RATES), "the rate is not known"
-    assert "to the CPU" not in log_of(spec, ARM_RATES, cpu_attention=False)
+    assert "to the CPU" not in log_of(spec, CPU_ATTENTION_RATES, cpu_attention=False)
 
 
 def test_the_engine_measures_it_for_its_log(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

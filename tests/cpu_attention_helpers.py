@@ -13,8 +13,8 @@ from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import model_runner
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.decode_shares import arm_query_len
-from nanovllm.kvcache.host_arm import ForcedShare, HostArm
+from nanovllm.kvcache.decode_shares import cpu_attention_query_len
+from nanovllm.kvcache.host_block_attention import ForcedShare, HostBlockAttention
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.ops.host_attention import HostAttention
 
@@ -59,25 +59,25 @@ class SilentDevice(DeviceOfItsOwn):
         return stream
 
 
-def put_arm_beside(monkeypatch: pytest.MonkeyPatch, device: type[DeviceOfItsOwn] = DeviceOfItsOwn) -> None:
+def add_cpu_attention_streams(monkeypatch: pytest.MonkeyPatch, device: type[DeviceOfItsOwn] = DeviceOfItsOwn) -> None:
     """Engines made from now on have an arm that works beside the device."""
     monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device()))
 
 
-def room(llm: LLM) -> OffloadedKVCache:
+def kv_cache(llm: LLM) -> OffloadedKVCache:
     kv_cache = llm._runner.kv_cache
     assert isinstance(kv_cache, OffloadedKVCache)
     return kv_cache
 
 
-def arm(llm: LLM) -> HostArm:
-    found = room(llm).arm
+def cpu_attention(llm: LLM) -> HostBlockAttention:
+    found = kv_cache(llm).cpu_attention
     assert found is not None
     return found
 
 
 def force_share(llm: LLM, share: float) -> None:
-    arm(llm).policy = ForcedShare(share)
+    cpu_attention(llm).policy = ForcedShare(share)
 
 
 def around_tasks(patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]], None]) -> None:
@@ -91,6 +91,6 @@ def around_tasks(patch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]
     patch.setattr(HostAttention, "task", wrapped)
 
 
-def most_arm_tokens(llm: LLM) -> int:
+def most_cpu_attention_tokens(llm: LLM) -> int:
     spec = llm._runner.spec
-    return arm_query_len(spec.num_heads, spec.num_kv_heads)
+    return cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from nanovllm.kvcache.budget import ArmUse, predict_transfers
+from nanovllm.kvcache.budget import CpuAttentionUse, predict_transfers
 from nanovllm.kvcache.decode_shares import Bandwidths, best_share, layer_seconds
 from nanovllm.kvcache.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class ArmModel:
-    """`weight_bytes`: of a layer; `most_tokens`: see `decode_shares.arm_query_len`."""
+class CpuAttentionModel:
+    """`weight_bytes`: of a layer; `most_tokens`: see `decode_shares.cpu_attention_query_len`."""
 
     rates: Bandwidths
     weight_bytes: int
     most_tokens: int
 
-    def use(self, layout: KVLayout, resident_blocks: int, context_len: int, window: int | None) -> ArmUse:
+    def use(self, layout: KVLayout, resident_blocks: int, context_len: int, window: int | None) -> CpuAttentionUse:
         """The share that makes a layer with `context_len` stored tokens shortest, in whole blocks.
 
         A layer's time is convex in the arm's blocks, so the best count is next to the best share of all bytes, or none.
@@ -29,12 +29,14 @@ class ArmModel:
         resident = max(0, min(context_len, resident_blocks * one.block_size) - seen) * one.token_bytes
         whole = host // one.block_bytes
         if not whole:
-            return ArmUse(0.0, self.most_tokens)
+            return CpuAttentionUse(0.0, self.most_tokens)
 
         def seconds(blocks: int) -> float:
-            arm = blocks * one.block_bytes
-            return layer_seconds(host - arm, arm, resident + host - arm, self.weight_bytes, self.rates)
+            cpu_attention = blocks * one.block_bytes
+            return layer_seconds(
+                host - cpu_attention, cpu_attention, resident + host - cpu_attention, self.weight_bytes, self.rates
+            )
 
         best = best_share(host, resident, self.weight_bytes, self.rates) * host / one.block_bytes
         blocks = min((0, min(whole, math.floor(best)), min(whole, math.ceil(best))), key=seconds)
-        return ArmUse(blocks / whole, self.most_tokens)
+        return CpuAttentionUse(blocks / whole, self.most_tokens)

@@ -15,41 +15,41 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Busy, BusyMeter, Device
-from nanovllm.forward_context import SequenceSlice
+from nanovllm.forward_context import SequenceMetadata
+from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.concurrent_cpu_attention import ConcurrentCpuAttention
 from nanovllm.kvcache.decode_shares import (
-    MAX_ARM_TOKENS,
+    MAX_CPU_ATTENTION_TOKENS,
     Bandwidths,
     HostRead,
     LayerLoad,
-    arm_query_len,
-    blocks_for_arm,
+    blocks_for_cpu_attention,
     blocks_of_share,
     corrected,
+    cpu_attention_query_len,
 )
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.room import AttentionGeometry
-from nanovllm.kvcache.step_plan import ArmRun, BlockVisit, LayerPlan, arm_candidates, leading_short
+from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan, cpu_attention_candidates, leading_short
 from nanovllm.ops import select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend, AttentionState
 
 
-def arm_threads() -> int:
+def cpu_attention_threads() -> int:
     """Threads of an arm beside the device: one core is left to the thread that drives it."""
     return max(1, torch.get_num_threads() - 1)
 
 
-def arm_backend(device: Device, head_dim: int) -> AttentionBackend:
+def cpu_attention_backend(device: Device, head_dim: int) -> AttentionBackend:
     """The CPU backend that attends as an arm of the device does."""
-    return select_cpu_backend(head_dim, None if device.shares_host else arm_threads())
+    return select_cpu_backend(head_dim, None if device.shares_host else cpu_attention_threads())
 
 
 class SharePolicy(Protocol):
     """Decides how many of a layer's host blocks the arm takes."""
 
-    def blocks_for_arm(self, load: LayerLoad) -> int: ...
+    def blocks_for_cpu_attention(self, load: LayerLoad) -> int: ...
 
-    def observe(self, link: Busy, arm: Busy) -> None:
+    def observe(self, link: Busy, cpu: Busy) -> None:
         """What both have done by now, as running totals."""
         ...
 
@@ -60,10 +60,10 @@ class ForcedShare:
     def __init__(self, share: float) -> None:
         self.share = share
 
-    def blocks_for_arm(self, load: LayerLoad) -> int:
+    def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
         return blocks_of_share(len(load.reads), self.share)
 
-    def observe(self, link: Busy, arm: Busy) -> None:
+    def observe(self, link: Busy, cpu: Busy) -> None:
         return
 
 
@@ -74,23 +74,23 @@ class BalancedShare:
         self.rates = rates
         self._at_start = rates
         self._weight_bytes = weight_bytes  # of a layer
-        self._link, self._arm = Busy(), Busy()
+        self._link, self._cpu_attention = Busy(), Busy()
 
-    def blocks_for_arm(self, load: LayerLoad) -> int:
-        return blocks_for_arm(replace(load, weight_bytes=self._weight_bytes), self.rates)
+    def blocks_for_cpu_attention(self, load: LayerLoad) -> int:
+        return blocks_for_cpu_attention(replace(load, weight_bytes=self._weight_bytes), self.rates)
 
-    def observe(self, link: Busy, arm: Busy) -> None:
+    def observe(self, link: Busy, cpu: Busy) -> None:
         start, now = self._at_start, self.rates
-        new_link, new_arm = link - self._link, arm - self._arm
+        new_link, new_cpu_attention = link - self._link, cpu - self._cpu_attention
         link_rate = corrected(now.link, start.link, new_link.num_bytes, new_link.seconds)
-        host_rate = corrected(now.host, start.host, new_arm.num_bytes, new_arm.seconds)
+        host_rate = corrected(now.host, start.host, new_cpu_attention.num_bytes, new_cpu_attention.seconds)
         # On one processor the device reads with the same kernel from the same memory.
         device_rate = host_rate if now.one_processor else now.device
         self.rates = replace(now, link=link_rate, host=host_rate, device=device_rate)
-        self._link, self._arm = link, arm
+        self._link, self._cpu_attention = link, cpu
 
 
-class HostArm:
+class HostBlockAttention:
     """Attends to the arm's share of a step's host blocks, and counts it. `policy` may be replaced between steps."""
 
     def __init__(
@@ -98,43 +98,43 @@ class HostArm:
     ) -> None:
         """backend: attends in order, where the device shares the host; beside a device C++ does without it."""
         self.policy = policy
-        self.beside = not engine.device.shares_host
+        self.concurrent = not engine.device.shares_host
         self._engine = engine
         self._device = engine.device
         self._geometry = geometry
         self._backend = backend
-        self._most_tokens = arm_query_len(geometry.num_heads, engine.layout.num_kv_heads)
+        self._most_tokens = cpu_attention_query_len(geometry.num_heads, engine.layout.num_kv_heads)
         self._busy = BusyMeter()
         self._concurrent: ConcurrentCpuAttention | None = None
-        if self.beside:
-            self._concurrent = ConcurrentCpuAttention(engine, geometry, arm_threads())
+        if self.concurrent:
+            self._concurrent = ConcurrentCpuAttention(engine, geometry, cpu_attention_threads())
 
     # ---- steps
 
-    def choose(self, visits: Sequence[BlockVisit], sequences: Sequence[SequenceSlice]) -> frozenset[int]:
+    def choose(self, reads: Sequence[BlockRead], sequences: Sequence[SequenceMetadata]) -> frozenset[int]:
         """Indices of the visits that the arm takes in a layer with these visits."""
         resident_blocks, token_bytes = self._engine.split.resident_blocks, self._engine.layout.token_layer_bytes
-        num_short = leading_short(sequences, self._most_tokens, MAX_ARM_TOKENS)
-        found = arm_candidates(visits, resident_blocks, num_short)
+        num_short = leading_short(sequences, self._most_tokens, MAX_CPU_ATTENTION_TOKENS)
+        found = cpu_attention_candidates(reads, resident_blocks, num_short)
         if not found:
             return frozenset()
-        reads = [HostRead(visits[i].stored_tokens * token_bytes, len(visits[i].readers)) for i in found]
+        host_reads = [HostRead(reads[i].stored_tokens * token_bytes, len(reads[i].readers)) for i in found]
         candidates = set(found)
-        others = [visit for index, visit in enumerate(visits) if index not in candidates]
+        others = [read for index, read in enumerate(reads) if index not in candidates]
         load = LayerLoad(
-            reads,
-            link_bytes=token_bytes * sum(v.stored_tokens for v in others if v.place >= resident_blocks),
+            host_reads,
+            link_bytes=token_bytes * sum(v.stored_tokens for v in others if v.physical_id >= resident_blocks),
             device_bytes=token_bytes * sum(v.stored_tokens * len(v.readers) for v in others),
         )
-        return frozenset(found[: self.policy.blocks_for_arm(load)])
+        return frozenset(found[: self.policy.blocks_for_cpu_attention(load)])
 
     def begin_step(self, plans: Mapping[int | None, LayerPlan]) -> None:
         """Let the arm's work wait for what it reads, and prepare it; plans by sliding window.
 
         No block that it reads is written in the same step.
         """
-        if any(plan.arm_runs for plan in plans.values()):
-            self._engine.order.before_arm()
+        if any(plan.cpu_attention_groups for plan in plans.values()):
+            self._engine.order.before_cpu_attention()
         if self._concurrent is not None:
             self._concurrent.begin_step(plans)
 
@@ -150,7 +150,7 @@ class HostArm:
 
     # ---- layers
 
-    def attend_in_order(self, layer: int, run: ArmRun, q: Tensor, state: AttentionState) -> None:
+    def attend_in_order(self, layer: int, run: CpuAttentionGroup, q: Tensor, state: AttentionState) -> None:
         """Attention over a run on the compute stream, merged into `state`."""
         self._device.declare_kernel("attend on the host", reads=self._memory_of(layer, [run]))
         pool = self._engine.host[:, layer]  # [blocks, 2, kv_heads, block_size, head_dim]
@@ -161,27 +161,27 @@ class HostArm:
 
     def start(self, layer: int, plan: LayerPlan, q: Tensor) -> None:
         """Put attention over `plan.beside` on the arm's own stream, with copies of the queries and of the result."""
-        if plan.beside:
+        if plan.concurrent:
             assert self._concurrent is not None, "an arm that shares the host has nothing beside the other items"
-            self._concurrent.start(layer, plan, q, self._memory_of(layer, plan.beside))
-            self._count(plan.beside)
+            self._concurrent.start(layer, plan, q, self._memory_of(layer, plan.concurrent))
+            self._count(plan.concurrent)
 
     def merge(self, plan: LayerPlan, state: AttentionState) -> None:
         """Merge what `start` set going into `state`, in place."""
-        if plan.beside:
+        if plan.concurrent:
             assert self._concurrent is not None
             self._concurrent.merge(plan, state)
 
     # ---- helpers
 
-    def _count(self, runs: Sequence[ArmRun]) -> None:
-        for run in runs:
-            self._engine.count_arm(len(run.visits), run.stored_tokens * self._engine.layout.token_layer_bytes)
+    def _count(self, groups: Sequence[CpuAttentionGroup]) -> None:
+        for run in groups:
+            self._engine.count_cpu_attention(len(run.reads), run.stored_tokens * self._engine.layout.token_layer_bytes)
 
-    def _memory_of(self, layer: int, runs: Sequence[ArmRun]) -> Iterator[Tensor]:
-        for run in runs:
-            for visit in run.visits:
-                yield self._engine.host[self._host_block(visit), layer][:, :, : visit.stored_tokens]
+    def _memory_of(self, layer: int, groups: Sequence[CpuAttentionGroup]) -> Iterator[Tensor]:
+        for run in groups:
+            for read in run.reads:
+                yield self._engine.host[self._host_block(read), layer][:, :, : read.stored_tokens]
 
-    def _host_block(self, visit: BlockVisit) -> int:
-        return visit.place - self._engine.split.resident_blocks
+    def _host_block(self, read: BlockRead) -> int:
+        return read.physical_id - self._engine.split.resident_blocks
