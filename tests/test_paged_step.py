@@ -1,0 +1,83 @@
+"""Attention of few rows in one call a layer gives the bits of the operators that it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.native_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
+from nanovllm.ops.store_kv import store_kv
+
+LAYERS, BLOCKS, KV_HEADS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 7, 2, 5, 6, 48
+# Of each sequence: new tokens, tokens before them, blocks.
+SEQUENCES = ((1, 12, (6, 0, 3)), (4, 0, (2,)), (1, 0, (5,)), (3, 3, (1, 4)))
+ROWS = sum(new for new, _, _ in SEQUENCES)
+
+
+def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    pool = random(LAYERS, BLOCKS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    k, v = random(2, ROWS, KV_HEADS, HEAD_DIM)
+    return pool, random(ROWS, HEADS, HEAD_DIM), k, v
+
+
+def table_and_slots() -> tuple[AttentionMetadata, Tensor]:
+    segments, slots = [], []
+    for new, before, blocks in SEQUENCES:
+        segments.append(KVMetadata(len(slots), new, before, 0, before + new, blocks))
+        slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(before, before + new)]
+    return AttentionMetadata(segments), torch.tensor(slots)
+
+
+def step_of(pool: Tensor, window: int | None = None) -> PagedStep:
+    table, slots = table_and_slots()
+    step = NativeAttention().paged_step(pool, slots, table, HEADS, 0.2, window)
+    assert step is not None
+    return step
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, window: int | None) -> None:
+    pool, q, k, v = tensors(dtype)
+    table, slots = table_and_slots()
+    expected_pool, step = pool.clone(), step_of(pool, window)
+    for layer in range(LAYERS):
+        queries, state = q.clone(), AttentionState.empty(q)
+        store_kv(expected_pool[layer], k, v, slots)
+        NativeAttention().attend(q, expected_pool[layer], table, state, 0.2, window)
+        output = step.attend(layer, queries, k, v)
+        assert output.data_ptr() == queries.data_ptr()
+        assert torch.equal(output, state.output(q.clone()))
+    assert torch.equal(pool, expected_pool)
+
+
+def test_many_rows_go_the_other_way() -> None:
+    pool, _, _, _ = tensors(torch.float32)
+    table = AttentionMetadata([KVMetadata(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
+    slots = torch.arange(MAX_STEP_ROWS + 1)
+    assert NativeAttention().paged_step(pool, slots, table, HEADS, 0.2, None) is None
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pool, q, k, v = tensors(torch.float32)
+    table, slots = table_and_slots()
+    step, backend = step_of(pool), NativeAttention()
+    with pytest.raises(ValueError, match="contiguous"):
+        step.attend(0, q.transpose(0, 1).contiguous().transpose(0, 1), k, v)
+    with pytest.raises(ValueError, match="contiguous"):
+        step.attend(0, q, k[1:], v)
+    with pytest.raises(ValueError, match="no layer 3"):
+        step.attend(LAYERS, q, k, v)
+    with pytest.raises(ValueError, match="no slot"):
+        backend.paged_step(pool, slots + BLOCKS * BLOCK_SIZE, table, HEADS, 0.2, None)
+    with pytest.raises(ValueError, match="no block"):
+        backend.paged_step(pool[:, :3], slots.clamp(max=14), table, HEADS, 0.2, None)
+    with pytest.raises(ValueError, match="rows of q"):
+        backend.paged_step(pool, slots[:-1], table, HEADS, 0.2, None)
