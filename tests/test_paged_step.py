@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nanovllm.ops.store_kv import store_kv
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
 from nanovllm.ops.native_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
-from nanovllm.ops.store_kv import store_kv
 
 LAYERS, BLOCKS, KV_HEADS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 7, 2, 5, 6, 48
 # Of each sequence: new tokens, tokens before them, blocks.
