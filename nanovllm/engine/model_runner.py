@@ -94,7 +94,8 @@ class ModelRunner:
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
         """Call `on_layer` in every step with the share of the layers that are done; None ends that."""
-        self._chunks.on_layer = on_layer
+        if not self._closed:
+            self._chunks.on_layer = on_layer
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()

@@ -127,7 +127,7 @@ def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
         tokens, seqs = min(tokens, blocks * config.block_size), min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
-    check_fits(what, least_step_bytes(model, tokens, seqs), free, "beside the weights the device has", "lower them")
+    check_fits(what, least_step_bytes(model, tokens, seqs), free, "next to the weights the device has", "lower them")
 
 
 def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
