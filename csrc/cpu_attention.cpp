@@ -1,5 +1,5 @@
 // The CPU attention as Python calls it: addresses in, nothing kept. nanovllm/ops/cpu_attention.py checks shapes, dtypes
-// and spans before it comes here.
+// and metadata rows before it comes here.
 #include "cpu_attention.h"
 
 #include <pybind11/pybind11.h>
@@ -33,23 +33,23 @@ void check_sequences(const attention::Batch& batch, int64_t tokens, int64_t bloc
                 ", query_len=" + std::to_string(s.query_len) + ", block_start=" + std::to_string(s.block_start) +
                 ", block_count=" + std::to_string(s.block_count) +
                 ", first_position=" + std::to_string(s.first_position) + ", kv_end=" + std::to_string(s.kv_end) +
-                ", query_position=" + std::to_string(s.query_position) + " in span " + std::to_string(i) + ".");
+                ", query_position=" + std::to_string(s.query_position) + " in metadata row " + std::to_string(i) + ".");
         };
         if (std::min({s.query_start, s.query_len, s.block_start, s.block_count, s.first_position, s.kv_end,
                       s.query_position}) < 0)
-            refuse("A span holds no negative number");
+            refuse("A metadata row must hold no negative number");
         if (s.query_start > tokens || s.query_len > tokens - s.query_start)
-            refuse("A span's query rows must lie within the " + std::to_string(tokens) + " rows of q");
+            refuse("The query rows of a sequence must lie within the " + std::to_string(tokens) + " rows of q");
         if (s.block_start > block_count || s.block_count > block_count - s.block_start)
-            refuse("A span's blocks must lie within the " + std::to_string(block_count) + " given");
+            refuse("The blocks of a sequence must lie within the " + std::to_string(block_count) + " given");
         if (s.kv_end > s.first_position + s.block_count * batch.block_size)
-            refuse("A span's kv_end must lie within its blocks of " + std::to_string(batch.block_size) + " tokens");
+            refuse("The kv_end must lie within its blocks of " + std::to_string(batch.block_size) + " tokens");
         if (s.query_len > 0) rows.emplace_back(s.query_start, s.query_start + s.query_len);
     }
     std::sort(rows.begin(), rows.end());
     for (size_t i = 1; i < rows.size(); ++i)
         if (rows[i].first < rows[i - 1].second)
-            throw std::invalid_argument("No two spans may share a query row, got two with row " +
+            throw std::invalid_argument("Two sequences must not share a query row, got two with row " +
                                         std::to_string(rows[i].first) + ".");
 }
 

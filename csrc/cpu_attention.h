@@ -1,6 +1,6 @@
 // What the scheduler and the kernels of the CPU attention say to each other: plain data, no instruction set.
 //
-// The unit of all arithmetic is the KV tile: up to kTileKeys keys of one block, counted from the block's start. A tile
+// All arithmetic works on KV tiles: up to kTileKeys keys of one block, counted from the block's start. A tile
 // and a query row give a partial state (accumulator, maximum, sum), and partial states are merged into the row's
 // normalised state (output, LSE) one tile after the other, in the order of the keys. Nothing else carries over from one
 // tile to the next, so no result can depend on how blocks are grouped into calls, rows into tasks or tiles over

@@ -22,20 +22,20 @@ struct Widened : Avx2 {
     using Keys = U;
     static constexpr int kStep = 1, kExpand = 1;
 
-    static U load_units(const uint32_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
-    static U splat_unit(const uint32_t* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
+    static U load_words(const uint32_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+    static U splat_word(const uint32_t* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
     static F dot(F sum, U a, U b) { return _mm256_fmadd_ps(a, b, sum); }
 
     static void pack_row(const T* source, int count, uint32_t* dst) {
         for (int i = 0; i < count; i += W) store(reinterpret_cast<float*>(dst + i), widen(source + i));
     }
-    static void store_units(uint32_t* p, U v) { store(reinterpret_cast<float*>(p), v); }
+    static void store_words(uint32_t* p, U v) { store(reinterpret_cast<float*>(p), v); }
     static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {
         for (int i = 0; i < W; ++i) columns[i] = i < keys ? widen(k + i * stride) : zero();
         transpose(columns);
     }
     template <int>
-    static U key_unit(Keys keys) {
+    static U key_word(Keys keys) {
         return keys;
     }
     static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : _mm256_setzero_ps(); }

@@ -28,24 +28,24 @@ struct Widened : Avx512 {
     static constexpr bool kPairs = std::is_same_v<T, Bf16>;  // are turned around together and taken apart afterwards
     static constexpr int kStep = 1, kExpand = kPairs ? 2 : 1;
 
-    static U load_units(const uint32_t* p) { return _mm512_loadu_ps(p); }
-    static U splat_unit(const uint32_t* p) { return _mm512_set1_ps(*reinterpret_cast<const float*>(p)); }
+    static U load_words(const uint32_t* p) { return _mm512_loadu_ps(p); }
+    static U splat_word(const uint32_t* p) { return _mm512_set1_ps(*reinterpret_cast<const float*>(p)); }
     static F dot(F sum, U a, U b) { return _mm512_fmadd_ps(a, b, sum); }
 
     static void pack_row(const T* source, int count, uint32_t* dst) {
         for (int i = 0; i < count; i += W) _mm512_storeu_ps(dst + i, widen(source + i));
     }
-    static void store_units(uint32_t* p, U v) { _mm512_storeu_ps(p, v); }
-    static void load_keys(const T* k, int64_t stride, int keys, int units, Keys columns[W]) {
-        if (keys >= W && units == W * kExpand)
-            for (int i = 0; i < W; ++i) columns[i] = load_key(k + i * stride, units);
+    static void store_words(uint32_t* p, U v) { _mm512_storeu_ps(p, v); }
+    static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
+        if (keys >= W && words == W * kExpand)
+            for (int i = 0; i < W; ++i) columns[i] = load_key(k + i * stride, words);
         else
             for (int i = 0; i < W; ++i)
-                columns[i] = i < keys ? load_key(k + i * stride, units) : _mm512_setzero_si512();
+                columns[i] = i < keys ? load_key(k + i * stride, words) : _mm512_setzero_si512();
         transpose(columns);
     }
     template <int e>
-    static U key_unit(Keys keys) {
+    static U key_word(Keys keys) {
         if constexpr (kPairs) return half<e>(keys);
         return _mm512_castsi512_ps(keys);
     }
@@ -78,9 +78,9 @@ struct Widened : Avx512 {
     static void store_probabilities(uint32_t* row, int key, F p) { _mm512_storeu_ps(row + key, p); }
 
   private:
-    static Keys load_key(const T* k, int units) {
+    static Keys load_key(const T* k, int words) {
         if constexpr (!kPairs) return _mm512_castps_si512(widen(k));
-        return units == 2 * W ? _mm512_loadu_si512(k) : _mm512_maskz_loadu_epi32(__mmask16((1u << units / 2) - 1), k);
+        return words == 2 * W ? _mm512_loadu_si512(k) : _mm512_maskz_loadu_epi32(__mmask16((1u << words / 2) - 1), k);
     }
     // The even bf16 elements, or the odd ones.
     template <int e>

@@ -29,22 +29,22 @@ struct PairsOfBf16 : Avx512 {
     using Keys = U;
     static constexpr int kStep = 2, kExpand = 1;
 
-    static U load_units(const uint32_t* p) { return _mm512_loadu_si512(p); }
-    static U splat_unit(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
+    static U load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+    static U splat_word(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
     static F dot(F sum, U a, U b) { return add_pair_products(sum, a, b); }
 
     static void pack_row(const T* source, int count, uint32_t* dst) {
         __builtin_memcpy(dst, source, count * sizeof(T));
     }
-    static void store_units(uint32_t* p, U v) { _mm512_storeu_si512(p, v); }
-    static void load_keys(const T* k, int64_t stride, int keys, int units, U columns[W]) {
-        const __mmask16 mask = __mmask16((1u << units) - 1);
+    static void store_words(uint32_t* p, U v) { _mm512_storeu_si512(p, v); }
+    static void load_keys(const T* k, int64_t stride, int keys, int words, U columns[W]) {
+        const __mmask16 mask = __mmask16((1u << words) - 1);
         for (int i = 0; i < W; ++i)
             columns[i] = i < keys ? _mm512_maskz_loadu_epi32(mask, k + i * stride) : _mm512_setzero_si512();
         transpose(columns);
     }
     template <int>
-    static U key_unit(Keys keys) {
+    static U key_word(Keys keys) {
         return keys;
     }
     static U value_columns(const T* v, int64_t stride, int keys) {

@@ -64,7 +64,7 @@ class TileKernel {
 
   private:
     const Task& task_;
-    const int rows_, head_dim_, units_, panels_;
+    const int rows_, head_dim_, words_, panels_;
     const float scale2_;
     Workspace<X> work_;
     // The tile at hand.
@@ -77,7 +77,7 @@ class TileKernel {
     bool packed_values_ = false;
     float *accumulator_ = nullptr, *maximum_ = nullptr, *sum_ = nullptr;
 
-    struct Span {
+    struct Range {
         int begin, end;
         bool empty() const { return begin >= end; }
     };
@@ -86,7 +86,7 @@ class TileKernel {
         : task_(task),
           rows_(task.rows.rows()),
           head_dim_(task.keys.head_dim),
-          units_(task.keys.head_dim / X::kStep),
+          words_(task.keys.head_dim / X::kStep),
           panels_((task.keys.head_dim + kPanel - 1) / kPanel),
           scale2_(task.scale * kLog2E),
           work_(workspace, rows_, head_dim_) {}
@@ -96,7 +96,7 @@ class TileKernel {
         const T* q = static_cast<const T*>(r.q);
         for (int row = 0; row < rows_; ++row) {
             const T* source = q + row / r.group * r.q_token_stride + row % r.group * r.q_head_stride;
-            X::pack_row(source, head_dim_, work_.query + int64_t(row) * units_);
+            X::pack_row(source, head_dim_, work_.query + int64_t(row) * words_);
         }
     }
 
@@ -124,15 +124,15 @@ class TileKernel {
     }
 
     // Keys of the tile that the row sees.
-    Span visible(int row) const {
+    Range visible(int row) const {
         const int64_t past = task_.rows.position + row / task_.rows.group - tile_position_ + 1;
         const int64_t begin = task_.window > 0 && past > task_.window ? past - task_.window : 0;
         return {smaller(begin, tile_keys_), past < 0 ? 0 : smaller(past, tile_keys_)};
     }
 
     // Keys of the tile that any of the rows sees, in whole vectors. Both ends grow with the position.
-    Span visible_vectors(int row, int count) const {
-        const Span first = visible(row), last = visible(row + count - 1);
+    Range visible_vectors(int row, int count) const {
+        const Range first = visible(row), last = visible(row + count - 1);
         if (first.begin >= last.end) return {0, 0};
         return {first.begin / X::W * X::W, round_up(last.end, X::W)};
     }
@@ -209,7 +209,7 @@ class TileKernel {
     template <int M>
     void score_rows() {
         constexpr int kMost = M <= 2 ? X::kVectors : X::kVectors / 2;  // the transposed keys take registers as well
-        const Span seen = visible_vectors(0, M);
+        const Range seen = visible_vectors(0, M);
         int key = seen.begin;
         for (; key + kMost * X::W <= seen.end; key += kMost * X::W) score_at<M, kMost>(key);
         for (; key < seen.end; key += X::W) score_at<M, 1>(key);
@@ -218,7 +218,7 @@ class TileKernel {
     template <int M, int N>
     void score_at(int key) {
         const int64_t offset = int64_t(key) * head_dim_;
-        score_keys<X, M, N>(work_.query, units_, key_ + offset, tile_keys_ - key, work_.scores + key, kTileKeys,
+        score_keys<X, M, N>(work_.query, words_, key_ + offset, tile_keys_ - key, work_.scores + key, kTileKeys,
                             ahead_keys_, ahead_values_);
     }
 
@@ -244,7 +244,7 @@ class TileKernel {
 
     template <int M, int N>
     void weigh_at(int column) {
-        const Span keys = visible_vectors(0, M);
+        const Range keys = visible_vectors(0, M);
         const int count = keys.end - keys.begin;
         const uint32_t* p = work_.probabilities + keys.begin / X::kStep;
         const T* v = value_ + int64_t(keys.begin) * head_dim_ + column;
@@ -282,28 +282,28 @@ class TileKernel {
 
     // Q K^T for the rows of a sub-block, panel by panel, so that a panel stays in the nearest cache.
     void score(int row, int count) {
-        const Span all = visible_vectors(row, count);
+        const Range all = visible_vectors(row, count);
         for (int panel = all.begin / kPanel; panel * kPanel < all.end; ++panel) {
             const uint32_t* packed = pack_keys(panel);
             for (int r = row; r < row + count; r += kMicroRows) {
                 const int micro = smaller(kMicroRows, row + count - r);
-                const Span seen = visible_vectors(r, micro);
+                const Range seen = visible_vectors(r, micro);
                 const int begin = seen.begin > panel * kPanel ? seen.begin : panel * kPanel;
                 const int end = seen.end < (panel + 1) * kPanel ? seen.end : (panel + 1) * kPanel;
                 if (begin >= end) continue;
                 float* scores = work_.scores + int64_t(r - row) * kTileKeys + begin;
-                multiply<X>(micro, (end - begin) / X::W, work_.query + int64_t(r) * units_, units_,
-                            packed + (begin - panel * kPanel), units_,
+                multiply<X>(micro, (end - begin) / X::W, work_.query + int64_t(r) * words_, words_,
+                            packed + (begin - panel * kPanel), words_,
                             [=](int m, int n, typename X::F sum) { X::store(scores + m * kTileKeys + n * X::W, sum); });
             }
         }
     }
 
     void soften(int row, int group, int count) {
-        const Span keys = visible_vectors(group, count);
+        const Range keys = visible_vectors(group, count);
         if (keys.empty()) return mark_unseen(group, count);
         for (int r = group; r < group + count; ++r) {
-            const Span seen = visible(r);
+            const Range seen = visible(r);
             softmax_row<X>(work_.scores + int64_t(r - row) * kTileKeys,
                            work_.probabilities + int64_t(r - row) * (kTileKeys / X::kStep), keys.begin, keys.end,
                            seen.begin, seen.end, scale2_, maximum_ + r, sum_ + r);
@@ -322,7 +322,7 @@ class TileKernel {
     }
 
     void weigh_panel(int panel, int vectors, int row, int r, int count) {
-        const Span keys = visible_vectors(r, count);
+        const Range keys = visible_vectors(r, count);
         if (keys.empty()) return;
         const int first = keys.begin / X::kStep, steps = (keys.end - keys.begin) / X::kStep;
         constexpr int kSteps = kTileKeys / X::kStep;
@@ -332,23 +332,23 @@ class TileKernel {
                       [&](const auto& epilogue) { multiply<X>(count, vectors, p, kSteps, v, steps, epilogue); });
     }
 
-    // Packs a panel of keys, [units, kPanel keys], when it is first needed. Rows past kv_end count as zero.
+    // Packs a panel of keys, [words, kPanel keys], when it is first needed. Rows past kv_end count as zero.
     const uint32_t* pack_keys(int panel) {
-        uint32_t* packed = work_.keys + int64_t(panel) * units_ * kPanel;
+        uint32_t* packed = work_.keys + int64_t(panel) * words_ * kPanel;
         if (packed_keys_ >> panel & 1) return packed;
         packed_keys_ |= uint64_t(1) << panel;
         const int end = smaller((panel + 1) * kPanel, tile_keys_);
         for (int key = panel * kPanel; key < end; key += X::W) {
             prefetch(next_key_ + int64_t(key) * head_dim_, X::W * head_dim_);
-            for (int unit = 0; unit < units_; unit += kKeyUnits<X>) {
-                const int count = smaller(kKeyUnits<X>, units_ - unit);
+            for (int word = 0; word < words_; word += kKeyWords<X>) {
+                const int count = smaller(kKeyWords<X>, words_ - word);
                 typename X::Keys columns[X::W];
-                X::load_keys(key_ + int64_t(key) * head_dim_ + unit * X::kStep, head_dim_, tile_keys_ - key, count,
+                X::load_keys(key_ + int64_t(key) * head_dim_ + word * X::kStep, head_dim_, tile_keys_ - key, count,
                              columns);
-                uint32_t* to = packed + int64_t(unit) * kPanel + (key - panel * kPanel);
+                uint32_t* to = packed + int64_t(word) * kPanel + (key - panel * kPanel);
                 for (int i = 0; i < count / X::kExpand; ++i, to += X::kExpand * kPanel) {
-                    X::store_units(to, X::template key_unit<0>(columns[i]));
-                    if constexpr (X::kExpand == 2) X::store_units(to + kPanel, X::template key_unit<1>(columns[i]));
+                    X::store_words(to, X::template key_word<0>(columns[i]));
+                    if constexpr (X::kExpand == 2) X::store_words(to + kPanel, X::template key_word<1>(columns[i]));
                 }
             }
         }
@@ -365,7 +365,7 @@ class TileKernel {
             for (int column = 0; column < head_dim_; column += X::W) {
                 const int64_t step = int64_t(column / kPanel) * (kTileKeys / X::kStep) + key / X::kStep;
                 const T* v = value_ + int64_t(key) * head_dim_ + column;
-                X::store_units(work_.values + step * kPanel + column % kPanel,
+                X::store_words(work_.values + step * kPanel + column % kPanel,
                                X::value_columns(v, head_dim_, tile_keys_ - key));
             }
         }

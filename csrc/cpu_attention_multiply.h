@@ -1,6 +1,6 @@
 // The products of the tile kernel, and the softmax between them, for any instruction set X.
 //
-// A packed operand consists of 4-byte units, each holding X::kStep elements along the summed dimension: one fp32, or a
+// A packed operand consists of 4-byte words, each holding X::kStep elements along the summed dimension: one fp32, or a
 // pair of bf16. Every element of a result is summed in the order of that dimension by one lane, packed or direct, so a
 // row's result is the same in any company of rows.
 //
@@ -11,7 +11,7 @@ constexpr int kMicroRows = 6;  // rows of the register tile: 6 x kVectors sums f
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// a [M, steps] units times b [steps, N vectors] units; the sums go to `epilogue(row, vector, sum)`.
+// a [M, steps] words times b [steps, N vectors] words; the sums go to `epilogue(row, vector, sum)`.
 template <class X, int M, int N, class Epilogue>
 inline void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps, const Epilogue& epilogue) {
     typename X::F sums[M][N];
@@ -19,9 +19,9 @@ inline void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b
         for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
     for (int s = 0; s < steps; ++s, b += X::kVectors * X::W) {
         typename X::U columns[N];
-        for (int n = 0; n < N; ++n) columns[n] = X::load_units(b + n * X::W);
+        for (int n = 0; n < N; ++n) columns[n] = X::load_words(b + n * X::W);
         for (int m = 0; m < M; ++m) {
-            const auto element = X::splat_unit(a + m * a_stride + s);
+            const auto element = X::splat_word(a + m * a_stride + s);
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
         }
     }
@@ -81,23 +81,23 @@ struct Ahead {
 // memory should be asked at an even pace.
 constexpr int kEarlyValues = 3;  // eighths of the values that are prefetched while scoring
 
-// Keys are turned around W vectors at a time, each of which holds kExpand units of W keys.
+// Keys are turned around W vectors at a time, each of which holds kExpand words of W keys.
 template <class X>
-constexpr int kKeyUnits = X::W * X::kExpand;
+constexpr int kKeyWords = X::W * X::kExpand;
 
-// q [M, units] times N * W keys, of which `keys` are there.
+// q [M, words] times N * W keys, of which `keys` are there.
 template <class X, int M, int N>
-inline void score_keys(const uint32_t* q, int units, const typename X::T* k, int keys, float* scores,
+inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int keys, float* scores,
                        int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
-    const int64_t stride = int64_t(units) * X::kStep;
+    const int64_t stride = int64_t(words) * X::kStep;
     typename X::F sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
-    for (int unit = 0; unit < units; unit += kKeyUnits<X>) {
-        const int count = smaller(kKeyUnits<X>, units - unit);
+    for (int word = 0; word < words; word += kKeyWords<X>) {
+        const int count = smaller(kKeyWords<X>, words - word);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-            const int64_t offset = n * X::W * stride + unit * X::kStep;
+            const int64_t offset = n * X::W * stride + word * X::kStep;
             const int bytes = X::W * count * X::kStep * int(sizeof(typename X::T));
             next_keys.move(bytes);
             next_values.move(bytes * kEarlyValues / 8);
@@ -105,13 +105,13 @@ inline void score_keys(const uint32_t* q, int units, const typename X::T* k, int
             X::load_keys(k + offset, stride, keys - n * X::W, count, columns);
             const auto add = [&](int i, typename X::U column) {
                 for (int m = 0; m < M; ++m)
-                    sums[m][n] = X::dot(sums[m][n], X::splat_unit(q + int64_t(m) * units + unit + i), column);
+                    sums[m][n] = X::dot(sums[m][n], X::splat_word(q + int64_t(m) * words + word + i), column);
             };
 #pragma GCC unroll 16
             for (int i = 0; i < X::W; ++i) {
                 if (i * X::kExpand >= count) break;
-                add(i * X::kExpand, X::template key_unit<0>(columns[i]));
-                if constexpr (X::kExpand == 2) add(i * 2 + 1, X::template key_unit<1>(columns[i]));
+                add(i * X::kExpand, X::template key_word<0>(columns[i]));
+                if constexpr (X::kExpand == 2) add(i * 2 + 1, X::template key_word<1>(columns[i]));
             }
         }
     }
@@ -132,7 +132,7 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const 
         typename X::U columns[N];
         X::template value_vectors<N>(v + offset, stride, keys - s * X::kStep, columns);
         for (int m = 0; m < M; ++m) {
-            const auto weight = X::splat_unit(p + m * p_stride + s);
+            const auto weight = X::splat_word(p + m * p_stride + s);
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], weight, columns[n]);
         }
     }

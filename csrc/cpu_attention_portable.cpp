@@ -17,25 +17,25 @@ struct Widened : Portable {
     using Keys = U;
     static constexpr int kStep = 1, kExpand = 1;
 
-    static U load_units(const uint32_t* p) {
+    static U load_words(const uint32_t* p) {
         U v;
         std::memcpy(&v, p, sizeof(v));
         return v;
     }
-    static U splat_unit(const uint32_t* p) { return set1(widen_scalar(*p)); }
+    static U splat_word(const uint32_t* p) { return set1(widen_scalar(*p)); }
     static F dot(F sum, U a, U b) { return a * b + sum; }
 
     static void put(uint32_t* dst, float value) { std::memcpy(dst, &value, sizeof(value)); }
     static void pack_row(const T* source, int count, uint32_t* dst) {
         for (int i = 0; i < count; ++i) put(dst + i, widen_scalar(source[i]));
     }
-    static void store_units(uint32_t* p, U v) { std::memcpy(p, &v, sizeof(v)); }
+    static void store_words(uint32_t* p, U v) { std::memcpy(p, &v, sizeof(v)); }
     static void load_keys(const T* k, int64_t stride, int keys, int, U columns[W]) {
         const auto at = [=](int key, int i) { return key < keys ? widen_scalar(k[key * stride + i]) : 0.0f; };
         for (int i = 0; i < W; ++i) columns[i] = U{at(0, i), at(1, i), at(2, i), at(3, i)};
     }
     template <int>
-    static U key_unit(Keys keys) {
+    static U key_word(Keys keys) {
         return keys;
     }
     static U value_columns(const T* v, int64_t, int keys) {

@@ -26,9 +26,9 @@ struct Problem {
     int64_t rows, in, out;
 };
 
-// Rows of x as `pack_rows` leaves them: 4-byte units, each one fp32 input or a pair of bf16 inputs.
+// Rows of x as `pack_rows` leaves them: 4-byte words, each one fp32 input or a pair of bf16 inputs.
 struct PackedRows {
-    const uint32_t* units;
+    const uint32_t* words;
     int64_t first_row, count;
 };
 
@@ -45,8 +45,8 @@ struct Tile {
 // What an instruction set does for one dtype.
 struct Kernel {
     int64_t element_bytes;
-    int64_t depth;          // inputs of a unit
-    int64_t span;           // inputs to a multiple of which rows are packed
+    int64_t depth;          // inputs of a word
+    int64_t input_multiple; // packed rows are padded to a multiple of so many inputs
     int64_t sum_inputs;     // inputs of a sum block
     int64_t few_rows;       // up to which the weights are read as they lie
     int64_t pass_rows;      // most rows of `multiply_few`

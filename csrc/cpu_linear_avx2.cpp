@@ -41,19 +41,19 @@ struct Widened : SomeElements<Element> {
     using T = Element;
     using V = __m256i;
     static constexpr int W = Avx2::W;
-    static constexpr int kDepth = 1, kExpand = kIsBf16<T> ? 2 : 1, kSpan = W * kExpand;
+    static constexpr int kDepth = 1, kExpand = kIsBf16<T> ? 2 : 1, kInputs = W * kExpand;
     static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 18;
 
-    static V load_units(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-    static void store_units(uint32_t* p, V v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+    static V load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static void store_words(uint32_t* p, V v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
     static V splat(const uint32_t* p) {
         return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
     }
     static F dot(F sum, V a, V b) { return _mm256_fmadd_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), sum); }
 
-    static void pack_span(const T* x, int64_t inputs, uint32_t* units) {
-        for (int i = 0; i < kSpan; i += W)
-            Avx2::store(reinterpret_cast<float*>(units) + i, Base::load_elements(x + i, inputs - i));
+    static void pack_inputs(const T* x, int64_t inputs, uint32_t* words) {
+        for (int i = 0; i < kInputs; i += W)
+            Avx2::store(reinterpret_cast<float*>(words) + i, Base::load_elements(x + i, inputs - i));
     }
 
     // Pairs of bf16 are turned around together and taken apart by `expand`; other elements are widened before.

@@ -24,17 +24,17 @@ struct Widened : LinearAvx512<Element> {
     using T = Element;
     using V = __m512i;
     static constexpr int W = Base::W;
-    static constexpr int kDepth = 1, kExpand = sizeof(T) == 2 && Base::kIsBf16 ? 2 : 1, kSpan = W * kExpand;
+    static constexpr int kDepth = 1, kExpand = sizeof(T) == 2 && Base::kIsBf16 ? 2 : 1, kInputs = W * kExpand;
     static constexpr int kVectors = 3, kSumInputs = 384, kPassRows = 12, kTileRows = 9, kFewRows = 24;
 
-    static V load_units(const uint32_t* p) { return _mm512_loadu_si512(p); }
-    static void store_units(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }
+    static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+    static void store_words(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }
     static V splat(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
     static F dot(F sum, V a, V b) { return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum); }
 
-    static void pack_span(const T* x, int64_t inputs, uint32_t* units) {
-        for (int i = 0; i < kSpan; i += W)
-            Avx512::store(reinterpret_cast<float*>(units) + i, Base::load_elements(x + i, inputs - i));
+    static void pack_inputs(const T* x, int64_t inputs, uint32_t* words) {
+        for (int i = 0; i < kInputs; i += W)
+            Avx512::store(reinterpret_cast<float*>(words) + i, Base::load_elements(x + i, inputs - i));
     }
 
     // Pairs of bf16 are turned around together and taken apart by `expand`; other elements are widened before.

@@ -25,16 +25,16 @@ namespace {
 struct PairsOfBf16 : LinearAvx512<Bf16> {
     using T = Bf16;
     using V = __m512i;
-    static constexpr int kDepth = 2, kExpand = 1, kSpan = 2 * W;
+    static constexpr int kDepth = 2, kExpand = 1, kInputs = 2 * W;
     static constexpr int kVectors = 3, kSumInputs = 768, kPassRows = 12, kTileRows = 9, kFewRows = 24;
 
-    static V load_units(const uint32_t* p) { return _mm512_loadu_si512(p); }
-    static void store_units(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }
+    static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+    static void store_words(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }
     static V splat(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
     static F dot(F sum, V a, V b) { return add_pair_products(sum, a, b); }
 
-    static void pack_span(const T* x, int64_t inputs, uint32_t* units) {
-        store_units(units, _mm512_maskz_loadu_epi16(first_of_32(inputs), x));
+    static void pack_inputs(const T* x, int64_t inputs, uint32_t* words) {
+        store_words(words, _mm512_maskz_loadu_epi16(first_of_32(inputs), x));
     }
     template <bool Whole>
     static void load_weights(const T* w, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {

@@ -1,7 +1,7 @@
 // The products of a linear layer for any instruction set X and element type X::T.
 //
-// X brings: W lanes of fp32 (F); raw vectors that hold W outputs of X::kSpan inputs each after `load_weights`, of which
-// `expand<e>` makes X::kExpand vectors of units (V); `dot`, which adds the products of one unit to the sums.
+// X brings: W lanes of fp32 (F); raw vectors that hold W outputs of X::kInputs inputs each after `load_weights`, of which
+// `expand<e>` makes X::kExpand vectors of words (V); `dot`, which adds the products of one word to the sums.
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
@@ -16,32 +16,32 @@ class LinearKernel {
     using V = typename X::V;
     static constexpr int W = X::W;
     static constexpr int N = X::kVectors, kPanel = N * W;
-    static constexpr int kUnits = W * X::kExpand;  // of the raw vectors of one load
-    static_assert(kUnits * X::kDepth == X::kSpan && X::kSumInputs % X::kSpan == 0);
+    static constexpr int kWords = W * X::kExpand;  // of the raw vectors of one load
+    static_assert(kWords * X::kDepth == X::kInputs && X::kSumInputs % X::kInputs == 0);
 
   public:
-    // [spans][rows][kUnits], zeros after the last input: what the loops below read lies together, at offsets that the
+    // [inputs / kInputs][rows][kWords], zeros after the last input: what the loops below read lies together, at offsets that the
     // compiler knows.
     static void pack_rows(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed) {
-        for (int64_t row = 0; row < rows; ++row, packed += kUnits) {
+        for (int64_t row = 0; row < rows; ++row, packed += kWords) {
             const T* source = static_cast<const T*>(x) + row * stride;
             uint32_t* target = packed;
-            for (int64_t k = 0; k < inputs; k += X::kSpan, target += rows * kUnits)
-                X::pack_span(source + k, inputs - k, target);
+            for (int64_t k = 0; k < inputs; k += X::kInputs, target += rows * kWords)
+                X::pack_inputs(source + k, inputs - k, target);
         }
     }
 
-    // [panels][units][kPanel], zeros where there is no output.
+    // [panels][words][kPanel], zeros where there is no output.
     static void pack_weights(const Problem& p, int64_t output, int64_t outputs, int64_t input, int64_t inputs,
                              uint32_t* packed) {
         const T* weight = static_cast<const T*>(p.weight);
-        const int64_t units = packed_units(inputs);
-        for (int64_t first = 0; first < outputs; first += kPanel, packed += units * kPanel)
+        const int64_t words = packed_words(inputs);
+        for (int64_t first = 0; first < outputs; first += kPanel, packed += words * kPanel)
             for (int n = 0; n < N; ++n) {
                 const int64_t begin = first + n * W, count = smaller(W, outputs - begin);
                 const T* rows = weight + (output + begin) * p.in + input;
-                for (int64_t k = 0; k < inputs; k += X::kSpan)
-                    turn_span(rows + k, p.in, count, inputs - k,
+                for (int64_t k = 0; k < inputs; k += X::kInputs)
+                    turn_inputs(rows + k, p.in, count, inputs - k,
                               packed + k / X::kDepth * kPanel + n * W);
             }
     }
@@ -54,31 +54,31 @@ class LinearKernel {
     static void multiply_tile(const Problem& p, const Tile& t) { tile_by_count<X::kTileRows>(p, t); }
 
   private:
-    // Inputs are filled up with zeros to whole spans, with few rows and with many: even a zero has a sign to change.
-    static int64_t packed_units(int64_t inputs) { return (inputs + X::kSpan - 1) / X::kSpan * kUnits; }
+    // Inputs are filled up with zeros to a multiple of kInputs, with few rows and with many: even a zero has a sign to change.
+    static int64_t packed_words(int64_t inputs) { return (inputs + X::kInputs - 1) / X::kInputs * kWords; }
 
-    // W outputs of kSpan inputs, zeros where there are fewer of either.
+    // W outputs of kInputs inputs, zeros where there are fewer of either.
     static void load(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
-        if (outputs >= W && inputs >= X::kSpan)
-            X::template load_weights<true>(rows, stride, W, X::kSpan, raw);
+        if (outputs >= W && inputs >= X::kInputs)
+            X::template load_weights<true>(rows, stride, W, X::kInputs, raw);
         else
             X::template load_weights<false>(rows, stride, outputs, inputs, raw);
     }
 
-    static void turn_span(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, uint32_t* packed) {
+    static void turn_inputs(const T* rows, int64_t stride, int64_t outputs, int64_t inputs, uint32_t* packed) {
         V raw[W];
         load(rows, stride, outputs, inputs, raw);
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) {
-            X::store_units(packed + i * X::kExpand * kPanel, X::template expand<0>(raw[i]));
+            X::store_words(packed + i * X::kExpand * kPanel, X::template expand<0>(raw[i]));
             if constexpr (X::kExpand == 2)
-                X::store_units(packed + (i * 2 + 1) * kPanel, X::template expand<1>(raw[i]));
+                X::store_words(packed + (i * 2 + 1) * kPanel, X::template expand<1>(raw[i]));
         }
     }
 
     // ---- few rows: the weights as they lie
 
-    // Adds the products of a span of inputs to the sums of R rows and W outputs.
+    // Adds the products of kInputs inputs to the sums of R rows and W outputs.
     template <int R>
     static void add_products(const T* weight, int64_t stride, int64_t outputs, int64_t inputs, const uint32_t* x,
                              int64_t fetch_ahead, F sums[R]) {
@@ -88,15 +88,15 @@ class LinearKernel {
             __builtin_prefetch(reinterpret_cast<const char*>(weight + i * stride + fetch_ahead), 0, 2);
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) {
-            add_unit<R>(X::template expand<0>(raw[i]), x + i * X::kExpand, sums);
-            if constexpr (X::kExpand == 2) add_unit<R>(X::template expand<1>(raw[i]), x + i * 2 + 1, sums);
+            add_word<R>(X::template expand<0>(raw[i]), x + i * X::kExpand, sums);
+            if constexpr (X::kExpand == 2) add_word<R>(X::template expand<1>(raw[i]), x + i * 2 + 1, sums);
         }
     }
 
     template <int R>
-    static void add_unit(V weights, const uint32_t* x, F sums[R]) {
+    static void add_word(V weights, const uint32_t* x, F sums[R]) {
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) sums[r] = X::dot(sums[r], X::splat(x + r * kUnits), weights);
+        for (int r = 0; r < R; ++r) sums[r] = X::dot(sums[r], X::splat(x + r * kWords), weights);
     }
 
     // R rows and W outputs, of which `outputs` are there.
@@ -104,7 +104,7 @@ class LinearKernel {
     static void few_outputs(const Problem& p, const PackedRows& rows, int64_t output, int64_t outputs,
                             int64_t fetch_ahead) {
         const T* weight = static_cast<const T*>(p.weight) + output * p.in;
-        const uint32_t* x = rows.units;
+        const uint32_t* x = rows.words;
         F totals[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) totals[r] = X::zero();
@@ -113,7 +113,7 @@ class LinearKernel {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) sums[r] = X::zero();
             const int64_t end = smaller(p.in, begin + X::kSumInputs);
-            for (int64_t k = begin; k < end; k += X::kSpan, x += R * kUnits)
+            for (int64_t k = begin; k < end; k += X::kInputs, x += R * kWords)
                 add_products<R>(weight + k, p.in, outputs, end - k, x, fetch_ahead, sums);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) totals[r] = begin == 0 ? sums[r] : X::add(totals[r], sums[r]);
@@ -135,20 +135,20 @@ class LinearKernel {
 
     template <int M>
     static void multiply_panel(const Problem& p, const Tile& t, const uint32_t* weights, int64_t panel_begin) {
-        const uint32_t* x = t.rows.units;
+        const uint32_t* x = t.rows.words;
         F sums[M][N];
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
-        for (int64_t k = 0; k < t.inputs; k += X::kSpan, x += (M - 1) * kUnits)
-            for (const uint32_t* end = x + kUnits; x < end; ++x, weights += kPanel) {
+        for (int64_t k = 0; k < t.inputs; k += X::kInputs, x += (M - 1) * kWords)
+            for (const uint32_t* end = x + kWords; x < end; ++x, weights += kPanel) {
                 V columns[N];
 #pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) columns[n] = X::load_units(weights + n * W);
+                for (int n = 0; n < N; ++n) columns[n] = X::load_words(weights + n * W);
 #pragma GCC unroll 16
                 for (int m = 0; m < M; ++m) {
-                    const V element = X::splat(x + m * kUnits);
+                    const V element = X::splat(x + m * kWords);
 #pragma GCC unroll 4
                     for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
                 }
@@ -171,9 +171,9 @@ class LinearKernel {
     static void tile_by_count(const Problem& p, const Tile& t) {
         if constexpr (M > 1)
             if (t.rows.count < M) return tile_by_count<M - 1>(p, t);
-        const int64_t units = packed_units(t.inputs);
+        const int64_t words = packed_words(t.inputs);
         const uint32_t* weights = t.weights;
-        for (int64_t begin = 0; begin < t.outputs; begin += kPanel, weights += units * kPanel)
+        for (int64_t begin = 0; begin < t.outputs; begin += kPanel, weights += words * kPanel)
             multiply_panel<M>(p, t, weights, begin);
     }
 
@@ -190,7 +190,7 @@ constexpr Kernel linear_kernel() {
     Kernel kernel{};
     kernel.element_bytes = sizeof(typename X::T);
     kernel.depth = X::kDepth;
-    kernel.span = X::kSpan;
+    kernel.input_multiple = X::kInputs;
     kernel.sum_inputs = X::kSumInputs;
     kernel.few_rows = X::kFewRows;
     kernel.pass_rows = X::kPassRows;

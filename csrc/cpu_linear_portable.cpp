@@ -12,19 +12,19 @@ template <class Element>
 struct Widened : Portable {
     using T = Element;
     using V = F;
-    static constexpr int kDepth = 1, kExpand = 1, kSpan = W;
+    static constexpr int kDepth = 1, kExpand = 1, kInputs = W;
     static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 12;
 
-    static V load_units(const uint32_t* p) {
+    static V load_words(const uint32_t* p) {
         V v;
         std::memcpy(&v, p, sizeof(v));
         return v;
     }
-    static void store_units(uint32_t* p, V v) { std::memcpy(p, &v, sizeof(v)); }
+    static void store_words(uint32_t* p, V v) { std::memcpy(p, &v, sizeof(v)); }
     static V splat(const uint32_t* p) { return set1(widen_scalar(*p)); }
     static F dot(F sum, V a, V b) { return a * b + sum; }
 
-    static void pack_span(const T* x, int64_t inputs, uint32_t* units) { store_units(units, load_elements(x, inputs)); }
+    static void pack_inputs(const T* x, int64_t inputs, uint32_t* words) { store_words(words, load_elements(x, inputs)); }
     template <bool Whole>
     static void load_weights(const T* w, int64_t stride, int64_t outputs, int64_t inputs, V raw[W]) {
         const auto at = [=](int row, int i) {

@@ -20,7 +20,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Memory of a thread that stays for the next call: giving it back to the system would cost page faults every time.
 class Scratch {
   public:
-    uint32_t* units(int64_t count) {
+    uint32_t* words(int64_t count) {
         if (count > count_) {
             data_.reset();  // first, so that the two are never held together
             count_ = 0;
@@ -46,10 +46,10 @@ const char* row_of_x(const Problem& p, const Kernel& k, int64_t row, int64_t inp
 void run_few(const Problem& p, const Kernel& k, int threads) {
     thread_local Scratch scratch;
     const int64_t passes = ceil_div(p.rows, k.pass_rows), most = ceil_div(p.rows, passes);
-    const int64_t row_units = ceil_div(p.in, k.span) * k.span / k.depth;
-    uint32_t* const units = scratch.units(p.rows * row_units);
+    const int64_t row_words = ceil_div(p.in, k.input_multiple) * k.input_multiple / k.depth;
+    uint32_t* const words = scratch.words(p.rows * row_words);
     for (int64_t row = 0; row < p.rows; row += most)
-        k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, units + row * row_units);
+        k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, words + row * row_words);
     // The next panel's weights are fetched meanwhile, or the next inputs' where the core could not keep a panel.
     const int64_t panel_bytes = k.pass_outputs * p.in * k.element_bytes;
     const int64_t fetch_ahead = panel_bytes <= kOwnCacheBytes ? k.pass_outputs * p.in : kNearBytes / k.element_bytes;
@@ -58,7 +58,7 @@ void run_few(const Problem& p, const Kernel& k, int threads) {
     for (int64_t panel = 0; panel < panels; ++panel) {
         const int64_t begin = panel * k.pass_outputs, end = std::min(p.out, begin + k.pass_outputs);
         for (int64_t row = 0; row < p.rows; row += most)
-            k.multiply_few(p, {units + row * row_units, row, std::min(most, p.rows - row)}, begin, end, fetch_ahead);
+            k.multiply_few(p, {words + row * row_words, row, std::min(most, p.rows - row)}, begin, end, fetch_ahead);
     }
 }
 
@@ -70,10 +70,10 @@ struct Piece {
 class PieceRunner {
   public:
     PieceRunner(const Problem& problem, const Kernel& kernel, Scratch& scratch, int64_t piece_rows)
-        : p_(problem), k_(kernel), sum_units_(kernel.sum_inputs / kernel.depth) {
-        const int64_t weights = kernel.block_outputs * sum_units_, x = kernel.tile_rows * sum_units_;
+        : p_(problem), k_(kernel), sum_words_(kernel.sum_inputs / kernel.depth) {
+        const int64_t weights = kernel.block_outputs * sum_words_, x = kernel.tile_rows * sum_words_;
         const int64_t totals = problem.in > kernel.sum_inputs ? piece_rows * kernel.block_outputs : 0;
-        weights_ = scratch.units(weights + x + totals);
+        weights_ = scratch.words(weights + x + totals);
         x_ = weights_ + weights;
         totals_ = reinterpret_cast<float*>(x_ + x);
     }
@@ -85,7 +85,7 @@ class PieceRunner {
   private:
     const Problem& p_;
     const Kernel& k_;
-    const int64_t sum_units_;
+    const int64_t sum_words_;
     uint32_t *weights_, *x_;
     float* totals_;
 

@@ -107,7 +107,7 @@ void rms_norm(const Norm<T>& norm, int threads);
 template <class T>
 void place_heads(const Heads<T>& heads, int threads);
 template <class T>
-void silu_and_mul(const GatedUnit<T>& unit, int threads);
+void silu_and_mul(const GatedUnit<T>& gated, int threads);
 template <class T>
 void add(const Sum<T>& sum, int threads);
 void cos_sin(const Angles& angles, int threads);

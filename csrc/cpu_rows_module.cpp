@@ -57,9 +57,9 @@ void silu_and_mul(const std::string& dtype, const Address& gate_up, const Addres
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
-        const rows::GatedUnit<T> unit{rows_at<const T>(gate_up), rows_at<T>(y), count, size};
+        const rows::GatedUnit<T> gated{rows_at<const T>(gate_up), rows_at<T>(y), count, size};
         const py::gil_scoped_release release;
-        rows::silu_and_mul(unit, threads);
+        rows::silu_and_mul(gated, threads);
     });
 }
 

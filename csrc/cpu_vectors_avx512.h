@@ -45,7 +45,7 @@ struct Avx512 {
     static float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
     static float reduce_sum(F v) { return _mm512_reduce_add_ps(v); }
 
-    // a[i][j] becomes a[j][i], in units.
+    // a[i][j] becomes a[j][i], in words.
     static void transpose(__m512i a[16]) {
         __m512i b[16];
         for (int i = 0; i < 16; i += 2) {

@@ -62,7 +62,7 @@ def test_most_copies_are_not_marked() -> None:
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_what_nobody_reads_does_not_grow(passed: bool) -> None:
+def test_a_meter_that_is_never_read_does_not_grow(passed: bool) -> None:
     """Two timed events for each measured copy would otherwise stay for as long as the engine lives."""
     meter, stream = LinkMeter(), Clock()
     for _ in range(20_000):
@@ -70,7 +70,7 @@ def test_what_nobody_reads_does_not_grow(passed: bool) -> None:
         if passed:
             for index, mark in enumerate(stream.marks):
                 mark.at = float(index)
-    assert len(meter._run) <= 64
+    assert len(meter._sample) <= 64
     assert meter.read().num_bytes == (20 * 64 if passed else 0), "what was passed is counted all the same"
 
 

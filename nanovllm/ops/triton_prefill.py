@@ -2,7 +2,7 @@
 
 The state is normalised after every block, inside the kernel as between two calls, so a row's bits do not depend on how
 blocks are grouped into calls; and a tile that a row does not see changes none of its bits, so they do not depend on the
-rows beside it either.
+other rows of the batch either.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     """Online softmax over `tiles` tiles of keys from key `begin` of block `index` on; returns the state and where it
-    stands. Unless MASKED, every row sees all of the keys.
+    ended. Unless MASKED, every row sees all of the keys.
 
     One loop over all blocks, so that the pipeline of loads never runs empty between two. The state is normalised in the
     first tile of the next block: with BRANCH only there, else by a factor that is 1 in all other tiles. A branch that

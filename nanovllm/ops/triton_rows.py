@@ -204,7 +204,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     tokens_stride,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, tile): the largest of the tile, and where it stands in the row."""
+    """Program (row, tile): the largest value of the tile and its column in the row."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tile * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(scores_ptr + row * scores_stride + column, mask=column < width, other=float("-inf"))
