@@ -53,7 +53,7 @@ def token_ids(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
 
 
 def offloaded(block_size: int = 16, num_gpu_blocks: int = 4, num_cpu_blocks: int = 80, **others: Any) -> dict[str, Any]:
-    """Engine arguments for offload with little room on the device."""
+    """Engine arguments for offload with little device memory."""
     return {
         "enable_cpu_offload": True,
         "kvcache_block_size": block_size,

@@ -213,7 +213,7 @@ def test_grouping_of_blocks_and_other_rows_change_no_bit(
 
 
 @EVERY_BACKEND
-def test_the_place_of_blocks_changes_no_bit(backend: AttentionBackend) -> None:
+def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> None:
     case = make_case(backend, Shape(32, 1, 2, 32, None, ((20, FEW_ROWS + 6), (40, 3))), 1)
     together = case.attend(backend)
     order = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1)).to(case.pool.device)

@@ -43,7 +43,7 @@ def test_all_rates_are_measured(engine: OffloadEngine, monkeypatch: pytest.Monke
     assert rates.round_trip > 0 and not rates.one_processor
 
 
-def test_the_arm_is_measured_with_its_own_backend(engine: OffloadEngine) -> None:
+def test_cpu_attention_is_measured_with_its_own_backend(engine: OffloadEngine) -> None:
     """A slow backend for the host makes the host's rate slow, and only that one."""
 
     class Slow:

@@ -112,7 +112,7 @@ def test_a_wait_orders_two_streams(device: CpuDevice) -> None:
     assert int(end[0]) == 5
 
 
-def test_an_event_that_was_never_recorded_holds_nobody_up(device: CpuDevice) -> None:
+def test_an_event_that_was_never_recorded_does_not_block(device: CpuDevice) -> None:
     held, stream, event = device.new_stream("held"), device.new_stream("s"), device.new_event()
     gate = Gate(held)
     stream.wait(event)
@@ -198,7 +198,7 @@ def test_calls_run_in_order_on_a_thread_of_their_own(device: CpuDevice) -> None:
     assert seen == [("calls", 7)] * 2
 
 
-def test_what_a_call_raises_reaches_whoever_waits_and_skips_what_follows(device: CpuDevice) -> None:
+def test_a_failed_call_reaches_the_waiting_stream_and_skips_what_follows(device: CpuDevice) -> None:
     calls, stream, event = device.new_call_stream("calls"), device.new_stream("s"), device.new_event()
     ran: list[int] = []
 

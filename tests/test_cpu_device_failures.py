@@ -1,4 +1,4 @@
-"""What fails on the CPU device's streams reaches whoever waits, and streams end however their device does."""
+"""What fails on the CPU device's streams reaches the waiting stream, and streams end however their device does."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_close_ends_the_threads_soon_and_can_be_repeated() -> None:
     device.close()
     assert time.monotonic() - start < 2, "what had not begun is dropped"
     assert not any(thread.name in ("used", "unused") for thread in threading.enumerate())
-    device.compute_stream.wait(event)  # nobody waits for ever for what was dropped
+    device.compute_stream.wait(event)  # no stream waits for ever for work that was dropped
     for stream in (used, unused):
         stream.synchronize()
         with pytest.raises(EngineError, match=r"stream (un)?used is closed"):

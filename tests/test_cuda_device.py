@@ -185,13 +185,13 @@ def test_a_copy_within_host_memory_keeps_the_order_of_its_stream(device: CudaDev
 @pytest.mark.cuda
 def test_a_wait_takes_the_record_at_the_time_of_the_call(device: CudaDevice) -> None:
     stream, event = device.new_stream("a"), device.new_event()
-    stream.wait(event)  # never recorded: holds nobody up
+    stream.wait(event)  # never recorded: does not block
     stream.record(event)
     device.compute_stream.wait(event)
     busy(device)
     device.compute_stream.record(event)
     stream.synchronize()
-    assert event.inner.query() is False, "the later record is still to come, and nobody waited for it"  # type: ignore[attr-defined]
+    assert event.inner.query() is False, "the later record is still to come, and no stream waited for it"  # type: ignore[attr-defined]
 
 
 @pytest.mark.cuda

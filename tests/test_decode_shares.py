@@ -39,7 +39,7 @@ def seconds_of_share(share: float, host: float, resident: float, weights: float,
     return layer_seconds(streamed, share * host, resident + streamed, weights, given_rates)
 
 
-def test_link_and_arm_end_together() -> None:
+def test_link_and_cpu_attention_end_together() -> None:
     share = best_share(100 * MIB, 10 * MIB, 0, GPU)
     assert (1 - share) * 100 * MIB / GPU.link == pytest.approx(share * 100 * MIB / GPU.host)
     assert share == pytest.approx(GPU.host / (GPU.host + GPU.link))  # 0.8: as their bandwidths are to each other
@@ -67,7 +67,7 @@ def test_on_one_processor_bytes_are_read_where_they_are() -> None:
     assert blocks_for_cpu_attention(LayerLoad([HostRead(MIB)] * 7), CPU) == 7
 
 
-def test_nothing_on_the_host_is_nothing_for_the_arm() -> None:
+def test_without_host_blocks_the_cpu_attends_to_nothing() -> None:
     assert best_share(0, MIB, MIB, GPU) == 0
     assert blocks_for_cpu_attention(LayerLoad([], link_bytes=MIB, device_bytes=MIB), GPU) == 0
 
@@ -125,7 +125,7 @@ def test_shares_of_blocks() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(16, 8, 32), (32, 4, 8), (8, 8, 64), (128, 1, 1)])
-def test_the_arm_takes_as_many_rows_as_the_kernel_is_meant_for(heads: int, kv_heads: int, tokens: int) -> None:
+def test_cpu_attention_takes_as_many_rows_as_its_kernel_is_meant_for(heads: int, kv_heads: int, tokens: int) -> None:
     assert cpu_attention_query_len(heads, kv_heads) == tokens
 
 

@@ -25,7 +25,7 @@ LAYERS, BLOCKS, HEADS, KV_HEADS, BLOCK, HEAD_DIM = 3, 6, 4, 2, 16, 32
 SCALE = HEAD_DIM**-0.5
 PATIENCE = 60  # seconds after which a task is taken to wait for ever
 
-# Two calls: the second goes on with the first's last row. Row 2 belongs to nobody.
+# Two calls: the second goes on with the first's last row. Row 2 belongs to no sequence.
 TABLES = [
     AttentionMetadata(
         [SequenceMetadata(0, 1, 35, 0, 2 * BLOCK, (4, 1)), SequenceMetadata(1, 1, 33, BLOCK, 2 * BLOCK, (3,))]
@@ -61,7 +61,9 @@ def test_every_layer_gives_the_bits_of_the_backend(dtype: torch.dtype, window: i
         for table in TABLES:
             NativeAttention(1).attend(q, pool[:, layer], table, expected, SCALE, window)
         assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
-        assert torch.isneginf(state.lse[:, 2]).all() and not state.out[2].any(), "nobody's row has seen no key"
+        assert torch.isneginf(state.lse[:, 2]).all() and not state.out[2].any(), (
+            "a row without a sequence has seen no key"
+        )
         assert torch.isfinite(state.lse[:, :2]).all()
     num_bytes, seconds = meter.read()
     assert num_bytes == LAYERS * 1000 and seconds > 0

@@ -164,7 +164,7 @@ def test_shared_blocks_preemption_and_aborts(
         assert llm.engine.scheduler.block_manager.num_used == 0
 
 
-def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path) -> None:
+def test_long_chunks_stream_and_decodes_in_the_same_step_use_cpu_attention(model_dir: Path) -> None:
     """A decode and a prefill in one batch: the CPU attends for the decode and leaves the chunk to the ring."""
     with LLM(model_dir, dtype="float32", **offloaded(BLOCK, 4, 60, max_num_batched_tokens=64)) as llm:
         force_share(llm, 1.0)
@@ -182,7 +182,7 @@ def test_long_chunks_stream_and_decodes_beside_them_use_the_arm(model_dir: Path)
 # ---- on threads of its own
 
 
-def test_the_arm_works_while_the_launching_thread_goes_on(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_attention_runs_beside_the_launching_thread(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of CPU attention ends only after the device's next one has begun: they run at the same time."""
     add_cpu_attention_streams(monkeypatch)
     prompt = random_prompt(9 * BLOCK, VOCAB, 3)

@@ -85,12 +85,12 @@ def test_an_engine_writes_what_it_did_when_it_is_closed(model_dir: Path, tmp_pat
 
 def test_calls_are_slices_of_their_stream(tmp_path: Path) -> None:
     device = TracedDevice(CpuDevice(), tmp_path / "trace.json")
-    calls, tensor = device.new_call_stream("arm"), torch.zeros(8)
+    calls, tensor = device.new_call_stream("kv-cpu-attention"), torch.zeros(8)
     device.declare_kernel("attend on the host", reads=(t for t in (tensor, tensor)), stream=calls)
     calls.launch(PythonTask(lambda: time.sleep(0.01)))
     calls.launch(PythonTask(lambda: None))
     device.close()
-    slices = rows_of(tmp_path / "trace.json")["arm"]
+    slices = rows_of(tmp_path / "trace.json")["kv-cpu-attention"]
     assert [(s["name"], s["args"]["bytes"]) for s in slices] == [("attend on the host", 64), ("call", 0)]
     assert slices[0]["dur"] >= 1e4 and in_turn(slices)
 

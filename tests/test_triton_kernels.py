@@ -133,7 +133,7 @@ def test_few_programs_take_several_partitions_to_the_same_bits(
 def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     window: int | None, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Filled after they were made, with rows that nobody has, for sequences far longer than these."""
+    """Filled after they were made, with rows of no sequence, for sequences far longer than these."""
     monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
     shape = Shape(32, 2, 2, 16, window, ((69, 1), (0, 1), (15, 1), (16, 1), (47, 1)))
     case = Case(shape, dtype, 2, DEVICE)
@@ -147,7 +147,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     tables.fill(sequences, rows)
     q = random(rows, shape.heads, 32, dtype=dtype, seed=5)
     q[: len(new)] = case.q[new]
-    nobodys = q[len(new) :].clone()
+    unused = q[len(new) :].clone()
     found = tables.attend(1, q, k, v)
 
     assert torch.equal(pools[0], case.pool.nan_to_num(7.0))
@@ -162,7 +162,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     state = case.attend(TritonAttention())
     case.check(state)
     assert torch.equal(found[: len(new)], state.out[new].to(dtype))
-    assert not found[len(new) :].any() and nobodys.any(), "a row that nobody has sees no key"
+    assert not found[len(new) :].any() and unused.any(), "a row of no sequence sees no key"
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 100, 256, 512, 513, 4096, 100_000])
