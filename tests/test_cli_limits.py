@@ -22,7 +22,7 @@ CONTAINED = """
 import sys
 from pathlib import Path
 from nanovllm.device import memory
-memory_limits.SYSTEM_ROOT = Path(sys.argv.pop(1))
+memory.SYSTEM_ROOT = Path(sys.argv.pop(1))
 from nanovllm.cli.main import main
 sys.exit(main())
 """

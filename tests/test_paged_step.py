@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nanovllm.ops.store_kv import store_kv
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionMetadata, AttentionState, KVMetadata
+from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.native_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
+from nanovllm.ops.row_kernels import store_kv
 
 LAYERS, BLOCKS, KV_HEADS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 7, 2, 5, 6, 48
 # Of each sequence: new tokens, tokens before them, blocks.
@@ -28,11 +28,11 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def table_and_slots() -> tuple[AttentionMetadata, Tensor]:
-    segments, slots = [], []
+    sequences, slots = [], []
     for new, before, blocks in SEQUENCES:
-        segments.append(KVMetadata(len(slots), new, before, 0, before + new, blocks))
+        sequences.append(SequenceMetadata(len(slots), new, before, 0, before + new, blocks))
         slots += [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(before, before + new)]
-    return AttentionMetadata(segments), torch.tensor(slots)
+    return AttentionMetadata(sequences), torch.tensor(slots)
 
 
 def step_of(pool: Tensor, window: int | None = None) -> PagedStep:
@@ -54,13 +54,13 @@ def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, wi
         NativeAttention().attend(q, expected_pool[layer], table, state, 0.2, window)
         output = step.attend(layer, queries, k, v)
         assert output.data_ptr() == queries.data_ptr()
-        assert torch.equal(output, state.output(q.clone()))
+        assert torch.equal(output, state.write_output_(q.clone()))
     assert torch.equal(pool, expected_pool)
 
 
 def test_many_rows_go_the_other_way() -> None:
     pool, _, _, _ = tensors(torch.float32)
-    table = AttentionMetadata([KVMetadata(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
+    table = AttentionMetadata([SequenceMetadata(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
     slots = torch.arange(MAX_STEP_ROWS + 1)
     assert NativeAttention().paged_step(pool, slots, table, HEADS, 0.2, None) is None
 
