@@ -74,7 +74,7 @@ def test_a_preempted_request_resumes_with_the_greedy_output_of_an_unpreempted_on
     prompts = [random_prompt(length, VOCAB, seed=8) for length in (40, 33, 30, 47)]
     with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=60) as llm:
         expected = token_ids(llm, prompts, greedy(40))
-        assert llm.engine.scheduler.num_preemptions == 0
+        assert llm.engine.scheduler.preemption.stats.total == 0
     tight = offloaded(BLOCK, 6, 6) if offload else {"kvcache_block_size": BLOCK, "num_gpu_blocks": 11}
     with LLM(model_dir, dtype="float32", max_model_len=100, preemption_mode=mode, **tight) as llm:
         assert token_ids(llm, prompts, greedy(40)) == expected

@@ -112,7 +112,7 @@ def test_logprobs_do_not_depend_on_how_they_were_computed(
         for state in ("cold", "warm"):
             outputs = run(llm, prompts, asked(logprobs=2, prompt_logprobs=3))
             assert [reported(output) for output in outputs] == alone, state
-        assert llm.engine.scheduler.num_preemptions > 0 or not name.startswith("preempted")
+        assert llm.engine.scheduler.preemption.stats.total > 0 or not name.startswith("preempted")
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def test_logits_of_a_prompt_are_computed_once_and_a_few_rows_at_a_time(
     engine = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 13, "max_num_batched_tokens": 50}
     with LLM(model_dir, **engine, enable_prefix_caching=caching) as llm, counted_rows(llm) as rows:
         outputs = run(llm, prompts, asked(prompt_logprobs=1, max_tokens=40))
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.preemption.stats.total > 0
         generated = sum(len(output.outputs[0].token_ids) for output in outputs)
         assert max(rows) <= 8 and sum(rows) == generated + sum(len(prompt) - 1 for prompt in prompts)
         for prompt, output in zip(prompts, outputs, strict=True):

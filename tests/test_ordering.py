@@ -166,7 +166,7 @@ def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
                     llm.engine.abort_request(str(random.randrange(index + 1)))
             while llm.engine.has_unfinished_requests():
                 llm.engine.step()
-            preemptions += llm.engine.scheduler.num_preemptions
+            preemptions += llm.engine.scheduler.preemption.stats.total
             moves += len(recorded_moves)
             assert isinstance(llm._runner.device, OrderingCheck)
             checked += llm._runner.device.num_checked

@@ -185,4 +185,4 @@ def test_the_most_blocks_that_a_group_can_hold(prompt_len: int, max_tokens: int 
         bench.add("fits", prompt_of(prompt_len), max_tokens, temperature=1.0, n=n)
         bench.run()
         held = [{assign for row in batch.sequences for assign in row.block_table} for batch in bench.executor.batches]
-        assert max(map(len, held)) == blocks and bench.scheduler.num_preemptions == 0
+        assert max(map(len, held)) == blocks and bench.scheduler.preemption.stats.total == 0

@@ -145,7 +145,7 @@ def test_preempted_requests_give_what_they_give_alone(caching: bool, device: int
     lengths = {"a": 7, "b": 7, "c": 7, "d": 5}
     crowd(bench, lengths)
     bench.run()
-    assert bench.scheduler.num_preemptions > 0
+    assert bench.scheduler.preemption.stats.total > 0
     for i, (name, length) in enumerate(lengths.items()):
         assert bench.tokens(name) == expected_output(prompt_of(length, i), 12)
         draws = [row.index for seq in bench.rows(name) for row in seq.samples]
@@ -163,7 +163,7 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     finished = bench.run()
     preemptions = [finished[name].metrics.preemptions for name in "abc"]
     assert preemptions[0] == 0 and preemptions[1] <= preemptions[2] and preemptions[2] >= 1
-    assert sum(preemptions) == bench.scheduler.num_preemptions
+    assert sum(preemptions) == bench.scheduler.preemption.stats.total
 
 
 def test_of_equal_priority_the_latest_is_preempted_first() -> None:
@@ -189,7 +189,7 @@ def test_a_preempted_request_waits_in_front() -> None:
     crowd(bench, {"a": 7, "b": 7, "c": 7})
     bench.step()
     bench.add("new", prompt_of(2, 9), 2, priority=2)
-    next(outputs for outputs in bench.steps() if bench.scheduler.num_preemptions)
+    next(outputs for outputs in bench.steps() if bench.scheduler.preemption.stats.total)
     assert [seq.request_id for seq in bench.scheduler.waiting] == ["c", "new"]
 
 
@@ -200,7 +200,7 @@ def test_preemptions_are_logged_with_the_tokens_lost(caplog: pytest.LogCaptureFi
         for _ in range(3):
             bench.step()
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == bench.scheduler.num_preemptions == 1
+    assert len(messages) == bench.scheduler.preemption.stats.total == 1
     assert "'c'" in messages[0] and "2 KV blocks" in messages[0] and "8 computed tokens" in messages[0]
 
 

@@ -43,10 +43,6 @@ class Scheduler:
         self.swapped: list[Request] = []
         self.running: list[Request] = []
 
-    @property
-    def num_preemptions(self) -> int:
-        return self.preemption.stats.total
-
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.swapped or self.running)
 
