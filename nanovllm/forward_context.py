@@ -26,18 +26,17 @@ class KVCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WatchedKVCache:
-    """A KV cache that reports the progress of a step: the share of the layers that have begun.
+    """A KV cache that reports the progress of a step: before each layer's attention, the number of its tokens.
 
     On a GPU a layer begins when it is issued, ahead of its computation.
     """
 
     kv_cache: KVCache
-    num_layers: int
-    on_layer: Callable[[float], None]
+    on_attend: Callable[[int], None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `KVCache`."""
-        self.on_layer(layer / self.num_layers)
+        self.on_attend(q.shape[0])
         return self.kv_cache.attend(layer, q, k, v, ctx)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.cli import status
+from nanovllm import LLM, SamplingParams, progress_bar
 from nanovllm.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
 
@@ -65,7 +64,8 @@ def test_a_conversation_about_a_document(
     assert told[1][0] == document_blocks, "the document is computed once"
     assert told[2][0] > document_blocks and sum(told[2]) == lengths[1], "and so is the first turn"
     assert sum(told[3]) == sum(told[1]) and told[3][0] == (sum(told[1]) - 1) // 16 * 16, "as it was asked before"
-    assert re.search(r"8 generated at [\d.,]+ tok/s, length\]", printed.err)
+    cut = "length: the answer was cut at 8 tokens: raise --max-tokens, or ask it to go on]"
+    assert re.search(r"8 generated at [\d.,]+ tok/s, " + cut, printed.err)
     assert "/restart is not a command" in printed.err
 
 
@@ -152,13 +152,14 @@ def test_an_interrupt_while_the_document_is_read_or_twice_ends_it(
 def test_progress_of_a_long_document(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "REPRINT", 0.0)
-    monkeypatch.setattr("nanovllm.progress_bar.LONG_PROMPT", 100)
+    monkeypatch.setattr(progress_bar, "REPRINT", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     options = ["--document", document, "--progress", "--max-num-batched-tokens", "150"]
     assert talk(monkeypatch, model, "", *options) == 0
     told = capsys.readouterr().err.splitlines()
-    shares = [int(line.split("prefill ")[1].split("%")[0]) for line in told if line.startswith("prefill")]
-    assert shares == sorted(shares) and shares[0] == 0 and len(shares) == 4
+    done = [int(line.split()[1]) for line in told if line.startswith("prefill")]
+    assert done == sorted(done) and done[0] == 0 and len(done) == 4, "two chunks in two layers"
+    assert told[0].startswith("loading ") and " tok/s in" in told[2] and " left" in told[2]
 
 
 def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(

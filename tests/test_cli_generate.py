@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, generate, json_lines, make_model, set_stdin, write_jsonl
 
 import nanovllm.llm
-from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.cli import status
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, progress_bar
 from nanovllm.cli.results import text_result
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.outputs import RequestMetrics
@@ -74,7 +74,9 @@ def test_prompts_come_from_everywhere_in_the_order_that_they_were_named(
     assert results[6]["source"] == f"{jsonl} line 3" and results[6]["num_prompt_tokens"] == 3
     assert [len(row) for row in results[6]["outputs"][0]["logprobs"]] >= [2] * 6
     assert results[6]["prompt_logprobs"][0] is None and results[5]["prompt_logprobs"] is None
-    assert results[0]["metrics"]["ttft"] > 0 and "arrival_time" not in results[0]["metrics"]
+    metrics = results[0]["metrics"]
+    assert metrics["e2e_latency_s"] >= metrics["ttft_s"] >= metrics["queue_time_s"] >= 0
+    assert abs(time.time() - metrics["arrival_time_s"]) < 600 and metrics["prefill_tok_s"] > 0
 
 
 def test_text_goes_to_a_file_a_line_for_each_prompt(
@@ -250,28 +252,32 @@ def test_a_failed_step_ends_its_requests_and_no_others(
 def test_progress_says_where_a_long_prefill_is(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.progress_bar.LONG_PROMPT", 100)
-    monkeypatch.setattr(status, "REPRINT", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    monkeypatch.setattr(progress_bar, "REPRINT", 0.0)
     (tmp_path / "doc.txt").write_text("x" * 800)
     options = ["--file", str(tmp_path / "doc.txt"), "--progress", "--max-num-batched-tokens", "400"]
     assert generate(model, *options) == 0
     lines = capsys.readouterr().err.splitlines()
-    shares = [int(line.split("prefill ")[1].split("%")[0]) for line in lines if "prefill" in line]
-    assert shares == [0, 25, 50, 50, 75], "also within a step: two layers, two chunks"
-    assert "prefill 25% of 800 tokens" in lines[1] and lines[1].startswith("0 of 1 prompts, 1 running")
-    assert lines[-1].startswith("1 prompts, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
+    done = [int(line.split()[1]) for line in lines if line.startswith("prefill")]
+    assert done == [0, 200, 400, 600], "also within a step: two layers, two chunks"
+    assert lines[0].startswith("loading ") and lines[2].startswith("prefill 200 of 800 tokens (25%), ")
+    rate, left = lines[2].split(", ")[1:4:2]
+    assert rate.endswith(" tok/s in") and float(rate.split()[0].replace(",", "")) > 0 and left.startswith("about 0:")
+    assert lines[-1].startswith("1 prompt, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
+    assert lines[-1].endswith("; 1 of 1 cut at --max-tokens or max_model_len")
 
 
 def test_on_a_terminal_the_line_is_redrawn_and_erased(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "REDRAW", 0.0)
+    monkeypatch.setattr(progress_bar, "REDRAW", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     assert generate(model, "one") == 0
     shown = capsys.readouterr().err
     *drawn, last = shown.split("\r\x1b[K")
     assert len(drawn) > 3 and all("\n" not in line for line in drawn)
-    assert last.startswith("1 prompts, 3 tokens computed"), "the line is gone before the summary"
+    assert last.startswith("1 prompt, 3 tokens computed"), "the line is gone before the summary"
 
 
 # ---- Ctrl-C and closed pipes

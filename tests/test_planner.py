@@ -406,7 +406,7 @@ def test_the_sizes_are_logged_and_nothing_is_measured(
         plan = llm.plan(RATES)
     logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.engine.model_runner"]
     text = "\n".join(logged)
-    assert f"# GPU blocks: {plan.kv.num_gpu_blocks}, # CPU blocks: {plan.kv.num_cpu_blocks}" in text
+    assert f"# device blocks: {plan.kv.num_gpu_blocks}, # host blocks: {plan.kv.num_cpu_blocks}" in text
     assert f"longest prompt: {plan.kv.max_model_len} tokens (limit: KV memory)" in text
     request = plan.request(plan.kv.max_model_len, 1)
     assert f"{request.resident_bytes / 2**20:,.1f} MiB stay on the device" in text

@@ -7,10 +7,12 @@ as in vLLM, and the seed of a request is `--sampling-seed`.
 from __future__ import annotations
 
 import argparse
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from decimal import Decimal
 from typing import Any, Literal, Union
 
 from nanovllm.config import EngineConfig, engine_config
@@ -22,6 +24,8 @@ NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
 NO_SAMPLING_FLAGS = ("output_kind",)  # follows from how the answer is shown
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
+TOKENS = "such as 4096, 32K or 1M (K is 1,000, Ki is 1,024)"
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 HELP = {
     "device": "cpu or cuda (default: cuda if available)",
@@ -81,16 +85,19 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) -> Any:
     """A flag for each of the engine arguments `names`; returns their group, to add others."""
-    group = parser.add_argument_group("engine", "as in LLM, with its defaults")
+    group = parser.add_argument_group("engine", f"as in LLM, with its defaults. Whole numbers may be given {TOKENS}.")
     _add_flags(group, ENGINE, EngineConfig, names)
     return group
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """A flag for every sampling parameter but those in `leave_out`."""
-    group = parser.add_argument_group("sampling", "as in SamplingParams, with its defaults")
+def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any) -> None:
+    """A flag for every sampling parameter but those in `leave_out`. defaults: those that this command differs in."""
+    group = parser.add_argument_group(
+        "sampling", "as in SamplingParams. The defaults of a checkpoint's generation_config.json replace those below."
+    )
     left_out = (*NO_SAMPLING_FLAGS, *leave_out)
-    _add_flags(group, SAMPLING, SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in left_out])
+    names = [field.name for field in fields(SamplingParams) if field.name not in left_out]
+    _add_flags(group, SAMPLING, SamplingParams, names, defaults)
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,10 +120,21 @@ def flag_name(kind: str, field: str) -> str:
     return "--" + OTHER_NAMES.get((kind, field), field.replace("_", "-"))
 
 
+def as_flags(arguments: Mapping[str, Any]) -> str:
+    """Engine arguments as they are written on the command line."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        flag = flag_name(ENGINE, name)
+        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+    return " ".join(words)
+
+
 # ---- from fields to flags
 
 
-def _add_flags(group: Any, kind: str, described: type, names: Collection[str]) -> None:
+def _add_flags(
+    group: Any, kind: str, described: type, names: Collection[str], defaults: Mapping[str, Any] | None = None
+) -> None:
     hints = typing.get_type_hints(described)
     for field in fields(described):
         if field.name in names:
@@ -124,16 +142,14 @@ def _add_flags(group: Any, kind: str, described: type, names: Collection[str]) -
                 flag_name(kind, field.name),
                 dest=f"{kind}.{field.name}",
                 default=argparse.SUPPRESS,
-                help=_help(kind, field),
+                help=_help(kind, field, (defaults or {}).get(field.name, field.default)),
                 **_options(hints[field.name]),
             )
 
 
-def _help(kind: str, field: Field[Any]) -> str:
+def _help(kind: str, field: Field[Any], default: Any) -> str:
     text = HELP_OF_SEEDS[kind] if field.name == "seed" else HELP.get(field.name, "")
-    if field.default in (MISSING, None, ()):
-        return text
-    return f"{text} (default: {field.default})"
+    return text if default in (MISSING, None, ()) else f"{text} (default: {default})"
 
 
 def _options(hint: Any) -> dict[str, Any]:
@@ -164,11 +180,22 @@ def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], 
         if optional and text.lower() == "none":
             return None
         try:
-            return number(text)
+            return with_unit(text) if number is int else number(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}") from None
 
     return parse
+
+
+def with_unit(text: str) -> int:
+    """A whole number, such as 4096, -1, 32K, 1.5M or 32Ki. Raises ValueError."""
+    match = re.fullmatch(r"([-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmg]))([kmg]i?)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    value = Decimal(match[1]) * UNITS[(match[2] or "").lower()]
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
 
 
 def _word(text: str) -> bool | str:
@@ -206,6 +233,17 @@ def text_argument(text: str) -> str:
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     return _at_least(1, text)
+
+
+def positive_tokens(text: str) -> int:
+    """A number of tokens of at least 1, such as 4096, 32K or 1M."""
+    try:
+        value = with_unit(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value < 10**MOST_DIGITS:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of tokens of at least 1, {TOKENS}")
+    return value
 
 
 def not_negative(text: str) -> int:

@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduler import Scheduler
+
+# As of `LLM.watch_steps`: sets the function that is called before every layer, and returns the one before.
+WatchSteps = Callable[[Callable[[float], None] | None], Callable[[float], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of the running requests, in tokens. `prompt_tokens*` count only prompts that are not yet computed."""
+    """Progress of the unfinished requests, in tokens.
+
+    num_requests: of the running ones. prompt_tokens: of running prompts that are not yet computed, and
+    prompt_tokens_done: what of these is computed or found in the prefix cache; layer by layer, in proportion.
+    prefilled_tokens: of running prompts that are computed; waiting_tokens: of waiting prompts. computed_tokens: prompt
+    tokens computed for all running requests, without those found. output_tokens: generated tokens of all of them.
+    """
 
     num_requests: int = 0
     prompt_tokens: int = 0
-    prompt_tokens_done: float = 0  # computed or found in the prefix cache; layer by layer, in proportion
-    computed_tokens: int = 0  # prompt tokens computed, of all running requests
+    prompt_tokens_done: float = 0
+    prefilled_tokens: int = 0
+    waiting_tokens: int = 0
+    computed_tokens: float = 0
     output_tokens: int = 0
 
-    def within_step(self, share: float, max_num_batched_tokens: int) -> Progress:
-        """The progress once `share` of the running step is done; it computes up to `max_num_batched_tokens` tokens."""
-        computing = min(self.prompt_tokens - self.prompt_tokens_done, max_num_batched_tokens)
-        return replace(self, prompt_tokens_done=self.prompt_tokens_done + share * computing)
+    def plus(self, tokens: float) -> Progress:
+        """The progress after so many more prompt tokens are computed."""
+        done, computed = self.prompt_tokens_done + tokens, self.computed_tokens + tokens
+        return replace(self, prompt_tokens_done=done, computed_tokens=computed)
 
     @classmethod
-    def of(cls, running: Iterable[Request], num_layers: int) -> Progress:
-        requests = list(running)
-        live = [seq for request in requests for seq in request.live]
-        computing = [seq for request in requests for seq in request.computing]  # counts a shared prompt once
+    def of(cls, scheduler: Scheduler, num_layers: int) -> Progress:
+        admitted = [*scheduler.running, *scheduler.swapped]
+        live = [seq for request in admitted for seq in request.live]
+        computing = [seq for request in scheduler.running for seq in request.computing]  # counts a shared prompt once
         prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
+        layerwise = sum(_layerwise_tokens(seq, num_layers) for seq in prefills)
+        unfilled = sum(seq.prompt_len for seq in prefills)
         return cls(
-            num_requests=len(requests),
-            prompt_tokens=sum(seq.prompt_len for seq in prefills),
-            prompt_tokens_done=sum(seq.num_computed + _layerwise_tokens(seq, num_layers) for seq in prefills),
-            computed_tokens=sum(request.metrics.prefill_tokens for request in requests),
+            num_requests=len(scheduler.running),
+            prompt_tokens=unfilled,
+            prompt_tokens_done=sum(seq.num_computed for seq in prefills) + layerwise,
+            prefilled_tokens=max(0, sum(request.prompt_len for request in admitted) - unfilled),
+            waiting_tokens=sum(request.prompt_len for request in scheduler.waiting),
+            computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
             output_tokens=sum(seq.num_output_tokens for seq in live),
         )
 
 
-def _layerwise_tokens(seq: Sequence, num_layers: int) -> int:
+def _layerwise_tokens(seq: Sequence, num_layers: int) -> float:
     """How much of a layer-by-layer prefill is done, as the equivalent number of tokens through all layers."""
     if seq.layerwise is None:
         return 0
-    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done // (seq.layerwise.num_chunks * num_layers)
+    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done / (seq.layerwise.num_chunks * num_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,7 @@ class Scheduler:
             block_table=self.block_manager.physical_ids(seq, end),
             samples=self._sampling_rows(seq) if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),
+            request_id=seq.request.request_id,
         )
 
     def _sampling_rows(self, seq: Sequence) -> list[SamplingRow]:

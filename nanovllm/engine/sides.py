@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+from nanovllm.engine.metrics import Progress, WatchSteps
 from nanovllm.kvcache import chunked_attention
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.fitting import KVSizing
@@ -22,6 +25,7 @@ from nanovllm.kvcache.sizing import KVPlan
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.attention import AttentionBackend
+from nanovllm.outputs import RequestOutput
 
 if TYPE_CHECKING:  # for annotations only: the core runs without these modules
     from nanovllm.planner.machine import Rates
@@ -65,6 +69,24 @@ class Trace(Protocol):
 
     def TracedDevice(self, inner: Device, path: str | Path) -> Device: ...
 
+    def trace_model(self, device: Device, model: Decoder) -> None: ...
+
+
+class ProgressBars(Protocol):
+    """Shows the progress of `LLM.generate`. Without it nothing is shown."""
+
+    def ProgressBar(
+        self, num_prompts: int, progress: Callable[[float], Progress], watch_steps: WatchSteps
+    ) -> ProgressBar: ...
+
+
+class ProgressBar(AbstractContextManager[object], Protocol):
+    """Shown while it is entered."""
+
+    def update(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count the requests that a step has finished."""
+        ...
+
 
 def cuda_graphs() -> CudaGraphs | None:
     return cast("CudaGraphs | None", _find("nanovllm.cuda_graphs"))
@@ -84,6 +106,10 @@ def planner() -> Planner | None:
 
 def trace() -> Trace | None:
     return cast("Trace | None", _find("nanovllm.device.trace"))
+
+
+def progress_bar() -> ProgressBars | None:
+    return cast("ProgressBars | None", _find("nanovllm.progress_bar"))
 
 
 def _find(module: str) -> Any | None:
