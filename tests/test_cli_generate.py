@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, generate, json_lines, make_model, set_stdin, write_jsonl
 
+import nanovllm
 import nanovllm.llm
 from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, progress_bar
+from nanovllm.cli.main import main
 from nanovllm.cli.results import text_result
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.outputs import RequestMetrics
@@ -244,6 +247,72 @@ def test_a_failed_step_ends_its_requests_and_no_others(
     assert results[0]["outputs"][0]["finish_reason"] == "error" and len(results[0]["outputs"][0]["token_ids"]) == 2
     assert results[2]["outputs"][0]["text"] == expected("line 3")
     assert "out of luck" in printed.err and "2 of 3 prompts failed" in printed.err
+
+
+# ---- chat templates, and what the checkpoint recommends
+
+
+def test_prompts_as_messages(
+    model: str, tmp_path: Path, expected: Callable[[Any], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(model, "--chat", "one") == 0
+    assert capsys.readouterr().out == expected("<user>one<assistant>") + "\n"
+    lines = write_jsonl(
+        tmp_path / "requests.jsonl",
+        {"prompt": "one"},
+        {"messages": [{"role": "user", "content": "two"}]},
+        {"prompt_token_ids": [1]},
+    )
+    assert generate(model, "--chat", "--system", "be", "--jsonl", lines, "--json") == 1
+    one, two, ids = json_lines(capsys.readouterr().out)
+    assert one["outputs"][0]["text"] == expected("<system>be<user>one<assistant>")
+    assert two["outputs"][0]["text"] == expected("<system>be<user>two<assistant>")
+    assert ids["error"] == "prompt_token_ids are no message, and --chat needs one: give prompt or messages"
+    assert generate(model, "--system", "be", "one") == 2
+    assert "--system is a message of a conversation: add --chat" in capsys.readouterr().err
+
+
+def test_sampling_starts_from_what_the_checkpoint_recommends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+    command = ["generate", "--model", str(tmp_path), *SMALL_CACHE, "--ignore-eos", "--json", "one"]
+    assert main(command) == 0
+    (recommended,) = json_lines(capsys.readouterr().out)
+    assert main([*command, "--max-tokens", "5", "--temperature", "0"]) == 0
+    (named,) = json_lines(capsys.readouterr().out)
+    tokens = [result["outputs"][0]["token_ids"] for result in (recommended, named)]
+    assert [len(of) for of in tokens] == [3, 5] and tokens[1][:3] == tokens[0]
+
+
+# ---- what it says of itself
+
+
+def test_version_and_verbose(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
+    assert generate(model, "one") == 0
+    assert capsys.readouterr().err == ""
+    assert generate(model, "one", "--verbose") == 0
+    said = capsys.readouterr().err
+    assert "# device blocks: 80, # host blocks: 0; longest prompt: 1024 tokens" in said
+    assert "stay on the device" in said and logging.getLogger("nanovllm").level == logging.NOTSET
+
+
+def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--num-gpu-blocks", "10"]
+    assert generate(model, "x" * 300, *few) == 1
+    *_, sentence, flags = capsys.readouterr().err.splitlines()
+    assert "as things are, prompts of up to 144 tokens fit" in sentence and flags.startswith("--")
+    assert generate(model, "x" * 300, *few, *flags.split()) == 0
+    assert capsys.readouterr().err == ""
+    assert generate(model, "x" * 300, *few, "--json") == 1
+    (result,) = json_lines(capsys.readouterr().out)
+    assert result["error"].endswith("prompts of up to 144 tokens fit")
+    assert generate(model, "one", *few, "--max-model-len", "200") == 2
+    assert capsys.readouterr().err.splitlines()[1] == "--max-model-len 144"
 
 
 # ---- progress
