@@ -252,11 +252,12 @@ def test_a_failed_step_ends_its_requests_and_no_others(
 # ---- chat templates, and what the checkpoint recommends
 
 
-def test_prompts_as_messages(
-    model: str, tmp_path: Path, expected: Callable[[Any], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_as_messages(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rendered = ["<user>one<assistant>", "<system>be<user>one<assistant>", "<system>be<user>two<assistant>"]
+    assert generate(model, *rendered, "--json") == 0
+    texts = [result["outputs"][0]["text"] for result in json_lines(capsys.readouterr().out)]
     assert generate(model, "--chat", "one") == 0
-    assert capsys.readouterr().out == expected("<user>one<assistant>") + "\n"
+    assert capsys.readouterr().out == f"{texts[0]}\n"
     lines = write_jsonl(
         tmp_path / "requests.jsonl",
         {"prompt": "one"},
@@ -265,8 +266,8 @@ def test_prompts_as_messages(
     )
     assert generate(model, "--chat", "--system", "be", "--jsonl", lines, "--json") == 1
     one, two, ids = json_lines(capsys.readouterr().out)
-    assert one["outputs"][0]["text"] == expected("<system>be<user>one<assistant>")
-    assert two["outputs"][0]["text"] == expected("<system>be<user>two<assistant>")
+    assert one["outputs"][0]["text"] == texts[1]
+    assert two["outputs"][0]["text"] == texts[2]
     assert ids["error"] == "prompt_token_ids are no message, and --chat needs one: give prompt or messages"
     assert generate(model, "--system", "be", "one") == 2
     assert "--system is a message of a conversation: add --chat" in capsys.readouterr().err
@@ -289,7 +290,8 @@ def test_sampling_starts_from_what_the_checkpoint_recommends(
 # ---- what it says of itself
 
 
-def test_version_and_verbose(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_verbose(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("nanovllm"), "propagate", False)  # to pytest, which has configured logging
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
@@ -305,14 +307,14 @@ def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.Captu
     few = ["--num-gpu-blocks", "10"]
     assert generate(model, "x" * 300, *few) == 1
     *_, sentence, flags = capsys.readouterr().err.splitlines()
-    assert "as things are, prompts of up to 144 tokens fit" in sentence and flags.startswith("--")
+    assert "as things are, prompts of up to 160 tokens fit" in sentence and flags.startswith("--")
     assert generate(model, "x" * 300, *few, *flags.split()) == 0
     assert capsys.readouterr().err == ""
     assert generate(model, "x" * 300, *few, "--json") == 1
     (result,) = json_lines(capsys.readouterr().out)
-    assert result["error"].endswith("prompts of up to 144 tokens fit")
+    assert result["error"].endswith("prompts of up to 160 tokens fit")
     assert generate(model, "one", *few, "--max-model-len", "200") == 2
-    assert capsys.readouterr().err.splitlines()[1] == "--max-model-len 144"
+    assert capsys.readouterr().err.splitlines()[1] == "--max-model-len 160"
 
 
 # ---- progress

@@ -110,8 +110,8 @@ def test_chat_shows_the_prefill_of_a_document(
     document, question = (i for i, text in enumerate(drawn) if text.endswith("]\n"))
     seen = prefills(drawn[:document])
     assert seen == sorted(seen) and seen[0][0] == 0 and {tokens for _, tokens in seen} == {seen[0][1]}
-    assert seen[0][1] >= len(DOCUMENT) and len({done for done, _ in seen}) >= 6, "also within a step"
-    for line in drawn[1:document]:
+    assert seen[0][1] > 700 and len({done for done, _ in seen}) >= 6, "also within a step"
+    for line in (line for line in drawn[:document] if not line.startswith("loading ")):
         assert len(line) < COLUMNS and "\n" not in line
         if not line.startswith("prefill 0 "):
             rate = re.search(r"\), ([\d,.]+) tok/s in, 0:\d\d, about 0:\d\d left", line)
@@ -128,7 +128,8 @@ def test_generate_shows_loading_prefill_and_totals_and_clears_the_line(
         command = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--max-num-batched-tokens", "128"]
         assert main([*command, DOCUMENT, "two", "three"]) == 0
     drawn = shown.drawn
-    assert drawn[0].startswith("loading ") and drawn[1].startswith("0 of 3 prompts, prefill 0 of ")
+    prefilled = [line for line in drawn if not line.startswith("loading ")]
+    assert drawn[0].startswith("loading ") and prefilled[0].startswith("0 of 3 prompts, prefill 0 of ")
     assert len(prefills(drawn)) >= 6 and any(" tok/s out" in line for line in drawn[:-1])
     assert any(line.startswith("2 of 3 prompts") or line.startswith("1 of 3 prompts") for line in drawn)
     assert drawn[-1].startswith("3 prompts, ") and drawn[-1].endswith("; 3 of 3 cut at --max-tokens or max_model_len\n")
@@ -146,7 +147,7 @@ def test_generate_of_llm_uses_the_same_line(model: str, at_once: None, monkeypat
         assert (
             len(set(seen)) > 6 and seen == sorted(seen) and shown.drawn[-1].startswith("1 prompt, 400 tokens computed")
         )
-        assert len(watched) >= len(seen) and watched[0] == 0.0 and all(0 <= share < 1 for share in watched)
+        assert len(watched) >= 2 * 7 and watched[0] == 0.0 and all(0 <= share < 1 for share in watched)
         with terminal(monkeypatch) as silent:
             llm.generate("Hello", greedy(2), use_tqdm=False)
         assert silent.written == b""

@@ -15,6 +15,7 @@ from nanovllm.kvcache.sizing import (
     KVPlan,
     MemoryFacts,
     NoMemoryError,
+    PositionsError,
     longest_sequence,
     plan_kv_cache,
 )
@@ -42,6 +43,10 @@ class KVSizing:
             raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do", ways) from None
         except NoMemoryError as error:
             raise ConfigError(str(error), list(self._larger_shares(1))) from None
+        except PositionsError as error:
+            held = self._changed({"max_model_len": None}).plan().max_model_len
+            fits = f"{error}; as things are, prompts of up to {held} tokens fit"
+            raise ConfigError(fits, [{"max_model_len": held}]) from None
 
     def longest_limit(self, plan: KVPlan) -> str:
         """The name of the limit that ends the longest prompt of `plan`."""

@@ -45,6 +45,10 @@ class KVPlan:
         return self.split.resident_blocks + self.num_cpu_blocks
 
 
+class PositionsError(ConfigError):
+    """max_model_len is beyond the model's positions."""
+
+
 class NoMemoryError(ConfigError):
     """The memory holds no KV cache at all."""
 
@@ -63,10 +67,9 @@ def plan_kv_cache(
     """Size both tiers. Raises ConfigError, with numbers, if that is impossible; `fitting` suggests what to change."""
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
-        raise ConfigError(
+        raise PositionsError(
             f"max_model_len={wanted_len}: the model's positions end at {model_max_len}; lower max_model_len to that, "
-            "or give the model a RoPE scaling that reaches further",
-            [{"max_model_len": model_max_len}],
+            "or give the model a RoPE scaling that reaches further"
         )
     useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
     layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
