@@ -25,6 +25,7 @@ NO_SAMPLING_FLAGS = ("output_kind",)  # follows from how the answer is shown
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
 TOKENS = "such as 4096, 32K or 1M (K is 1,000, Ki is 1,024)"
+COUNTS = "Counts may be written as 32K or 1M (K is 1,000, Ki is 1,024)."
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 HELP = {
@@ -38,7 +39,7 @@ HELP = {
     "enable_cpu_offload": "extend the KV cache into host memory",
     "batch_invariant": "require logits that do not depend on the batch; without it, kernels may be faster",
     "cpu_attention": "let the CPU attend to blocks in host memory in decode steps",
-    "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory",
+    "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory, on the CPU up to 4 GiB or a full sequence",
     "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",
     "enable_prefix_caching": "reuse the KV blocks of prefixes that were computed before",
     "max_logprobs": "most logprobs that a request may ask for; -1: no limit",
@@ -85,7 +86,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) -> Any:
     """A flag for each of the engine arguments `names`; returns their group, to add others."""
-    group = parser.add_argument_group("engine", f"as in LLM, with its defaults. Whole numbers may be given {TOKENS}.")
+    group = parser.add_argument_group("engine", f"as in LLM, with its defaults. {COUNTS}")
     _add_flags(group, ENGINE, EngineConfig, names)
     return group
 
@@ -93,7 +94,9 @@ def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) ->
 def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any) -> None:
     """A flag for every sampling parameter but those in `leave_out`. defaults: those that this command differs in."""
     group = parser.add_argument_group(
-        "sampling", "as in SamplingParams. The defaults of a checkpoint's generation_config.json replace those below."
+        "sampling",
+        "as in SamplingParams. A default of the checkpoint's generation_config.json takes the place of the one below. "
+        f"{COUNTS}",
     )
     left_out = (*NO_SAMPLING_FLAGS, *leave_out)
     names = [field.name for field in fields(SamplingParams) if field.name not in left_out]

@@ -114,7 +114,7 @@ class _LineFormatter(logging.Formatter):
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="nanovllm", description="Runs prompts whose KV cache is larger than device memory, exactly.")
-    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="show the version")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = _command(arguments)
     known = parser
@@ -123,7 +123,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             known = importlib.import_module(f"nanovllm.cli.{command}").add_parser(subparsers, summary)
         else:
             subparsers.add_parser(command, help=summary)
-    known.add_argument("--verbose", action="store_true", help="log what the engine holds and where, and tracebacks")
+    if known is not parser:
+        known.add_argument("--verbose", action="store_true", help="log what the engine holds and where, and tracebacks")
     args, unknown = parser.parse_known_args(arguments)
     if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
         args.prompts += unknown  # argparse takes only the first consecutive prompts
