@@ -34,8 +34,8 @@ class StatusLine:
     """
 
     def __init__(self, shown: bool | None = None) -> None:
-        self._in_place = sys.stderr.isatty()
-        self.shown = self._in_place if shown is None else shown
+        self._in_place = sys.stderr is not None and sys.stderr.isatty()
+        self.shown = sys.stderr is not None and (self._in_place if shown is None else shown)
         self._last_time = -REPRINT
         self._last_state = ""
         self._drawn: tuple[str, Callable[[], str]] | None = None  # what the terminal shows
@@ -66,7 +66,7 @@ class StatusLine:
                 self._draw()
             self._tick()
         elif self.is_due() and state != self._last_state:
-            self._write(f"{state}{clock()}\n")
+            self.write(f"{state}{clock()}\n")
         else:
             return
         self._last_time, self._last_state = time.monotonic(), state
@@ -75,7 +75,7 @@ class StatusLine:
         """Erase the line before other output to the same terminal. It stays away until the next `show`."""
         with self._lock:
             if self._drawn is not None:
-                self._write(ERASE)
+                self.write(ERASE)
             self._drawn = None
 
     @contextmanager
@@ -91,7 +91,7 @@ class StatusLine:
     def _draw(self) -> None:
         if self._drawn is not None:
             state, clock = self._drawn
-            self._write(f"{ERASE}{f'{state}{clock()}'[: _columns() - 1]}")
+            self.write(f"{ERASE}{f'{state}{clock()}'[: _columns() - 1]}")
 
     def _tick(self) -> None:
         if self._ticker is None:
@@ -103,8 +103,8 @@ class StatusLine:
             with self._lock:
                 self._draw()
 
-    def _write(self, text: str) -> None:
-        """Progress that cannot be written ends, and costs nothing else."""
+    def write(self, text: str) -> None:
+        """Write to standard error as it is. Progress that cannot be written ends, and costs nothing else."""
         try:
             print(text, end="", file=sys.stderr, flush=True)
         except (OSError, ValueError):
@@ -255,11 +255,11 @@ class ProgressBar:
         self._display.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object = None, *_: object) -> None:
         self._display.__exit__()
+        if self._display.has_shown and error is None:
+            self._line.write(f"{self._display.meter.summary()}\n")
         self._line.__exit__()
-        if self._display.has_shown:
-            print(self._display.meter.summary(), file=sys.stderr, flush=True)
 
     def update(self, outputs: Iterable[RequestOutput]) -> None:
         """Count the requests that a step has finished."""

@@ -217,6 +217,15 @@ def test_a_terminal_that_is_gone_ends_the_display_only(monkeypatch: pytest.Monke
         line.show("working")
 
 
+def test_a_process_without_standard_error_generates(
+    model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+        monkeypatch.setattr("sys.stderr", None)
+        assert len(llm.generate("Hello", greedy(2))[0].outputs[0].token_ids) == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_the_time_left_is_that_of_the_prefill_or_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

@@ -82,7 +82,7 @@ class TracedBlocks:
 
     def begin_step(self, sequences: Iterable[StepSequence]) -> Uses:
         """Take the sequences of the next step. Returns what the step as a whole is about."""
-        self._readers, self._buffered, step = {}, (), Uses()
+        self._readers, self._buffered, self._unknown, step = {}, (), {}, Uses()
         for seq in sequences:
             step.requests[seq.request_id] = None
             if seq.layerwise is not None:
@@ -95,8 +95,9 @@ class TracedBlocks:
         """Add what a kernel reads or writes. ends_slots: it is the last use of the ring slots among them."""
         for tensor in tensors:
             self._use_addresses([tensor.data_ptr()], uses)
-            if ends_slots:
-                self._held.pop(tensor.data_ptr(), None)
+            pool = self._pool(tensor.data_ptr()) if ends_slots else None
+            if pool is not None:
+                self._held.pop(self._piece_start(pool, tensor.data_ptr()), None)
 
     def copied(self, copy: PitchedCopy) -> Uses:
         """What a copy is about. From now on its slots, if any, hold its blocks."""
