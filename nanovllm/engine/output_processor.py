@@ -114,7 +114,7 @@ class SequenceOutput:
 class OutputProcessor:
     """Makes the outputs of one request. If the tokenizer fails, the request ends with finish_reason "error".
 
-    A ranked request (`Request.is_ranked`) has no outputs before it has finished, and a beam search has no text either.
+    A request may have no outputs before it has finished (`Request.is_ranked`), and no text (`Request.decodes_at_end`).
     """
 
     def __init__(self, request: Request, token_texts: TokenTexts) -> None:
@@ -124,7 +124,7 @@ class OutputProcessor:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]  # of the first prompt tokens
         self._num_sent_prompt_logprobs = 0
         self._sequences: dict[int, SequenceOutput] = {}  # by seq_id
-        if request.beam_search is None:
+        if not request.decodes_at_end:
             for seq in request.sequences:
                 self._add(seq).start_text()
 
@@ -133,7 +133,7 @@ class OutputProcessor:
 
         Raises what the tokenizer raises, of any type: then call `fail_text`.
         """
-        return None if self.request.beam_search is not None else self._sequences[seq.seq_id].detokenize()
+        return None if self.request.decodes_at_end else self._sequences[seq.seq_id].detokenize()
 
     def fail_text(self, seq: Sequence, error: Exception) -> None:
         """The tokenizer failed: report the error instead of the sequence's text."""
@@ -173,7 +173,7 @@ class OutputProcessor:
         return self._sequences[seq.seq_id]
 
     def _finish(self, seq: Sequence) -> None:
-        """Decode what is left of a sequence that has ended; a beam is decoded only now."""
+        """Decode what is left of a sequence that has ended."""
         try:
             if seq.seq_id not in self._sequences:
                 output = self._add(seq)

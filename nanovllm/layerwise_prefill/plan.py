@@ -14,79 +14,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwisePrefill
 from nanovllm.kvcache.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class LayerwisePrefill:
-    """Positions [begin, end) of a sequence, prefilled layer by layer in chunks of `chunk` tokens.
+class Sizing:
+    """See `kvcache.layerwise.LayerwiseSizing`."""
 
-    A *layer chunk* is one chunk in one layer. Layer chunks are numbered in the order in which they run: all chunks of
-    layer 0, then all of layer 1, and so on. A step runs a few of them.
-    """
+    token_bytes: int
 
-    begin: int
-    end: int
-    chunk: int
+    def divide(self, layout: KVLayout, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
+        return divide_layerwise_memory(layout, self.token_bytes, memory, longest, chunk)
 
-    @property
-    def num_chunks(self) -> int:
-        return -(-(self.end - self.begin) // self.chunk)
-
-    def layer(self, layer_chunk: int) -> int:
-        return layer_chunk // self.num_chunks
-
-    def positions(self, layer_chunk: int) -> range:
-        """Positions of the layer chunk's tokens."""
-        first = self.begin + layer_chunk % self.num_chunks * self.chunk
-        return range(first, min(first + self.chunk, self.end))
-
-    def step_end(self, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
-        """The end of a step that starts at `first_layer_chunk`, with a budget of `token_layers` tokens times layers.
-
-        A step runs at least one layer chunk. It runs a last one if at least half of it fits the budget, so that a token
-        of another sequence does not cost a full layer chunk.
-        """
-        layer_chunk = first_layer_chunk
-        while layer_chunk < num_layers * self.num_chunks:
-            tokens = len(self.positions(layer_chunk))
-            if 2 * token_layers < tokens and layer_chunk > first_layer_chunk:
-                break
-            token_layers -= tokens
-            layer_chunk += 1
-        return layer_chunk
-
-
-@dataclass(frozen=True, slots=True)
-class LayerwiseStep:
-    """Layer chunks [first_layer_chunk, end_layer_chunk) of a layer-by-layer prefill, which one step runs."""
-
-    layerwise: LayerwisePrefill
-    first_layer_chunk: int
-    end_layer_chunk: int
-
-    @property
-    def token_layers(self) -> int:
-        """Tokens times layers that the step computes."""
-        return sum(
-            len(self.layerwise.positions(layer_chunk))
-            for layer_chunk in range(self.first_layer_chunk, self.end_layer_chunk)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerwiseMemory:
-    """Device memory for layer-by-layer prefill: the layer buffer and the residual stream. Zeros disable it."""
-
-    buffer_blocks: int = 0  # one layer of each; only positions in these blocks are prefilled layer by layer
-    max_tokens: int = 0  # of one layer-by-layer prefill
-
-    def num_bytes(self, layout: KVLayout, row_bytes: int) -> int:
-        """row_bytes: the residual stream of a token, with its id."""
-        return self.buffer_blocks * layout.block_layer_bytes + self.max_tokens * row_bytes
-
-
-NO_LAYERWISE = LayerwiseMemory()
+    def prefill_steps(
+        self, block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory
+    ) -> list[LayerwisePrefill]:
+        host_blocks = range(resident_blocks, -(-end // block_size))
+        steps: list[LayerwisePrefill] = []
+        begin = 0
+        while begin < end:
+            layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
+            steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
+            begin = steps[-1].end
+        return steps
 
 
 # ---- what moves
@@ -121,17 +72,20 @@ def plan_prefill(
     return LayerwisePrefill(begin, reach, chunk)
 
 
-def prefill_steps(
-    host_blocks: Sequence[int], block_size: int, end: int, chunk: int, memory: LayerwiseMemory
-) -> list[LayerwisePrefill]:
-    """How a prompt of `end` tokens alone is prefilled. A chunk through all layers is a prefill of a single chunk."""
-    steps: list[LayerwisePrefill] = []
-    begin = 0
-    while begin < end:
-        layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
-        steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
-        begin = steps[-1].end
-    return steps
+def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: int, num_layers: int) -> int:
+    """The end of a step that starts at `first_layer_chunk`, with a budget of `token_layers` tokens times layers.
+
+    A step runs at least one layer chunk. It runs a last one if at least half of it fits the budget, so that a token of
+    another sequence does not cost a full layer chunk.
+    """
+    layer_chunk = first_layer_chunk
+    while layer_chunk < num_layers * layerwise.num_chunks:
+        tokens = len(layerwise.positions(layer_chunk))
+        if 2 * token_layers < tokens and layer_chunk > first_layer_chunk:
+            break
+        token_layers -= tokens
+        layer_chunk += 1
+    return layer_chunk
 
 
 # ---- what it takes
