@@ -97,7 +97,7 @@ class SequenceOutput:
             index=seq.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=seq.cumulative_logprob if asked or seq.request.is_ranked else None,
+            cumulative_logprob=None if seq.request.num_logprobs is None else seq.cumulative_logprob,
             logprobs=logprobs if asked else None,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
@@ -114,7 +114,7 @@ class SequenceOutput:
 class OutputProcessor:
     """Makes the outputs of one request. If the tokenizer fails, the request ends with finish_reason "error".
 
-    A request may have no outputs before it has finished (`Request.is_ranked`), and no text (`Request.decodes_at_end`).
+    A request may report no sequences before it has finished (`Request.outputs`).
     """
 
     def __init__(self, request: Request, token_texts: TokenTexts) -> None:

@@ -146,13 +146,8 @@ class Request:
         """Recompute from the beginning, after all blocks have been freed."""
 
     @property
-    def is_ranked(self) -> bool:
-        """Whether the sequences to return are chosen at the end."""
-        return False
-
-    @property
     def outputs(self) -> list[Sequence]:
-        """The sequences to report."""
+        """The sequences to report now."""
         return self.sequences
 
     def finish(self) -> None:

@@ -18,31 +18,6 @@ from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseP
 from nanovllm.kvcache.layout import KVLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """See `kvcache.layerwise.LayerwiseSizing`."""
-
-    token_bytes: int
-
-    def divide(self, layout: KVLayout, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
-        return divide_layerwise_memory(layout, self.token_bytes, memory, longest, chunk)
-
-    def prefill_steps(
-        self, block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory
-    ) -> list[LayerwisePrefill]:
-        host_blocks = range(resident_blocks, -(-end // block_size))
-        steps: list[LayerwisePrefill] = []
-        begin = 0
-        while begin < end:
-            layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
-            steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
-            begin = steps[-1].end
-        return steps
-
-
-# ---- what moves
-
-
 def stored_before(host_blocks: Sequence[int], block_size: int, position: int) -> int:
     """Tokens at positions below `position` in the blocks with these indices."""
     return sum(min(max(position - index * block_size, 0), block_size) for index in host_blocks)
@@ -88,30 +63,44 @@ def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: 
     return layer_chunk
 
 
-# ---- what it takes
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """See `kvcache.layerwise.LayerwiseSizing`."""
 
+    token_bytes: int
 
-def divide_layerwise_memory(layout: KVLayout, row_bytes: int, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
-    """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
+    def prefill_steps(
+        self, block_size: int, resident_blocks: int, end: int, chunk: int, memory: LayerwiseMemory
+    ) -> list[LayerwisePrefill]:
+        host_blocks = range(resident_blocks, -(-end // block_size))
+        steps: list[LayerwisePrefill] = []
+        begin = 0
+        while begin < end:
+            layerwise = plan_prefill(host_blocks, block_size, begin, end, chunk, memory)
+            steps.append(layerwise or LayerwisePrefill(begin, min(begin + chunk, end), chunk))
+            begin = steps[-1].end
+        return steps
 
-    row_bytes: the residual stream of a token, with its id. A buffer of T tokens leaves memory for the residual stream
-    of S tokens. The first T tokens then load about T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and
-    nothing if S reaches T. Returns the T that saves most, or NO_LAYERWISE if none saves anything.
-    """
+    def divide(self, layout: KVLayout, memory: int, longest: int, chunk: int) -> LayerwiseMemory:
+        """How to divide `memory` bytes between layer buffer and residual stream for prompts of up to `longest` tokens.
 
-    def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
-        """The division with a buffer of so many blocks, and the tokens' worth of loads that it saves."""
-        reach = min(blocks * layout.block_size, longest)
-        if reach < longest:
-            reach -= reach % chunk
-        layerwise = min(reach, (memory - blocks * layout.block_layer_bytes) // row_bytes)
-        return LayerwiseMemory(blocks, layerwise), _loads(reach, chunk, chunk) - _loads(
-            reach, layerwise, chunk
-        ) if layerwise > chunk else 0
+        A buffer of T tokens leaves memory for the residual stream of S tokens. The first T tokens then load about
+        T^2 / (2 * S) tokens' worth of KV instead of T^2 / (2 * chunk), and nothing if S reaches T. Returns the T that
+        saves most, or NO_LAYERWISE if none saves anything.
+        """
 
-    most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
-    best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
-    return best if saved else NO_LAYERWISE
+        def divided(blocks: int) -> tuple[LayerwiseMemory, int]:
+            """The division with a buffer of so many blocks, and the tokens' worth of loads that it saves."""
+            reach = min(blocks * layout.block_size, longest)
+            if reach < longest:
+                reach -= reach % chunk
+            layerwise = min(reach, (memory - blocks * layout.block_layer_bytes) // self.token_bytes)
+            saved = _loads(reach, chunk, chunk) - _loads(reach, layerwise, chunk) if layerwise > chunk else 0
+            return LayerwiseMemory(blocks, layerwise), saved
+
+        most = max(0, min(-(-longest // layout.block_size), memory // layout.block_layer_bytes))
+        best, saved = max(map(divided, range(most + 1)), key=lambda choice: choice[1])
+        return best if saved else NO_LAYERWISE
 
 
 def _loads(tokens: int, step: int, chunk: int) -> int:

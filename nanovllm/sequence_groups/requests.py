@@ -121,6 +121,7 @@ class GroupRequest(Request):
 
     @property
     def is_ranked(self) -> bool:
+        """Whether the sequences to return are chosen at the end."""
         return self.params.num_sequences > self.params.n
 
     @property
