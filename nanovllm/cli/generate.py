@@ -24,7 +24,7 @@ from nanovllm.cli.boundary import Boundary, Interrupt, say
 from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.prompts import FILE, JSONL, LINES, STDIN, TEXT, Feed, PromptItem, Source, check_sources, count_prompts
 from nanovllm.cli.results import InOrder, check_output, json_result, open_output, text_result
-from nanovllm.cli.templates import chat_template, read_template
+from nanovllm.cli.templates import Messages, read_template
 from nanovllm.engine.client import EngineClient
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
@@ -32,7 +32,6 @@ from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.llm import LLM
 
 WINDOW = 2  # most requests in the engine, as a multiple of max_num_seqs; enough to always have one to admit
@@ -92,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--stream shows text as it comes and --json complete results: leave one of them out")
     if args.system is not None and not args.chat:
         raise ConfigError("--system is a message of a conversation: add --chat, which makes each prompt one")
-    SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
+    given = SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
+    if args.stream:
+        check_streamed(given)
     template = read_template(args.chat_template)
     checked_config(args)
 
@@ -104,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
         with llm, open_output(args.output) as file:
             _check_tokenizer(llm, args, sources)
             params = replace(llm.get_default_sampling_params(), **sampling_arguments(args))
-            if args.stream:
-                check_streamed(params)
             messages = Messages(llm, template, args.chat, args.system)
             requests = Requests(llm, params, messages, args.stream)
             boundary = Boundary(args.verbose)
@@ -136,30 +135,6 @@ def check_streamed(params: SamplingParams) -> None:
     """Raise RequestError for parameters that --stream cannot show."""
     if params.n > 1:
         raise RequestError(f"n={params.n}: --stream shows one sequence; leave it out to get all")
-
-
-class Messages:
-    """Turns prompts of messages into token ids, and with `is_chat` prompts of text as well."""
-
-    def __init__(self, llm: LLM, template: str | None, is_chat: bool, system: str | None) -> None:
-        self._llm = llm
-        self._template_text = template
-        self._template: ChatTemplate | None = None
-        self._is_chat = is_chat
-        self._system = [] if system is None else [{"role": "system", "content": system}]
-
-    def token_ids(self, item: PromptItem) -> Any:
-        """The prompt's token ids; None for plain text. Raises RequestError."""
-        messages = item.messages
-        if self._is_chat and item.prompt_token_ids is not None:
-            raise RequestError("prompt_token_ids are no message, and --chat needs one: give prompt or messages")
-        if self._is_chat and messages is None:
-            messages = [{"role": "user", "content": item.prompt}]
-        if messages is None:
-            return item.prompt_token_ids
-        if self._template is None:
-            self._template = chat_template(self._llm, self._template_text)
-        return self._template.token_ids([*self._system, *messages])
 
 
 class Requests:
