@@ -43,7 +43,7 @@ def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
 def passes(request: Request, manager: BlockManager, chunk: int) -> bool:
     """Whether a waiting request is admitted during a long prefill: one step can compute its uncached tokens."""
     seq = request.computing[0]
-    return seq.end <= chunk or seq.end - len(manager.find_prefix(seq)) * manager.block_size <= chunk
+    return seq.end <= chunk or seq.end - manager.num_cached_tokens(seq) <= chunk
 
 
 def scheduled_part(
