@@ -64,11 +64,12 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
             for number, shared in enumerate(EDGES):
                 begin = (number + len(EDGES) * (state == "cached")) * 7
                 document = [*first[:shared], *others[begin : begin + 7]]
-                asked = sorted({1, shared // 2, shared - 2, shared - 1, shared, shared + 2} & set(range(1, shared + 4)))
+                asked = [position for position in (1, shared - 1, shared + 2) if position > 0]
                 outputs = llm.generate([make_prompt(document, p) for p in asked], greedy(ANSWER), use_tqdm=False)
                 answers = [output.outputs[0].token_ids for output in outputs]
                 assert answers == [expected_answer(document, position, ANSWER) for position in asked]
-                assert all(output.num_cached_tokens == shared // HASH * HASH for output in outputs), shared
+                cached = [output.num_cached_tokens for output in outputs]  # the later ones may find the first one's too
+                assert cached[0] == shared // HASH * HASH <= min(cached), shared
             stream.close()
         assert manager_of(llm).stats.copied_blocks > len(EDGES) and manager_of(llm).num_used == 0
 
