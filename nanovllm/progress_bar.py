@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from nanovllm.engine.metrics import Progress, WatchSteps
+from nanovllm.engine.progress import Progress, WatchSteps
 from nanovllm.outputs import RequestOutput
 
 REDRAW = 0.1  # seconds, on a terminal

@@ -17,7 +17,7 @@ from nanovllm import CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.cli import generate as command
 from nanovllm.cli.main import main
 from nanovllm.cli.prompts import Feed, Source
-from nanovllm.engine.metrics import Progress
+from nanovllm.engine.progress import Progress
 from nanovllm.outputs import RequestMetrics
 
 

@@ -22,8 +22,8 @@ from engines import greedy, offloaded, random_prompt
 
 from nanovllm import LLM, progress_bar
 from nanovllm.cli.main import main
-from nanovllm.engine.metrics import Progress
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.progress import Progress
 from nanovllm.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine, duration
 
 COLUMNS = 90

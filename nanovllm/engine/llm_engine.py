@@ -12,8 +12,9 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.clock import Clock
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts
-from nanovllm.engine.metrics import EngineMetrics, Progress, engine_metrics
+from nanovllm.engine.metrics import EngineMetrics, engine_metrics, progress_of
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -116,7 +117,7 @@ class LLMEngine:
 
     def progress(self, step_share: float = 0.0) -> Progress:
         """How far the unfinished requests are, in tokens, once this share of the running step is done."""
-        return Progress.of(self.scheduler, self.limits.num_layers).plus(step_share * self._step_prompt_tokens)
+        return progress_of(self.scheduler, self.limits.num_layers).plus(step_share * self._step_prompt_tokens)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()

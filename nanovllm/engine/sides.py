@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
-    from nanovllm.engine.metrics import Progress, WatchSteps
     from nanovllm.engine.preemption import Preemption
+    from nanovllm.engine.progress import Progress, WatchSteps
     from nanovllm.engine.request import Request
     from nanovllm.engine.request import Sequence as TokenSequence
     from nanovllm.engine.scheduling_budget import SchedulerLimits
