@@ -43,7 +43,7 @@ class StepWatch:
 
     def begin_step(self, batch: Batch) -> None:
         """Start to count the layers of a step."""
-        self._begun, self._total = 0, batch.token_layers(self._num_layers)
+        self._begun, self._total = 0, batch.token_layers(self._num_layers) if self.on_layer is not None else 0
 
     def watched(self, kv_cache: KVCache) -> KVCache:
         """The KV cache, which reports each layer that begins if there is a function to call."""
