@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from nanovllm.errors import RequestError, as_request_error, unknown_name_message
+from nanovllm.errors import RequestError, as_request_error
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_rules import GREEDY_EPS, check
+from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
+
+
+class _Named(type):
+    """Checks the names before an object is made. vLLM's parameters that mean nothing here are left out."""
+
+    def __call__(cls, **params: Any) -> Any:
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
+        return super().__call__(**own)
 
 
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=_Named):
     """Sampling parameters of one request, with vLLM's names and rules.
 
     Invalid values raise RequestError, at construction and at assignment. Changes do not affect requests already added.
@@ -64,13 +74,6 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[str] = ()
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-
-    def __new__(cls, **params: Any) -> Self:
-        known = [f.name for f in fields(cls)]
-        for name in params:
-            if name not in known:
-                raise RequestError(unknown_name_message("sampling parameter", name, known))
-        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if len(vars(self)) == len(fields(self)):  # after construction

@@ -57,8 +57,8 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files", "template_worker"},
-    {"template_process"},
+    {"memory_checks", "model_files", "template_worker", "vllm_names"},
+    {"hub", "template_process"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
@@ -70,10 +70,14 @@ ROWS: tuple[set[str], ...] = (
     {"engine"},
     {"layerwise_prefill"},
     {"progress_bar", "prompts"},
+    {"metrics_reader"},
+    {"model_engine"},
     {"llm", "recall"},
+    {"beam_search", "choices"},
     {""},
     {"smollm2"},
     {"demo", "cli"},
+    {"engine_args"},
     {"__main__"},
 )
 

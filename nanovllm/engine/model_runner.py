@@ -40,7 +40,7 @@ class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.spec = load_decoder_spec(config.model)
+        self.spec = load_decoder_spec(config.model, config.hf_overrides)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.kvcache import chunked_attention
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.fitting import KVSizing
@@ -24,6 +25,10 @@ from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.attention import AttentionBackend
 
 if TYPE_CHECKING:  # for annotations only: the core runs without these modules
+    from nanovllm.beam_search import BeamSearchOutput
+    from nanovllm.choices import ChoiceScore
+    from nanovllm.metrics_reader import Metric
+    from nanovllm.metrics_reader import RequestHistograms as Histograms
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
 
@@ -66,6 +71,28 @@ class Trace(Protocol):
     def TracedDevice(self, inner: Device, path: str | Path) -> Device: ...
 
 
+class BeamSearch(Protocol):
+    """Beam search with vLLM's parameters. Without it `LLM.beam_search` is refused."""
+
+    def beam_search(
+        self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
+    ) -> list[BeamSearchOutput]: ...
+
+
+class Choices(Protocol):
+    """Scores answers to a prompt. Without it `LLM.score_choices` is refused."""
+
+    def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[ChoiceScore]: ...
+
+
+class MetricsReader(Protocol):
+    """The engine's metrics in vLLM's shapes. Without it `get_metrics` is refused."""
+
+    def RequestHistograms(self, max_model_len: int) -> Histograms: ...
+
+    def snapshot(self, engine: EngineMetrics, requests: Histograms, model_name: str) -> list[Metric]: ...
+
+
 def cuda_graphs() -> CudaGraphs | None:
     return cast("CudaGraphs | None", _find("nanovllm.cuda_graphs"))
 
@@ -84,6 +111,18 @@ def planner() -> Planner | None:
 
 def trace() -> Trace | None:
     return cast("Trace | None", _find("nanovllm.device.trace"))
+
+
+def beam_search() -> BeamSearch | None:
+    return cast("BeamSearch | None", _find("nanovllm.beam_search"))
+
+
+def choices() -> Choices | None:
+    return cast("Choices | None", _find("nanovllm.choices"))
+
+
+def metrics_reader() -> MetricsReader | None:
+    return cast("MetricsReader | None", _find("nanovllm.metrics_reader"))
 
 
 def _find(module: str) -> Any | None:
