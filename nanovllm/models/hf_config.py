@@ -71,9 +71,10 @@ def load_eos_token_ids(
     config = _read_config(_config_path(Path(model_dir)), overrides)
     own = generation_config in ("auto", "vllm")
     generation = _generation_fields(Path(model_dir if own else generation_config))
-    sources = [checked_fields(config.where, config.fields, NETWORK_FIELDS), generation]
+    family = _family(config)
+    sources = [_network_fields(config, family), generation]
     if not any("eos_token_id" in source for source in sources):
-        sources = [{"eos_token_id": CONFIG_MAPPING[_family(config).model_type]().eos_token_id}]
+        sources = [{"eos_token_id": CONFIG_MAPPING[family.model_type]().eos_token_id}]
     ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
     return tuple(dict.fromkeys(ids))
 
@@ -137,7 +138,7 @@ def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
 
 def _spec(config: _Config) -> DecoderSpec:
     family = _family(config)
-    fields = checked_fields(config.where, config.fields, NETWORK_FIELDS)
+    fields = _network_fields(config, family)
     _refuse_unread(config, family)
     try:
         defaults = _with_defaults(family, fields)
@@ -148,6 +149,12 @@ def _spec(config: _Config) -> DecoderSpec:
         return decoder_spec(family, defaults)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
+
+
+def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
+    """The checked fields of the network that the family reads."""
+    rules = {name: field for name, field in NETWORK_FIELDS.items() if family.reads(name)}
+    return checked_fields(config.where, config.fields, rules)
 
 
 def _refuse_unread(config: _Config, family: Family) -> None:
