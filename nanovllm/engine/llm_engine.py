@@ -86,9 +86,11 @@ class LLMEngine:
                 self.scheduler.add(request)
             self._requests[request_id] = outputs
 
-    def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
-        """The token ids of a prompt. Raises RequestError if it cannot be served."""
-        return self._inputs.check_prompt(prompt, prompt_token_ids)
+    def check_prompt(
+        self, prompt: str | None, prompt_token_ids: Seq[int] | None, params: SamplingParams | None = None
+    ) -> list[int]:
+        """The token ids of a prompt, truncated as `params` say. Raises RequestError if it cannot be served."""
+        return self._inputs.check_prompt(prompt, prompt_token_ids, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks on both tiers. Returns None for an unknown or finished request."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from nanovllm.engine.batch import LogitAdjustments, PromptTargets, SamplingRow, token_array
+from nanovllm.engine.batch import LogitAdjustments, LogitsProcessors, PromptTargets, SamplingRow, token_array
 from nanovllm.engine.request import Sequence
 
 # Larger values change nothing, and would not fit the sampler's tensors.
@@ -25,6 +25,8 @@ def sampling_row(seq: Sequence) -> SamplingRow:
         index=seq.num_output_tokens,
         num_logprobs=seq.request.num_logprobs,
         adjustments=_adjustments(seq),
+        mask=seq.request.sampling.allowed,
+        processors=_processors(seq),
     )
 
 
@@ -45,6 +47,11 @@ def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
         if len(beginning) <= len(output) and list(output[len(output) - len(beginning) :]) == beginning:
             banned.append(last)
     return banned
+
+
+def _processors(seq: Sequence) -> LogitsProcessors | None:
+    functions = seq.request.sampling.processors
+    return LogitsProcessors(functions, seq.request.prompt_token_ids, seq.output_token_ids) if functions else None
 
 
 def _adjustments(seq: Sequence) -> LogitAdjustments | None:
