@@ -114,7 +114,7 @@ class LLM:
         load_sampling_defaults(config.model)
         tokenizer = load_tokenizer(config.model, load_model_type(config.model))
         self._runner = ModelRunner(config)
-        plan, spec = self._runner.plan, self._runner.spec
+        plan, spec, structured = self._runner.plan, self._runner.spec, sides.structured_outputs()
         self.engine = LLMEngine(
             SchedulerLimits(
                 config.max_num_seqs,
@@ -139,6 +139,7 @@ class LLM:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             advise=self._runner.advise,
+            grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
         )
         self.config = config
         self.max_model_len = plan.max_model_len

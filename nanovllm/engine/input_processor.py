@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.admission import check_num_sequences
 from nanovllm.engine.beams import make_beam_search
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -46,6 +47,7 @@ class InputProcessor:
     seed: int
     max_logprobs: int
     advise: Callable[[int], str]
+    grammars: GrammarCompiler | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -73,7 +75,9 @@ class InputProcessor:
         check_num_sequences(request_id, params.num_sequences, self.limits)
         params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt, prompt_token_ids, params)
-        facts = SamplingFacts(self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs)
+        facts = SamplingFacts(
+            self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs, self.grammars
+        )
         number = next(self._numbers)
         return Request(
             request_id,
