@@ -32,11 +32,11 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(token for token in eos_token_ids if token < vocab_size)
+        self._eos_token_ids = eos_token_ids
         self._process = GrammarProcess()
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="token masks")
         self._lock = threading.Lock()
-        self._library_tokenizer: Any = None
+        self._library_tokenizer: Any = None  # llguidance's, made for the first grammar
         self._matchers: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
 
     def compile(
@@ -64,7 +64,7 @@ class GrammarCompiler:
         return MatchedGrammar(
             matcher,
             self._pool,
-            eos=_bits(self._eos_token_ids),
+            eos=_bits(self._library_tokenizer.eos_tokens),
             ends=_bits(end_tokens),
             allowed=None if allowed is None else int.from_bytes(allowed.bits, "little"),
         )
@@ -96,15 +96,19 @@ class GrammarCompiler:
             from llguidance import LLTokenizer
             from tokenizers import Tokenizer as Backend
 
-            backend = self._tokenizer.backend if isinstance(self._tokenizer, HuggingFaceTokenizer) else None
-            if backend is None:
+            own = self._tokenizer
+            if not isinstance(own, HuggingFaceTokenizer) or own.backend is None:
                 raise RequestError("they need a tokenizer with a tokenizer.json: add the file to the model directory")
             try:
-                copied = Backend.from_str(backend.to_str())
+                copied = Backend.from_str(own.backend.to_str())
                 copied.no_padding()
                 copied.no_truncation()
-                count = max(self._vocab_size, copied.get_vocab_size(with_added_tokens=True))
-                self._library_tokenizer = LLTokenizer(copied.to_str(), n_vocab=count, eos_token=self._eos_token_ids)
+                known = copied.get_vocab_size(with_added_tokens=True)
+                # It needs an end token that the tokenizer knows; `MatchedGrammar` puts in those of the request.
+                ends = [token for token in (*self._eos_token_ids, *own.silent_ids) if token < known]
+                self._library_tokenizer = LLTokenizer(
+                    copied.to_str(), n_vocab=max(self._vocab_size, known), eos_token=ends or None
+                )
             except Exception as error:
                 raise RequestError(f"llguidance cannot read the tokenizer: {told(error)}") from None
         return self._library_tokenizer
