@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nanovllm.model_engine import LLMEngine
     from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
     from nanovllm.prompts import TextPrompt, TokensPrompt
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 ]
@@ -47,6 +48,7 @@ _HOMES = {
     "RequestOutput": "nanovllm.outputs",
     "RequestOutputKind": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
+    "StructuredOutputsParams": "nanovllm.sampling_params",
     "TextPrompt": "nanovllm.prompts",
     "TokensPrompt": "nanovllm.prompts",
 }

@@ -313,7 +313,10 @@ class LLM:
             given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
             params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
             params = final_only(params) if final_only_outputs else params
-            checked = [part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids)) for part in parts]
+            checked = [
+                part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids, param))
+                for part, param in zip(parts, params, strict=True)
+            ]
             return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
 
     def _outputs(self, calls: Sequence[_Call]) -> Generator[RequestOutput, None, None]:

@@ -142,7 +142,8 @@ class RequestHistograms:
         self._prompt_tokens += request.prompt_len
         self._generated_tokens += sum(lengths)
         for seq in request.sequences:
-            self._finished[seq.finish_reason or "abort"] += 1
+            reason = seq.finish_reason or "abort"
+            self._finished[reason] = self._finished.get(reason, 0) + 1
 
     def metrics(self, labels: dict[str, str]) -> Iterator[Metric]:
         yield Counter("vllm:prompt_tokens", labels, self._prompt_tokens)

@@ -39,12 +39,12 @@ class LLMEngine(llm_engine.LLMEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         load_decoder_spec(config.model, config.hf_overrides)  # the smallest file first: no other is opened if it fails
-        eos_token_ids = load_eos_token_ids(config.model, config.hf_overrides, config.generation_config)
+        eos_token_ids = frozenset(load_eos_token_ids(config.model, config.hf_overrides, config.generation_config))
         _sampling_defaults(config)
         tokenizer = _tokenizer(config)
         self.config = config
         self.runner = ModelRunner(config)
-        plan, spec = self.runner.plan, self.runner.spec
+        plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
         self._reader = sides.metrics_reader()
         self._histograms = None if self._reader is None else self._reader.RequestHistograms(plan.max_model_len)
         super().__init__(
@@ -52,7 +52,7 @@ class LLMEngine(llm_engine.LLMEngine):
                 config.max_num_seqs,
                 config.max_num_batched_tokens,
                 plan.max_model_len,
-                frozenset(eos_token_ids),
+                eos_token_ids,
                 config.long_prefill_token_threshold,
                 config.preemption_mode,
                 num_layers=spec.num_layers,
@@ -71,6 +71,7 @@ class LLMEngine(llm_engine.LLMEngine):
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             advise=self.runner.advise,
+            grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
             on_finish=None if self._histograms is None else self._histograms.observe,
         )
 

@@ -444,7 +444,6 @@ SAMPLING_PARAMETERS = _table(
     ("log-probabilities are reported as a dict for each position", {"flat_logprobs": OFF}),
     ("the tokenizer decides about spaces", {"spaces_between_special_tokens": (True,)}),
     ("an output comes with every step that has one", {"stream_interval": (None, 1)}),
-    ("the engine copies the parameters of every request", {"skip_clone": (False, True)}),
     ("the engine sets it from the stop strings", {"output_text_buffer_length": (0,)}),
     ("the sampler has no plugins", {"extra_args": CONFIG}),
     (

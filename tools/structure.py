@@ -13,6 +13,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "layer-by-layer prefill": ("layerwise_prefill",),
     "CPU attention": ("cpu_attention",),
     "planner": ("planner", "cli/plan.py"),
+    "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py",),
     "ordering check": ("device/ordering.py",),
     "command line": ("cli", "__main__.py"),

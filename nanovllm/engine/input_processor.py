@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.admission import check_num_sequences
 from nanovllm.engine.beams import make_beam_search
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -46,6 +47,7 @@ class InputProcessor:
     seed: int
     max_logprobs: int
     advise: Callable[[int], str]
+    grammars: GrammarCompiler | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -72,8 +74,10 @@ class InputProcessor:
             raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
         check_num_sequences(request_id, params.num_sequences, self.limits)
         params = copy.copy(params)  # the caller may change theirs
-        token_ids = self.check_prompt(prompt, prompt_token_ids)
-        facts = SamplingFacts(self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs)
+        token_ids = self.check_prompt(prompt, prompt_token_ids, params)
+        facts = SamplingFacts(
+            self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs, self.grammars
+        )
         number = next(self._numbers)
         return Request(
             request_id,
@@ -91,9 +95,13 @@ class InputProcessor:
             beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
         )
 
-    def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
-        """The token ids of a prompt that can be served."""
+    def check_prompt(
+        self, prompt: str | None, prompt_token_ids: Seq[int] | None, params: SamplingParams | None = None
+    ) -> list[int]:
+        """The token ids of a prompt that can be served; those of its end that `truncate_prompt_tokens` keeps."""
         token_ids = self._tokenize(prompt, prompt_token_ids)
+        if params is not None and params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._num_kept(params) :]
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > self.limits.max_model_len:
@@ -108,6 +116,19 @@ class InputProcessor:
                     f"{self.facts.vocab_size - 1}"
                 )
         return token_ids
+
+    def _num_kept(self, params: SamplingParams) -> int:
+        """How many tokens `truncate_prompt_tokens` keeps. -1 leaves a position to generate at, if that is asked for."""
+        asked, longest = params.truncate_prompt_tokens, self.limits.max_model_len
+        if asked == -1:
+            return max(1, longest - (params.max_tokens != 0))
+        assert asked is not None
+        if asked > longest:
+            raise RequestError(
+                f"truncate_prompt_tokens={quoted(asked)}: must be at most max_model_len={longest}, or -1 for as many "
+                "as the model can take"
+            )
+        return asked
 
     def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
         if prompt is not None and not isinstance(prompt, str):

@@ -144,6 +144,8 @@ class Sequence:
         self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
         self.found_prefix: list[int] = []  # blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1
+        grammar = request.sampling.grammar
+        self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()
 
     def __len__(self) -> int:

@@ -226,6 +226,8 @@ class Scheduler:
 
     def _sampling_rows(self, seq: Sequence) -> list[SamplingRow]:
         """The tokens to sample from the row of the sequence's last token."""
+        if seq.params.max_tokens == 0:
+            return []
         if seq.request.forked:
             return [sampling_row(seq)]
         if seq.num_output_tokens:  # preempted after the first tokens had been sampled
@@ -250,6 +252,8 @@ class Scheduler:
                 self.block_manager.fork(first, seq)
             request.forked = True
         if not samples:
+            if request.params.max_tokens == 0 and request.computing[0].num_remaining == 0:
+                self._finish(request.computing[0], "length", now)
             return
         metrics = request.metrics
         if metrics.first_token_time is None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.kvcache import chunked_attention
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
@@ -23,6 +25,7 @@ from nanovllm.kvcache.sizing import KVPlan
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.attention import AttentionBackend
+from nanovllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # for annotations only: the core runs without these modules
     from nanovllm.beam_search import BeamSearchOutput
@@ -63,6 +66,14 @@ class Planner(Protocol):
     """Predicts what a prompt takes, moves and lasts. Without it `LLM.plan` is refused."""
 
     def engine_plan(self, spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan: ...
+
+
+class StructuredOutputs(Protocol):
+    """Keeps outputs to JSON schemas, regular expressions, choices and grammars. Without it they are refused."""
+
+    def GrammarCompiler(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> GrammarCompiler: ...
 
 
 class Trace(Protocol):
@@ -107,6 +118,10 @@ def cpu_attention() -> CpuAttention | None:
 
 def planner() -> Planner | None:
     return cast("Planner | None", _find("nanovllm.planner.plan"))
+
+
+def structured_outputs() -> StructuredOutputs | None:
+    return cast("StructuredOutputs | None", _find("nanovllm.structured_outputs"))
 
 
 def trace() -> Trace | None:
