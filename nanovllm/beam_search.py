@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # for annotations only: the LLM calls this module
-    from nanovllm.llm import LLM
+
+class Generates(Protocol):
+    """What a beam search needs of an LLM."""
+
+    config: Any
+    engine: Any
+
+    def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]: ...
 
 
 @dataclass
@@ -60,7 +66,7 @@ class BeamSearchOutput:
 
 
 def beam_search(
-    llm: LLM,
+    llm: Generates,
     prompts: Prompt | Sequence[Prompt],
     params: BeamSearchParams,
     use_tqdm: bool = False,
@@ -111,14 +117,14 @@ def _sampling_params(params: BeamSearchParams, max_logprobs: int) -> SamplingPar
     )
 
 
-def _result(llm: LLM, prompt: Prompt, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+def _result(llm: Generates, prompt: Prompt, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
     if output.error is not None:
         raise RequestError(f"the beam search of request {output.request_id} failed: {output.error}")
     return BeamSearchOutput([_sequence(llm, prompt, output, beam, params) for beam in output.outputs])
 
 
 def _sequence(
-    llm: LLM, prompt: Prompt, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams
+    llm: Generates, prompt: Prompt, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams
 ) -> BeamSearchSequence:
     tokens, tokenizer = [*output.prompt_token_ids, *beam.token_ids], llm.engine.tokenizer
     return BeamSearchSequence(

@@ -6,16 +6,21 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # for annotations only: the LLM calls this module
-    from nanovllm.llm import LLM
-
 Text = str | Sequence[int]
+
+
+class Generates(Protocol):
+    """What the scores need of an LLM."""
+
+    engine: Any
+
+    def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class ChoiceScore:
         return self.logprob / len(self.logprobs)
 
 
-def score_choices(llm: LLM, prompt: Text, choices: Sequence[Text], use_tqdm: bool = False) -> list[ChoiceScore]:
+def score_choices(llm: Generates, prompt: Text, choices: Sequence[Text], use_tqdm: bool = False) -> list[ChoiceScore]:
     """The score of each choice, in order. Texts are joined before they are tokenized, as in a text that holds both.
 
     Where prompt and choice share a token, that token counts as the choice's. Raises RequestError for a prompt or a
@@ -54,7 +59,7 @@ def score_choices(llm: LLM, prompt: Text, choices: Sequence[Text], use_tqdm: boo
     return [_score(choice, prompt_ids, output) for choice, output in zip(choices, outputs, strict=True)]
 
 
-def _joined(llm: LLM, prompt: Text, prompt_ids: list[int], choice: Text) -> list[int]:
+def _joined(llm: Generates, prompt: Text, prompt_ids: list[int], choice: Text) -> list[int]:
     if isinstance(prompt, str) and isinstance(choice, str):
         joined = _token_ids(llm, "prompt", prompt + choice)
     else:
@@ -64,7 +69,7 @@ def _joined(llm: LLM, prompt: Text, prompt_ids: list[int], choice: Text) -> list
     return joined
 
 
-def _token_ids(llm: LLM, what: str, text: Text, *, add_special_tokens: bool = True) -> list[int]:
+def _token_ids(llm: Generates, what: str, text: Text, *, add_special_tokens: bool = True) -> list[int]:
     if isinstance(text, str):
         if llm.engine.tokenizer is None:
             raise RequestError(f"no tokenizer was loaded, so a {what} cannot be text: give token ids")

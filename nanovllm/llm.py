@@ -265,9 +265,10 @@ class LLM:
         """Tokens looked up in the prefix cache so far, and how many of them were found."""
         return self.engine.scheduler.block_manager.stats
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
         self.engine.reset_prefix_cache()
+        return True
 
     def metrics(self) -> EngineMetrics:
         """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""

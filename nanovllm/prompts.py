@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from nanovllm.errors import RequestError, quoted, unknown_name_message
+from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
+from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -33,8 +34,6 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-# Arguments of vLLM for features that this engine does not have; they are accepted as None.
-VLLM_ONLY = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
 # Keys of vLLM's prompt dicts for other models; they are accepted if they are empty.
 UNUSED_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "token_type_ids"})
 
@@ -93,9 +92,7 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 
 def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise RequestError for keyword arguments that `method` does not have."""
-    for name, value in arguments.items():
-        if name not in VLLM_ONLY or value is not None:
-            raise RequestError(unknown_name_message(f"argument of {method}", name, list(known)))
+    own_arguments(f"argument of {method}", arguments, known, CALL_ARGUMENTS, RequestError)
 
 
 class ChatTemplate:

@@ -459,6 +459,17 @@ SAMPLING_PARAMETERS = _table(
 
 # ---- LLM
 
+# Arguments of its methods, besides those that this LLM has.
+CALL_ARGUMENTS = _table(
+    ("the engine has no LoRA adapters: merge the adapter into the checkpoint", {"lora_request": UNSET}),
+    ("the engine has no prompt adapters", {"prompt_adapter_request": UNSET}),
+    ("encode the prompt with get_tokenizer() and give token ids", {"tokenization_kwargs": CONFIG}),
+    (
+        "the model families take text only",
+        {"mm_processor_kwargs": CONFIG, "chat_template_content_format": ("auto", "string", None)},
+    ),
+)
+
 _POOLING = "the engine generates text and has no pooling models"
 _WEIGHTS = "weights are read once, when the LLM is made"
 _SLEEP = "the engine cannot sleep: close() frees its memory"

@@ -28,10 +28,6 @@ from nanovllm.ops.attention import AttentionBackend
 from nanovllm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # for annotations only: the core runs without these modules
-    from nanovllm.beam_search import BeamSearchOutput
-    from nanovllm.choices import ChoiceScore
-    from nanovllm.metrics_reader import Metric
-    from nanovllm.metrics_reader import RequestHistograms as Histograms
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
 
@@ -87,21 +83,21 @@ class BeamSearch(Protocol):
 
     def beam_search(
         self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
-    ) -> list[BeamSearchOutput]: ...
+    ) -> list[Any]: ...
 
 
 class Choices(Protocol):
     """Scores answers to a prompt. Without it `LLM.score_choices` is refused."""
 
-    def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[ChoiceScore]: ...
+    def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
 
 
 class MetricsReader(Protocol):
     """The engine's metrics in vLLM's shapes. Without it `get_metrics` is refused."""
 
-    def RequestHistograms(self, max_model_len: int) -> Histograms: ...
+    def RequestHistograms(self, max_model_len: int) -> Any: ...
 
-    def snapshot(self, engine: EngineMetrics, requests: Histograms, model_name: str) -> list[Metric]: ...
+    def snapshot(self, engine: EngineMetrics, requests: Any, model_name: str) -> list[Any]: ...
 
 
 def cuda_graphs() -> CudaGraphs | None:
