@@ -46,6 +46,7 @@ CHAT_ARGUMENTS = (
     "messages",
     "sampling_params",
     "use_tqdm",
+    "priority",
     "chat_template",
     "add_generation_prompt",
     "continue_final_message",
@@ -163,6 +164,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -187,7 +189,7 @@ class LLM:
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
-            calls = self._calls(lambda: template.prompts(messages), sampling_params, None, final_only_outputs=True)
+            calls = self._calls(lambda: template.prompts(messages), sampling_params, priority, final_only_outputs=True)
             return self._complete(calls, use_tqdm)
 
     def stream(
@@ -195,7 +197,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> OutputStream:
         """As `generate`, but yields the outputs of every step as they come, in the form of `output_kind`.
 
