@@ -62,6 +62,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "pad_token_id": 2,
         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
     },
+    "SmolLM2 from GGUF": {**LLAMA_3, "_model_name_or_path": "Smollm2 135M", "unk_token_id": 0, "problem_type": None},
     "Mistral v0.1": {**MISTRAL, "sliding_window": 64},
     "Mistral v0.3": {**MISTRAL, "sliding_window": None, "attention_dropout": 0.0},
     "Mistral Nemo": {**MISTRAL, "head_dim": 32, "sliding_window": None},

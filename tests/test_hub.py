@@ -16,6 +16,7 @@ from engines import greedy, token_ids
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
+from nanovllm.cli.main import main
 from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.hub import find_directory
@@ -148,3 +149,15 @@ def test_a_directory_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / NAME)
     assert engine_config(NAME, {}).model == NAME
+
+
+def test_a_hub_model_is_planned_from_its_config_alone(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache / "models--someone--tiny-model" / "snapshots" / COMMIT / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}
+    machine = ["--gpu-mem", "1GB", "--link", "10GB/s", "--num-gpu-blocks", "100", "--dtype", "half", "--json"]
+    for overrides, status in (([], 1), (["--hf-overrides", json.dumps(rope)], 0)):
+        assert main(["plan", "--model", NAME, "--prompt-len", "800", *machine, *overrides]) == status
+    assert "800" in capsys.readouterr().out

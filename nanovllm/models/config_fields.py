@@ -84,6 +84,7 @@ FIELDS_WITHOUT_EFFECT = frozenset(
     {
         # where it comes from
         "_name_or_path",
+        "_model_name_or_path",  # of a GGUF file, by Transformers' reader
         "_commit_hash",
         "name_or_path",
         "transformers_version",
