@@ -16,13 +16,12 @@ from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.metrics import EngineMetrics
-from nanovllm.errors import EngineError, as_request_error
+from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.base import KVStats
 from nanovllm.model_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.progress_bar import ProgressBar
 from nanovllm.prompts import (
-    ChatTemplate,
     Message,
     Prompt,
     PromptParts,
@@ -37,6 +36,8 @@ from nanovllm.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:  # for annotations only: these are sides
     from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.chat_template.process import TemplateProcess
+    from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.choices import ChoiceScore
     from nanovllm.metrics_reader import Metric
     from nanovllm.planner.machine import Rates
@@ -118,6 +119,7 @@ class LLM:
         self._runner = self.engine.runner
         self.max_model_len = self._runner.plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
+        self._template_process: TemplateProcess | None = None
         self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls in progress, by request_id
 
     @classmethod
@@ -181,8 +183,7 @@ class LLM:
         """
         refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
         with self.engine.guard.call("chat"):
-            template = ChatTemplate(
-                self.engine.tokenizer,
+            template = self._chat_template(
                 chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -292,6 +293,18 @@ class LLM:
         self.close()
 
     # ---- helpers
+
+    def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
+        """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
+        templates = sides.chat_templates()
+        if templates is None:
+            raise RequestError(
+                "chat() needs nanovllm.chat_template, which this installation does not have: give finished prompts to "
+                "generate()"
+            )
+        if self._template_process is None:
+            self._template_process = templates.TemplateProcess()
+        return templates.ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)
 
     def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
         """The final outputs of the calls, in order."""

@@ -23,7 +23,8 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as a dict, as text, or as a pydantic model class, of which the schema is kept.
     json_object: True for any JSON object.
-    regex: a regular expression that matches the entire output (no look-around, no backreferences).
+    regex: a regular expression that matches the entire output, in the syntax of Rust's regex library: without
+        look-around and backreferences, and with all of Unicode in classes such as \\w.
     choice: a list of texts, one of which is the output.
     grammar: a context-free grammar in Lark's or GBNF's (EBNF's) notation.
     disable_any_whitespace: JSON without spaces and line breaks between its parts. whitespace_pattern: a regular
