@@ -59,9 +59,9 @@ CHAT_ARGUMENTS = (
 T = TypeVar("T")
 
 
-def _installed(side: T | None, name: str) -> T:
+def _installed(side: T | None, method: str, module: str) -> T:
     if side is None:
-        raise EngineError(f"this needs nanovllm.{name}, which this installation does not have")
+        raise EngineError(f"{method}() needs nanovllm.{module}, which this installation does not have")
     return side
 
 
@@ -219,14 +219,14 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt; see `nanovllm.beam_search`. concurrency_limit: most prompts at a time."""
         refuse_unknown("beam_search", {"lora_request": lora_request}, ("prompts", "params", "use_tqdm"))
-        side = _installed(sides.beam_search(), "beam_search")
+        side = _installed(sides.beam_search(), "beam_search", "beam_search")
         return side.beam_search(self, prompts, params, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
     ) -> list[ChoiceScore]:
         """How likely each choice is after the prompt, in the order of the choices; see `nanovllm.choices`."""
-        return _installed(sides.choices(), "choices").score_choices(self, prompt, choices, use_tqdm)
+        return _installed(sides.choices(), "score_choices", "choices").score_choices(self, prompt, choices, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
@@ -246,9 +246,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = sides.planner(), self._runner
-        if planner is None:
-            raise EngineError("plan() needs nanovllm.planner, which this installation does not have")
+        planner, runner = _installed(sides.planner(), "plan", "planner"), self._runner
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 

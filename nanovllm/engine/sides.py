@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
     from nanovllm.engine.grammar import GrammarCompiler
-    from nanovllm.engine.metrics import EngineMetrics
     from nanovllm.engine.preemption import Preemption
     from nanovllm.engine.request import Request
     from nanovllm.engine.request import Sequence as TokenSequence
@@ -159,7 +158,7 @@ class MetricsReader(Protocol):
 
     def RequestHistograms(self, max_model_len: int) -> Any: ...
 
-    def snapshot(self, engine: EngineMetrics, requests: Any, model_name: str) -> list[Any]: ...
+    def snapshot(self, engine: Any, requests: Any, model_name: str) -> list[Any]: ...
 
 
 def sequence_groups() -> SequenceGroups | None:
