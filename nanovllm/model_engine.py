@@ -62,7 +62,7 @@ class LLMEngine(llm_engine.LLMEngine):
             BlockManager(
                 plan.split.resident_blocks,
                 plan.num_cpu_blocks,
-                config.block_size,
+                self.runner.sizing.layout.block_size,
                 config.enable_prefix_caching,
                 self.runner.num_swap_blocks,
             ),
