@@ -104,7 +104,7 @@ def test_engine_args_are_a_dataclass_of_all_names(tmp_path: Path) -> None:
     args = EngineArgs(str(tmp_path), max_model_len=64, block_size=16)
     args.seed = 3
     config = args.create_engine_config()
-    assert (config.max_model_len, config.block_size, config.seed) == (64, 16, 3)
+    assert (config.max_model_len, config.kvcache_block_size, config.seed) == (64, 16, 3)
     assert engine_config(tmp_path, {k: v for k, v in asdict(args).items() if k != "model"}) == config
     assert EngineArgs(model=str(tmp_path)).create_engine_config() == engine_config(tmp_path, {})
 
