@@ -37,6 +37,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 PreemptionMode = Literal["recompute", "swap"]
+PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 # Arguments whose None stands for the default, as in vLLM.
 NONE_IS_DEFAULT = (
     "max_num_seqs",
@@ -46,7 +47,6 @@ NONE_IS_DEFAULT = (
     "override_generation_config",
     *ENGINE_ALIASES,
 )
-PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,8 @@ class EngineConfig:
         directory is never run.
     tokenizer: a directory with the tokenizer files; None takes the model's. skip_tokenizer_init: no tokenizer at all;
         prompts are token ids, and outputs have no text.
-    hf_overrides: fields that replace those of config.json. None as a value removes a field.
+    hf_overrides: fields that replace those of config.json. None is JSON's null; a field that the model family does not
+        read may be null.
     generation_config: where the default sampling parameters come from: "auto" is the model directory, "vllm" is
         nowhere, and everything else is a directory. override_generation_config: fields that replace those found there.
     served_model_name: the model's name in metrics, or a list whose first name that is; None takes `model` as given.
@@ -237,8 +238,10 @@ def _resolve_values(given: dict[str, Any]) -> None:
     overrides = given.get("hf_overrides")
     if isinstance(overrides, Mapping) and "max_model_len" in overrides:  # as vLLM's example of context extension has it
         given["hf_overrides"] = {name: value for name, value in overrides.items() if name != "max_model_len"}
-        if given.get("max_model_len") is None:
-            given["max_model_len"] = overrides["max_model_len"]
+        longest = overrides["max_model_len"]
+        rule = f"hf_overrides has another max_model_len, {quoted(longest)}: give only one of them"
+        _require(given.get("max_model_len") in (None, longest), "max_model_len", rule, given.get("max_model_len"))
+        given["max_model_len"] = longest
 
 
 def _is_dir(path: object) -> bool:

@@ -213,7 +213,7 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
         ({"hf_overrides": None}, "hf_overrides", {}),
         ({"hf_overrides": {"a": 1, "max_model_len": 64}}, "hf_overrides", {"a": 1}),
         ({"hf_overrides": {"max_model_len": 64}}, "max_model_len", 64),
-        ({"hf_overrides": {"max_model_len": 64}, "max_model_len": 32}, "max_model_len", 32),
+        ({"hf_overrides": {"max_model_len": 64}, "max_model_len": 64}, "max_model_len", 64),
         ({"hf_token": True}, "hf_token", None),
     ],
     ids=str,
@@ -227,6 +227,7 @@ def test_other_spellings_of_a_value(given: dict[str, Any], field: str, value: An
     [
         ({"block_size": 16, "kvcache_block_size": 32}, "block_size=16: is another name of kvcache_block_size"),
         ({"block_size": 8}, "kvcache_block_size=8: must be a whole number of at least 16"),
+        ({"hf_overrides": {"max_model_len": 64}, "max_model_len": 32}, "max_model_len=32: hf_overrides has another"),
         ({"revision": "main"}, "revision='main': .* is a directory, which has no revisions"),
         ({"tokenizer_revision": "main"}, "tokenizer_revision='main': .* which has no revisions"),
         ({"tokenizer": "/no/such/directory"}, "tokenizer='/no/such/directory' is not a directory"),
