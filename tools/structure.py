@@ -15,10 +15,12 @@ SIDES: dict[str, tuple[str, ...]] = {
     "groups of sequences": ("sequence_groups",),
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
+    "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),
     "command line": ("cli", "__main__.py"),
+    "vLLM's API": ("beam_search.py", "choices.py", "engine_args.py", "metrics_reader.py"),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
 }

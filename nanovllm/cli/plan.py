@@ -13,6 +13,7 @@ from nanovllm.planner.units import parse_byte_rate, parse_bytes, parse_compute_r
 T = TypeVar("T")
 ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "dtype",
+    "hf_overrides",
     "kvcache_block_size",
     "max_model_len",
     "max_num_batched_tokens",
@@ -32,8 +33,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         description=f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", required=True, help="a model directory, or a config file")
     add = parser.add_argument
+    add("--model", required=True, help="a model directory, a config file, or a hub name")
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
     add("--json", action="store_true", help="everything as one JSON object")

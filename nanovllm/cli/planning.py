@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from nanovllm.cli.arguments import engine_arguments
-from nanovllm.config import EngineConfig, engine_config
+from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
 from nanovllm.errors import ConfigError
+from nanovllm.hub import find_directory
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
@@ -33,7 +34,12 @@ META = torch.device("meta")
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for. Raises ConfigError and ModelError."""
-    network = Network.of(read_decoder_spec(args.model), engine_arguments(args).get("dtype", "auto"))
+    if not Path(args.model).is_file():
+        args.model = str(find_directory("model", args.model, content="config"))
+    given = engine_arguments(args)
+    dtype = given.get("dtype", "auto")
+    spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
+    network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype))
     if args.gpu_mem is not None:
         return _plan(args, network, None)
     if args.host_mem is not None:
