@@ -11,7 +11,7 @@ the sequence gets a copy of that part (`_block_with_part`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum
@@ -232,6 +232,19 @@ class BlockManager:
         hits = self.find_prefix(seq)
         part = self.prefix_cache.find_part(seq, len(hits))
         return len(hits) * self.block_size + (0 if part is None else part[1])
+
+    def next_hash(self, running: Sequence) -> bytes | None:
+        """The hash of the hash block of its tokens that a running sequence computes next."""
+        return self.prefix_cache.hash_after(running, running.num_computed, running.end)
+
+    def awaits(self, waiting: Sequence, next_hashes: Set[bytes | None]) -> bool:
+        """Whether a running sequence computes next what follows the cached prefix of a waiting one.
+
+        next_hashes: `next_hash` of the running sequences. They have computed nothing else that the waiting one shares,
+        for it would be cached.
+        """
+        following = self.prefix_cache.hash_after(waiting, self.num_cached_tokens(waiting), waiting.num_cacheable)
+        return following is not None and following in next_hashes
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
