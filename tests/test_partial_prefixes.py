@@ -120,14 +120,14 @@ def test_a_conversation_of_ten_turns_computes_256_old_tokens_a_turn_at_most(
 
 @pytest.mark.usefixtures("small_hash_blocks")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_are_those_of_a_cold_cache_for_every_device_budget(tmp_path: Path, dtype: str) -> None:
+def test_logits_are_those_without_a_cache_for_every_device_budget(tmp_path: Path, dtype: str) -> None:
     make_checkpoint(tmp_path, vocab=97, dtype=dtype, head_dim=32, layers=3)
     document = random_prompt(BLOCK + 2 * HASH + 3, 97, 1)
     prompts = [[*document[:length], *random_prompt(9, 97, length)] for length in (HASH, BLOCK - 1, len(document) - 4)]
 
     def logits(num_gpu_blocks: int, *, warm: bool, way: str = "layer-major") -> torch.Tensor:
         arguments = offloaded(BLOCK, num_gpu_blocks, 20, max_num_batched_tokens=40, cpu_attention=False)
-        with LLM(tmp_path, dtype=dtype, **arguments) as llm:
+        with LLM(tmp_path, dtype=dtype, enable_prefix_caching=warm, **arguments) as llm:
             set_prefill(llm, way)
             if warm:
                 token_ids(llm, document, greedy(1))
