@@ -374,3 +374,16 @@ def test_a_request_no_longer_waits_when_the_one_that_it_waits_for_ends() -> None
     bench.run()
     assert bench.finished["q1"].num_cached_tokens == 10 // HASH * HASH
     assert bench.tokens("q1") == expected_output(prompts["q1"], 4)
+
+
+@pytest.mark.parametrize(("priority", "steps"), [(0, 1), (1, 0)], ids=["urgent", "not urgent"])
+def test_no_request_waits_for_one_of_lower_priority(priority: int, steps: int) -> None:
+    bench = Bench(16, budget=16, block_size=BLOCK, hash_block_size=HASH)
+    document = prompt_of(3 * BLOCK + 4, 1)
+    bench.add("first", document, 4, priority=1)
+    bench.step()
+    bench.add("second", document[:30], 4, priority=priority)
+    bench.step()
+    assert [seq.context_len for seq in bench.rows("second")] == [16] * steps
+    bench.run()
+    assert bench.tokens("second") == expected_output(document[:30], 4)

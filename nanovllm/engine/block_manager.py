@@ -11,7 +11,7 @@ the sequence gets a copy of that part (`_block_with_part`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum
@@ -234,17 +234,15 @@ class BlockManager:
         return len(hits) * self.block_size + (0 if part is None else part[1])
 
     def next_hash(self, running: Sequence) -> bytes | None:
-        """The hash of the hash block of its tokens that a running sequence computes next."""
+        """The hash of the hash block that a running sequence computes next; None beyond its last whole one."""
         return self.prefix_cache.hash_after(running, running.num_computed, running.end)
 
-    def awaits(self, waiting: Sequence, next_hashes: Set[bytes | None]) -> bool:
-        """Whether a running sequence computes next what follows the cached prefix of a waiting one.
+    def missing_hash(self, waiting: Sequence) -> bytes | None:
+        """The hash of the first hash block that a waiting sequence could find in the cache and does not.
 
-        next_hashes: `next_hash` of the running sequences. They have computed nothing else that the waiting one shares,
-        for it would be cached.
+        If a running sequence is going to compute it, it computes it next: what it has computed is cached.
         """
-        following = self.prefix_cache.hash_after(waiting, self.num_cached_tokens(waiting), waiting.num_cacheable)
-        return following is not None and following in next_hashes
+        return self.prefix_cache.hash_after(waiting, self.num_cached_tokens(waiting), waiting.num_cacheable)
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
