@@ -28,7 +28,8 @@ from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, in_groups
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.planner.measure import in_groups
 
 LAYOUTS = {"streams for groups of slots": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}

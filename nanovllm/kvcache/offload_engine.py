@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +52,6 @@ class SlotTokens:
     host_block: int
     first_token: int
     num_tokens: int
-
-
-def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
-    """Consecutive items in groups of `group_slots`; the last group may be shorter."""
-    return [items[first : first + group_slots] for first in range(0, len(items), group_slots)]
 
 
 def neighbours(pieces: Sequence[SlotTokens], block_size: int, blocks_in_reach: int) -> list[list[SlotTokens]]:

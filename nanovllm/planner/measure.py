@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, in_groups
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
@@ -32,6 +33,8 @@ from nanovllm.ops.timing import attend_once, call_seconds
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
+
+Item = TypeVar("Item")
 
 TINY_BLOCK, TINY_BLOCKS = 16, 32  # blocks so small that only the fixed cost of a block read counts
 MOST_BLOCKS = 64  # in the measurement of the ring
@@ -280,6 +283,11 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
             engine.store()
         engine.release()
     engine.synchronize()
+
+
+def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
+    """Consecutive items in groups of `group_slots`; the last group may be shorter."""
+    return [items[first : first + group_slots] for first in range(0, len(items), group_slots)]
 
 
 def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
