@@ -16,7 +16,7 @@ from random import Random
 
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill, LayerwiseStep
+from nanovllm.kvcache.layerwise import LayerwisePrefill, LayerwiseStep
 
 VOCAB = 50
 

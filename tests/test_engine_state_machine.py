@@ -21,9 +21,10 @@ from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.prefill_plan import LayerwiseMemory
+from nanovllm.kvcache.layerwise import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence_groups.beams import BeamRequest
 
 # Few tokens and common starts, so that prefixes are shared often.
 TOKENS = st.integers(0, 2)
@@ -172,7 +173,9 @@ class EngineMachine(RuleBasedStateMachine):
                 return
             self._tell_histories()
             self._take(self.engine.step())
-            searching = [r for r in self.engine.scheduler.running if r.beam_search and len(r.sequences) > 1]
+            searching = [
+                r for r in self.engine.scheduler.running if isinstance(r, BeamRequest) and len(r.sequences) > 1
+            ]
             EngineMachine.totals["beam steps"] += len(searching)
             self.books_balance()
 

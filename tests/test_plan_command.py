@@ -21,8 +21,9 @@ from nanovllm.cli import plan as plan_command
 from nanovllm.cli.main import main
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import predict_request
+from nanovllm.kvcache.layerwise import LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import LayerwiseMemory
+from nanovllm.layerwise_prefill.plan import Sizing
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
@@ -111,7 +112,8 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 4096, 2)
-    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, layerwise_memory=layerwise_memory)
+    steps = Sizing(0).prefill_steps(4096, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, prefill_steps=steps)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes
     assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}

@@ -16,7 +16,7 @@ from nanovllm.cli.arguments import add_engine_group, engine_arguments, positive
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import check_step_fits, layerwise_token_bytes, measure_memory, step_bytes
+from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
@@ -164,7 +164,7 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
         host_free=host_mem,
         tiers_share_memory=False,
         activation_peak=step_bytes(model, config),
-        layerwise_token_bytes=layerwise_token_bytes(model, select_cpu_backend(network.spec.head_dim), config),
+        layerwise=layerwise_sizing(model, select_cpu_backend(network.spec.head_dim), config),
     )
 
 

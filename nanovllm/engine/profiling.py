@@ -20,6 +20,7 @@ from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.forward_context import ForwardContext, KVCache
+from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.memory_checks import check_fits
@@ -113,7 +114,7 @@ def measure_memory(
         tiers_share_memory=shared,
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
-        layerwise_token_bytes=layerwise_token_bytes(model, backend, config),
+        layerwise=layerwise_sizing(model, backend, config),
     )
 
 
@@ -150,14 +151,15 @@ def step_bytes(model: Decoder, config: EngineConfig) -> int:
     return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
 
 
-def layerwise_token_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
-    """Bytes that layer-by-layer prefill keeps for each token: its residual stream and id. 0 if no prompt goes that way.
+def layerwise_sizing(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> LayerwiseSizing | None:
+    """The sizes of layer-by-layer prefill; None if no prompt goes that way.
 
     None does with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows.
     """
-    if not config.enable_cpu_offload or not is_chunk_invariant(backend) or sides.layerwise_prefill() is None:
-        return 0
-    return model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize
+    layerwise = sides.layerwise_prefill()
+    if not config.enable_cpu_offload or not is_chunk_invariant(backend) or layerwise is None:
+        return None
+    return layerwise.Sizing(model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize)
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
