@@ -132,7 +132,7 @@ class Request:
 
     def sampled_from(self, seq: Sequence) -> Seq[Sequence]:
         """The sequences that sample their next token from the last row of `seq`."""
-        return [seq]
+        return [] if self.params.max_tokens == 0 else [seq]
 
     def take_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
         """Append the samples of a step: none, or one per live sequence."""
@@ -175,9 +175,11 @@ class Sequence:
         self.block_table: list[int] = []
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
-        self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
-        self.found_prefix: list[int] = []  # blocks that the prefix cache found, see PrefixCache.find
+        self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
+        self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1
+        grammar = request.sampling.grammar
+        self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()
 
     def __len__(self) -> int:

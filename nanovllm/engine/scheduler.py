@@ -202,7 +202,7 @@ class Scheduler:
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the uncached tokens of a waiting request."""
         seq, manager, chunk = request.computing[0], self.block_manager, self.limits.chunk
-        return seq.end <= chunk or seq.end - len(manager.find_prefix(seq)) * manager.block_size <= chunk
+        return seq.end <= chunk or seq.end - manager.num_cached_tokens(seq) <= chunk
 
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
@@ -252,6 +252,8 @@ class Scheduler:
         request.take_samples(samples, self.block_manager)
         for seq in request.live if samples else ():
             self._end_if_complete(seq, now)
+        if request.params.max_tokens == 0 and request.computing[0].num_remaining == 0:
+            self._finish(request.computing[0], "length", now)
         if not (request.live or request.finished):  # the request itself has ended its last sequence
             self._end(request, now)
 

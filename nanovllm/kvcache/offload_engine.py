@@ -241,24 +241,31 @@ class OffloadEngine:
         if moves:
             stream = self.order.before_moves()
             for move in moves:
-                self._move(move.src, move.dst, stream)
+                self._move(move, stream)
             self.order.after_moves()
         self.order.before_copies()
 
-    def _move(self, src: int, dst: int, stream: Stream) -> None:
-        first_host = self.split.resident_blocks
-        to_host, from_host = dst >= first_host, src >= first_host
+    def _move(self, move: BlockMove, stream: Stream) -> None:
+        layout, first_host = self.layout, self.split.resident_blocks
+        to_host, from_host = move.dst >= first_host, move.src >= first_host
         kinds: dict[tuple[bool, bool], CopyKind] = {
             (True, False): "h2d",
             (False, True): "d2h",
             (False, False): "d2d",
             (True, True): "h2h",
         }
-        to, what = self._block(dst), self._block(src)
-        dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
-        width, height = self.layout.block_layer_bytes, self.layout.num_layers  # one strided copy for all layers
-        copy = PitchedCopy(to, what, dpitch, spitch, width, height, kinds[from_host, to_host])
-        self.count(copy.kind, self.device.copy_2d(copy, stream), width * height)
+        to, what, kind = self._block(move.dst), self._block(move.src), kinds[from_host, to_host]
+        if move.num_tokens is None:
+            dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
+            width, height = layout.block_layer_bytes, layout.num_layers  # one strided copy for all layers
+            number = self.device.copy_2d(PitchedCopy(to, what, dpitch, spitch, width, height, kind), stream)
+            self.count(kind, number, width * height)
+            return
+        # The heads of K and V are equally far apart within a layer only: one strided copy for each.
+        pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
+        for layer in range(layout.num_layers):
+            self.device.copy_2d(PitchedCopy(to[layer], what[layer], pitch, pitch, width, height, kind), stream)
+        self.count(kind, 1, layout.num_layers * width * height)
 
     def _block(self, physical_id: int) -> Tensor:
         """`[layers, 2, kv_heads, block_size, head_dim]`, each layer contiguous.
