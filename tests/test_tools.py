@@ -59,9 +59,9 @@ def test_the_drawing_has_each_package_and_the_fewest_arrows(tmp_path: Path) -> N
         "config.py": "from house.errors import E\n",
         "top.py": "import house.middle.stairs\nfrom house.config import E\n",
         "middle/__init__.py": "",
-        "middle/stairs.py": "def climb():\n    from house.low import door\n",
+        "middle/stairs.py": "def climb():\n    from house.low import step\n",
         "low/__init__.py": "",
-        "low/door.py": "if TYPE_CHECKING:\n    from house.top import E\nfrom house import errors\n",
+        "low/step.py": "if TYPE_CHECKING:\n    from house.top import E\nfrom house import errors\n",
     }.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
