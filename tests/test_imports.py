@@ -34,6 +34,7 @@ TORCH_FREE = (
     "nanovllm.outputs",
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
+    "nanovllm.kvcache.block_size",
     "nanovllm.kvcache.budget",
     "nanovllm.cpu_attention.shares",
     "nanovllm.kvcache.fitting",
@@ -60,7 +61,8 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files"},
+    {"memory_checks", "model_files", "vllm_names"},
+    {"hub"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
@@ -74,10 +76,13 @@ ROWS: tuple[set[str], ...] = (
     {"engine"},
     {"layerwise_prefill", "sequence_groups", "structured_outputs"},
     {"progress_bar"},
+    {"beam_search", "choices", "metrics_reader"},
+    {"model_engine"},
     {"llm", "recall"},
     {""},
     {"smollm2"},
     {"demo", "cli"},
+    {"engine_args"},
     {"__main__"},
 )
 
