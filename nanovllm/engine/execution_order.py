@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import SequenceMetadata
@@ -143,6 +143,6 @@ def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceM
     token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
     prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
     query_lens = torch.tensor([sequence.query_len for sequence in metadata])
-    positions = flat_positions(metadata)
+    positions = torch.cat([sequence.positions() for sequence in metadata])
     rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
     return torch.stack((token_ids, positions, rope_lengths))
