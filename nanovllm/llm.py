@@ -131,7 +131,7 @@ class LLM:
             BlockManager(
                 plan.split.resident_blocks,
                 plan.num_cpu_blocks,
-                config.block_size,
+                self._runner.sizing.layout.block_size,
                 config.enable_prefix_caching,
                 self._runner.num_swap_blocks,
             ),

@@ -76,9 +76,15 @@ class Asked:
 
 
 class CountingManager(BlockManager):
-    """Counts the forks."""
+    """Counts the forks, and the cached blocks that a sequence took over partly filled."""
 
     num_forks = 0
+    num_continued = 0
+
+    def allocate(self, seq: Sequence) -> None:
+        copied = self.stats.copied_blocks
+        super().allocate(seq)
+        self.num_continued += seq.num_computed % self.block_size > 0 and self.stats.copied_blocks == copied
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
@@ -115,7 +121,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_device=st.integers(0, 10),
         num_host=st.integers(0, 10),
         num_swap=st.sampled_from([30, 20, 3, 0]),
-        block_size=st.integers(1, 6),
+        block_size=st.integers(1, 8),
+        hash_block_size=st.integers(1, 3),
         max_num_seqs=st.integers(1, 7),
         budget=st.integers(1, 24),
         cap=st.sampled_from([0, 0, 3]),
@@ -130,6 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_host: int,
         num_swap: int,
         block_size: int,
+        hash_block_size: int,
         max_num_seqs: int,
         budget: int,
         cap: int,
@@ -139,7 +147,8 @@ class EngineMachine(RuleBasedStateMachine):
         layerwise_memory: LayerwiseMemory,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
-        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap)
+        hash_block_size = 1 if block_size % hash_block_size else hash_block_size
+        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap, hash_block_size)
         self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers)
         length = self.manager.max_sequence_tokens
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, layerwise_memory)
@@ -237,6 +246,9 @@ class EngineMachine(RuleBasedStateMachine):
                 "moves": self.executor.num_moves,
                 "layerwise": self.executor.num_layerwise,
                 "hits": self.manager.stats.hit_tokens,
+                "copied parts": self.manager.stats.copied_blocks,
+                "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
+                "continued blocks": self.manager.num_continued,
             }
         )
 
@@ -291,7 +303,19 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 STEPS = 20_000
-TROUBLE = ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "layerwise", "hits")
+TROUBLE = (
+    "forks",
+    "copies on write",
+    "swapped",
+    "recomputed",
+    "beam steps",
+    "moves",
+    "layerwise",
+    "hits",
+    "copied parts",
+    "moved parts",
+    "continued blocks",
+)
 
 
 def has_seen_enough(totals: Counter[str]) -> bool:

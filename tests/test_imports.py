@@ -34,6 +34,7 @@ TORCH_FREE = (
     "nanovllm.outputs",
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
+    "nanovllm.kvcache.block_size",
     "nanovllm.kvcache.budget",
     "nanovllm.cpu_attention.shares",
     "nanovllm.kvcache.fitting",

@@ -66,9 +66,9 @@ def test_a_waiting_prompt_is_compared_once_while_nothing_leaves_the_cache(monkey
     compared: list[int] = []
     content = PrefixCache._content
 
-    def counted(self: PrefixCache, seq: Any, index: int) -> bytes:
-        compared.append(index)
-        return content(self, seq, index)
+    def counted(self: PrefixCache, seq: Any, begin: int, end: int) -> bytes:
+        compared.append(begin)
+        return content(self, seq, begin, end)
 
     monkeypatch.setattr(PrefixCache, "_content", counted)
     waiting = sequence([*prompt_of(6 * BLOCK), *prompt_of(4 * BLOCK, 1)])

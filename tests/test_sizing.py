@@ -38,7 +38,8 @@ MODEL_LEN = 16_000  # 1000 blocks
 def sizing(
     memory: MemoryFacts = MEMORY, layout: KVLayout = LAYOUT, model_max_len: int = MODEL_LEN, **arguments: Any
 ) -> KVSizing:
-    return KVSizing(engine_config(Path(__file__).parent, arguments), layout, model_max_len, memory, WATERMARK)
+    config = engine_config(Path(__file__).parent, {"kvcache_block_size": layout.block_size, **arguments})
+    return KVSizing(config, layout, model_max_len, memory, WATERMARK)
 
 
 def plan(

@@ -149,7 +149,8 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
-    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
+    layout = network.layout(network.block_size(config))
+    return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)
 
 
 def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:
@@ -214,10 +215,8 @@ def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
     dtype: torch.dtype = getattr(torch, network.dtype)
     model = random_model(network.spec, dtype, device, sizes)
     backend = select_backend(device.torch_device, network.spec.head_dim)
-    ring_slots = sizing.plan().split.ring_slots
-    return measure_rates(
-        Probe(device, model, backend, config.block_size, ring_slots, config.max_num_batched_tokens, sizes)
-    )
+    ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
+    return measure_rates(Probe(device, model, backend, block_size, ring_slots, config.max_num_batched_tokens, sizes))
 
 
 # ---- options

@@ -19,6 +19,7 @@ from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
+from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -51,7 +52,7 @@ class ModelRunner:
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
-            block_size=config.block_size,
+            block_size=block_size_of(config, 2 * self.spec.kv_size * self.dtype.itemsize, self.spec.max_model_len),
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, self._backend, config)

@@ -20,6 +20,7 @@ from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.forward_context import ForwardContext, KVCache
+from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
@@ -33,7 +34,7 @@ class ScratchKVCache:
     """A KV cache of a single block, used as every block of one sequence of max_num_batched_tokens tokens."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
-        spec, tokens, block_size = model.spec, config.max_num_batched_tokens, config.block_size
+        spec, tokens, block_size = model.spec, config.max_num_batched_tokens, _block_size(model, config)
         self._backend = backend
         self._scale = spec.head_dim**-0.5
         self._windows = spec.sliding_windows
@@ -126,9 +127,13 @@ def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
-        tokens, seqs = min(tokens, blocks * config.block_size), min(seqs, blocks)
+        tokens, seqs = min(tokens, blocks * _block_size(model, config)), min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
     check_fits(what, least_step_bytes(model, tokens, seqs), free, "next to the weights the device has", "lower them")
+
+
+def _block_size(model: Decoder, config: EngineConfig) -> int:
+    return block_size_of(config, 2 * model.spec.kv_size * model.dtype.itemsize, model.spec.max_model_len)
 
 
 def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:

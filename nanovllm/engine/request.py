@@ -175,8 +175,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
-        self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
-        self.found_prefix: list[int] = []  # blocks that the prefix cache found, see PrefixCache.find
+        self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
+        self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1
         self._output_array = token_array()
 

@@ -202,7 +202,7 @@ class Scheduler:
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the uncached tokens of a waiting request."""
         seq, manager, chunk = request.computing[0], self.block_manager, self.limits.chunk
-        return seq.end <= chunk or seq.end - len(manager.find_prefix(seq)) * manager.block_size <= chunk
+        return seq.end <= chunk or seq.end - manager.num_cached_tokens(seq) <= chunk
 
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
