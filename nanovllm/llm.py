@@ -237,7 +237,9 @@ class LLM:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
         planner, runner = sides.planner(), self._runner
         if planner is None:
-            raise EngineError("plan() needs nanovllm.planner, which this installation does not have")
+            raise EngineError(
+                "plan() needs nanovllm.planner and nanovllm.cpu_attention: install nanovllm with both to use it"
+            )
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
