@@ -44,6 +44,7 @@ TORCH_FREE = (
     "nanovllm.layerwise_prefill.plan",
     "nanovllm.layerwise_prefill.schedule",
     "nanovllm.kvcache.sizing",
+    "nanovllm.structured_outputs",
     "nanovllm.planner.network",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
@@ -60,7 +61,8 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files"},
+    {"memory_checks", "model_files", "vllm_names"},
+    {"hub"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
@@ -72,12 +74,15 @@ ROWS: tuple[set[str], ...] = (
     {"cpu_attention"},
     {"cuda_graphs", "planner"},
     {"engine"},
-    {"layerwise_prefill", "sequence_groups"},
+    {"layerwise_prefill", "sequence_groups", "structured_outputs"},
     {"progress_bar"},
+    {"beam_search", "choices", "metrics_reader"},
+    {"model_engine"},
     {"llm", "recall"},
     {""},
     {"smollm2"},
     {"demo", "cli"},
+    {"engine_args"},
     {"__main__"},
 )
 

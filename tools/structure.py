@@ -15,9 +15,11 @@ SIDES: dict[str, tuple[str, ...]] = {
     "groups of sequences": ("sequence_groups",),
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py"),
+    "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py",),
     "ordering check": ("device/ordering.py",),
     "command line": ("cli", "__main__.py"),
+    "vLLM's API": ("beam_search.py", "choices.py", "engine_args.py", "metrics_reader.py"),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+    from nanovllm.engine.grammar import GrammarCompiler
     from nanovllm.engine.preemption import Preemption
     from nanovllm.engine.request import Request
     from nanovllm.engine.request import Sequence as TokenSequence
@@ -124,10 +125,40 @@ class Planner(Protocol):
     def engine_plan(self, spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan: ...
 
 
+class StructuredOutputs(Protocol):
+    """Keeps outputs to JSON schemas, regular expressions, choices and grammars. Without it they are refused."""
+
+    def GrammarCompiler(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> GrammarCompiler: ...
+
+
 class Trace(Protocol):
     """Writes a timeline of copies and kernels. Without it the engine argument `trace` is refused."""
 
     def TracedDevice(self, inner: Device, path: str | Path) -> Device: ...
+
+
+class BeamSearch(Protocol):
+    """Beam search with vLLM's parameters. Without it `LLM.beam_search` is refused."""
+
+    def beam_search(
+        self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
+    ) -> list[Any]: ...
+
+
+class Choices(Protocol):
+    """Scores answers to a prompt. Without it `LLM.score_choices` is refused."""
+
+    def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
+
+
+class MetricsReader(Protocol):
+    """The engine's metrics in vLLM's shapes. Without it `get_metrics` is refused."""
+
+    def RequestHistograms(self, max_model_len: int) -> Any: ...
+
+    def snapshot(self, engine: Any, requests: Any, model_name: str) -> list[Any]: ...
 
 
 def sequence_groups() -> SequenceGroups | None:
@@ -161,8 +192,24 @@ def planner() -> Planner | None:
     return cast("Planner | None", _find("nanovllm.planner.plan"))
 
 
+def structured_outputs() -> StructuredOutputs | None:
+    return cast("StructuredOutputs | None", _find("nanovllm.structured_outputs"))
+
+
 def trace() -> Trace | None:
     return cast("Trace | None", _find("nanovllm.device.trace"))
+
+
+def beam_search() -> BeamSearch | None:
+    return cast("BeamSearch | None", _find("nanovllm.beam_search"))
+
+
+def choices() -> Choices | None:
+    return cast("Choices | None", _find("nanovllm.choices"))
+
+
+def metrics_reader() -> MetricsReader | None:
+    return cast("MetricsReader | None", _find("nanovllm.metrics_reader"))
 
 
 def check_arguments(config: EngineConfig) -> None:
