@@ -16,7 +16,7 @@ from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.metrics import EngineMetrics
-from nanovllm.errors import EngineError, RequestError, as_request_error
+from nanovllm.errors import EngineError, as_request_error
 from nanovllm.kvcache.base import KVStats
 from nanovllm.model_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
@@ -245,7 +245,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = _installed(sides.planner(), "plan", "planner"), self._runner
+        planner, runner = _installed(sides.planner(), "plan", "planner and nanovllm.cpu_attention"), self._runner
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
@@ -293,12 +293,7 @@ class LLM:
 
     def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
         """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
-        templates = sides.chat_templates()
-        if templates is None:
-            raise RequestError(
-                "chat() needs nanovllm.chat_template, which this installation does not have: give finished prompts to "
-                "generate()"
-            )
+        templates = _installed(sides.chat_templates(), "chat", "chat_template")
         if self._template_process is None:
             self._template_process = templates.TemplateProcess()
         return templates.ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -72,7 +73,7 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     On the CPU unless the test names the device: what the tests say of bits is said of the CPU.
     """
     runner = sys.modules.get("nanovllm.engine.model_runner")  # loaded, if the test makes engines
-    if runner is not None:
+    if runner is not None and find_spec("nanovllm.device.ordering") is not None:
         from nanovllm.device.ordering import OrderingCheck
 
         create_device = runner.create_device
@@ -83,7 +84,7 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
     runner = sys.modules.get("nanovllm.engine.model_runner")
-    if runner is not None:
+    if runner is not None and find_spec("nanovllm.cpu_attention") is not None:
         from nanovllm.cpu_attention import host_blocks
         from nanovllm.cpu_attention.shares import Bandwidths
 

@@ -17,7 +17,7 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 import nanovllm
-from tools.structure import SIDES, side_of
+from tools.structure import NEEDS, SIDES, side_of
 
 PACKAGE = Path(nanovllm.__file__).parent
 TORCH_FREE = (
@@ -173,6 +173,16 @@ ONLY_THE_COPY = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
 """
+SIDE_MODULES = sorted(name for name, path in MODULES.items() if side_of(path) is not None)
+
+
+@pytest.mark.parametrize("name", SIDE_MODULES)
+def test_a_side_imports_no_side_that_it_does_not_name(name: str) -> None:
+    own = side_of(MODULES[name])
+    imported = {side_of(MODULES[other]) for other in own_imports(name, at_run_time=True) & MODULES.keys()}
+    assert own is not None and imported <= {None, own, *NEEDS.get(own, ())}
+
+
 GENERATE = f"""{ONLY_THE_COPY}
 import importlib, json
 from pathlib import Path

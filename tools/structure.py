@@ -25,6 +25,12 @@ SIDES: dict[str, tuple[str, ...]] = {
     "SmolLM2": ("smollm2",),
 }
 
+# The other sides that a side imports. All other sides work without each other.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "planner": ("CPU attention", "command line"),
+    "recall and demo": ("SmolLM2",),
+}
+
 
 def side_of(path: Path) -> str | None:
     """The side that a file of the package belongs to; None for the core."""

@@ -207,6 +207,9 @@ def chat_templates() -> ChatTemplates | None:
 
 
 def planner() -> Planner | None:
+    """The planner, which predicts with CPU attention's shares and so needs that side too."""
+    if cpu_attention() is None:
+        return None
     return cast("Planner | None", _find("nanovllm.planner.plan"))
 
 
