@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from nanovllm.server import models, tokens
 from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.chat import create_chat_completion
 from nanovllm.server.completions import create_completion
 from nanovllm.server.http_errors import respond_to_error
 from nanovllm.server.limits import Admission, Gate
@@ -56,6 +57,7 @@ def _routes(serving: Serving) -> list[BaseRoute]:
 
     return [
         route("/v1/completions", "POST", create_completion),
+        route("/v1/chat/completions", "POST", create_chat_completion),
         route("/v1/models", "GET", models.list_models),
         route("/v1/models/{name:path}", "GET", models.show_model),
         route("/tokenize", "POST", tokens.tokenize),

@@ -133,9 +133,13 @@ class AsyncLLM:
             raise
         return RequestStream(self, request_id, collector)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request with finish_reason "abort"; its consumer gets what there is. Unknown ids are ignored."""
-        await self.call(lambda _: self._deliver(self._client.abort([request_id])))
+    async def abort(self, request_id: str | None = None) -> None:
+        """End a request, or all of them, with finish_reason "abort"; consumers get what there is.
+
+        Unknown and finished requests are ignored.
+        """
+        request_ids = None if request_id is None else [request_id]
+        await self.call(lambda _: self._deliver(self._client.abort(request_ids)))
 
     def drop(self, request_id: str, collector: OutputCollector | None = None) -> None:
         """Abort a request whose consumer has gone. Does not wait. collector: drop only a request that has this one."""
@@ -171,16 +175,19 @@ class AsyncLLM:
         """Call a function, in the engine's thread, when the engine has ended by an error."""
         self._on_end.append(function)
 
-    def close(self) -> None:
-        """Abort all requests, end the threads and release the model. Safe to call twice."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Abort all requests, end the threads and release the model. Safe to call twice.
+
+        A step that does not end within `seconds` is left to the end of the process, and so is the model's memory.
+        """
         with self._lock:
             closes, self._closing = not self._closing, True
         if closes:
             self._commands.put(None)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(seconds)
         self._text_thread.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
-            logger.error("the engine's step did not end within %.0f s: its memory is not released", CLOSE_SECONDS)
+            logger.error("the engine's step did not end within %.0f s: its memory is not released", seconds)
         else:
             self.llm.close()
 

@@ -10,7 +10,7 @@ from nanovllm.errors import RequestError
 from nanovllm.llm import LLM
 from nanovllm.prompts import ChatTemplate, PromptParts
 from nanovllm.server.http_errors import ApiError, invalid
-from nanovllm.server.protocol import ChatFields, ChatMessage, CompletionRequest, TokenizeRequest, Tool
+from nanovllm.server.protocol import ChatFields, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest, Tool
 from nanovllm.server.settings import ServerSettings
 from nanovllm.tokenizer import HuggingFaceTokenizer
 
@@ -57,7 +57,7 @@ def chat_prompt(llm: LLM, request: ChatFields | TokenizeRequest, settings: Serve
             "chat_template: this server takes no templates from requests; --trust-request-chat-template allows them",
             "chat_template",
         )
-    tools = request.tools or None
+    tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
     template = ChatTemplate(
         llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
