@@ -102,7 +102,7 @@ def test_answers_are_those_of_generate_alone_and_together(
 
 def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM) -> None:
     async def slowly(kind: RequestOutputKind) -> list[RequestOutput]:
-        stream = await shared.add("slow", params(200, output_kind=kind))
+        stream = await shared.add("slow", params(100, output_kind=kind))
         while in_engine_now(shared):
             await asyncio.sleep(0.05)
         return [output async for output in stream]
@@ -110,7 +110,7 @@ def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM
     def in_engine_now(engine: AsyncLLM) -> bool:
         return bool(engine._collectors)
 
-    expected = run_async(collect(shared, "slow", params(200)))[-1].outputs[0]
+    expected = run_async(collect(shared, "slow", params(100)))[-1].outputs[0]
     for kind in (CUMULATIVE, DELTA):
         (output,) = run_async(slowly(kind))
         assert output.outputs[0] == expected and output.finished
