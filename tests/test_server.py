@@ -265,6 +265,7 @@ def test_models_health_version_and_metrics(engine: AsyncLLM) -> None:
     assert f'vllm:generation_tokens_total{{model_name="{NAME}"}} 8.0' in metrics
     assert 'finished_reason="length"' in metrics and "vllm:time_to_first_token_seconds_bucket" in metrics
     assert 'nanovllm:kv_transfer_bytes_total{direction="h2d"' in metrics and "vllm:kv_cache_usage_perc" in metrics
+    assert "nanovllm:kv_link_bytes_per_second" in metrics
 
 
 # ---- errors
