@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,10 +73,11 @@ def test_raw_streams_and_completions(base: str) -> None:
     with openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as client:
         with client.chat.completions.stream(model=NAME, messages=HELLO, max_tokens=5) as stream:
             kinds = [event.type for event in stream]
-            assert "chunk" in kinds and stream.get_final_completion().choices[0].message.role == "assistant"
+            # The answer ends with its length, which `get_final_completion` refuses.
+            assert "chunk" in kinds and stream.current_completion_snapshot.choices[0].message.role == "assistant"
         options: dict[str, Any] = {
             "model": NAME,
-            "prompt": ["a", [66, 67][0:1] and "b"],
+            "prompt": ["a", "b"],
             "logprobs": 2,
             "max_tokens": 3,
         }
@@ -103,22 +105,20 @@ def test_the_published_schema_holds(base: str) -> None:
     schemathesis = pytest.importorskip("schemathesis", reason="needs the extra server-test")
     hypothesis = pytest.importorskip("hypothesis")
     schema = schemathesis.openapi.from_url(f"{base}/openapi.json")
-    for operation in schema.get_all_operations():
-        operation = operation.ok()
-        seen: list[int] = []
+    for found in schema.get_all_operations():
+        operation, seen = found.ok(), Counter[int]()
+        strategy = operation.as_strategy()
 
-        @hypothesis.given(case=operation.as_strategy())
+        @hypothesis.given(strategy)
         @hypothesis.settings(
-            max_examples=60, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+            max_examples=40, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
         )
-        def check(case: Any, seen: list[int] = seen) -> None:
-            if isinstance(case.body, dict):
-                case.body["max_tokens"] = 1 if "tokens" not in case.path else case.body.get("max_tokens")
-                case.body = {name: value for name, value in case.body.items() if value is not None}
+        def check(case: Any) -> None:
+            if isinstance(case.body, dict) and case.path.endswith("completions"):
+                case.body["max_tokens"] = 1
             response = case.call(timeout=60)
-            seen.append(response.status_code)
+            seen[response.status_code] += 1  # noqa: B023  called in this round of the loop
             assert response.status_code < 500, (response.status_code, response.text, json.dumps(case.body)[:2000])
-            case.validate_response(response, checks=[schemathesis.checks.not_a_server_error])
 
         check()
-        print(operation.label, {status: seen.count(status) for status in set(seen)})
+        print(operation.label, dict(seen))
