@@ -114,8 +114,9 @@ def test_the_published_schema_holds(base: str) -> None:
             max_examples=40, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
         )
         def check(case: Any) -> None:
-            if isinstance(case.body, dict) and case.path.endswith("completions"):
-                case.body["max_tokens"] = 1
+            if isinstance(case.body, dict):
+                case.body.pop("model", None)  # which would always be refused
+                case.body |= {"max_tokens": 1} if case.path.endswith("completions") else {}
             response = case.call(timeout=60)
             seen[response.status_code] += 1  # noqa: B023  called in this round of the loop
             assert response.status_code < 500, (response.status_code, response.text, json.dumps(case.body)[:2000])
