@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_rules import GREEDY_EPS, check, check_structured_outputs
+from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
 
 MOST_BIAS = 100.0  # that `SamplingParams.from_optional` passes on
 # (output token ids, logits) -> logits, or (prompt token ids, output token ids, logits) -> logits.
@@ -27,7 +28,7 @@ class StructuredOutputsParams:
     choice: a list of texts, one of which is the output.
     grammar: a context-free grammar in Lark's or GBNF's (EBNF's) notation.
     disable_any_whitespace: JSON without spaces and line breaks between its parts. whitespace_pattern: a regular
-        expression for what may stand between them instead.
+        expression for what may stand between them instead of up to 64 spaces, tabs and line breaks.
     disable_additional_properties: an object of the JSON schema has no properties but those that the schema names.
     """
 
@@ -56,8 +57,19 @@ class StructuredOutputsParams:
             vars(self).update(choice=None if self.choice is None else tuple(self.choice))
 
 
+class _Named(type):
+    """Checks the names before an object is made. vLLM's parameters that mean nothing here are left out."""
+
+    def __call__(cls, *values: Any, **params: Any) -> Any:
+        if values:
+            raise TypeError(f"{cls.__name__} takes its parameters by name, such as temperature=0.8")
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
+        return super().__call__(**own)
+
+
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=_Named):
     """Sampling parameters of one request, with vLLM's names and rules.
 
     Invalid values raise RequestError, at construction and at assignment. Changes do not affect requests already added.
@@ -81,7 +93,8 @@ class SamplingParams:
     bad_words: strings whose last token is never sampled when the output ends with the tokens before it.
     allowed_token_ids: the only tokens that are sampled; None for all.
     structured_outputs: what every output matches, see StructuredOutputsParams. An end token comes exactly where the
-        output may end; an output that max_tokens cuts is incomplete, and its finish_reason is "length".
+        output may end, before min_tokens only if nothing else may follow. An output that max_tokens cuts is incomplete,
+        and its finish_reason is "length".
     logits_processors: functions that change the logits [vocab] of each sampled token, fp32 and on the engine's device,
         before everything else does. Called as (output token ids, logits), or with the prompt's token ids in front.
     detokenize: False leaves the text empty and log-probabilities without text.
@@ -123,13 +136,6 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_clone: bool = False
-
-    def __new__(cls, **params: Any) -> Self:
-        known = [f.name for f in fields(cls)]
-        for name in params:
-            if name not in known:
-                raise RequestError(unknown_name_message("sampling parameter", name, known))
-        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if len(vars(self)) == len(fields(self)):  # after construction

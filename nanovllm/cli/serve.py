@@ -7,10 +7,11 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive, text_argument
+from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive
 from nanovllm.cli.boundary import Interrupt, say
 from nanovllm.cli.templates import read_template
 from nanovllm.errors import ConfigError
@@ -37,8 +38,6 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 def _add_server_flags(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
-    name = "the model's name in requests; repeat it for several (default: the directory's name)"
-    group.add_argument("--served-model-name", action="append", type=text_argument, metavar="NAME", help=name)
     key = f"ask clients for this key; repeat it for several. {KEY_VARIABLE} in the environment is one too"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
     group.add_argument("--api-key-file", metavar="FILE", help="keys, one on each line")
@@ -82,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
     _check_installed()
     from nanovllm.server.settings import ServerSettings
 
+    config = checked_config(args)
     settings = ServerSettings(
-        served_model_names=tuple(args.served_model_name or _own_names(args.model)),
+        served_model_names=_names(config.served_model_name, args.model),
         api_keys=_api_keys(args.api_key, args.api_key_file),
         allowed_origins=tuple(args.allow_origin),
         chat_template=read_template(args.chat_template),
         **{name: getattr(args, name) for name in SAME_NAME},
     )
-    checked_config(args)
     from nanovllm.server.async_llm import AsyncLLM  # imports torch, which takes seconds
     from nanovllm.server.run import BACKLOG, address, open_socket, serve
 
@@ -133,9 +132,11 @@ def _check_installed() -> None:
             raise ConfigError(f"the server needs {name}: pip install 'nanovllm[server]'")
 
 
-def _own_names(model: str) -> list[str]:
-    """The directory's name, and the path as it was given, which is vLLM's name of a model."""
-    return list(dict.fromkeys([Path(model).resolve().name or model, model]))
+def _names(given: str | Sequence[str] | None, model: str) -> tuple[str, ...]:
+    """The names in requests: those given, else the directory's, and the path as it was given, which is vLLM's."""
+    if given is None:
+        return tuple(dict.fromkeys([Path(model).resolve().name or model, model]))
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _api_keys(keys: list[str], path: str | None) -> tuple[str, ...]:
