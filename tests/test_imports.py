@@ -81,7 +81,7 @@ ROWS: tuple[set[str], ...] = (
     {"model_engine"},
     {"llm", "recall"},
     {""},
-    {"smollm2"},
+    {"smollm2", "server"},
     {"demo", "cli"},
     {"engine_args"},
     {"__main__"},

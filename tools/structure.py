@@ -20,6 +20,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),
     "command line": ("cli", "__main__.py"),
+    "server": ("server", "cli/serve.py"),
     "vLLM's API": ("beam_search.py", "choices.py", "engine_args.py", "metrics_reader.py"),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
