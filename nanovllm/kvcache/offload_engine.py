@@ -149,6 +149,13 @@ class OffloadEngine:
         """Copies and bytes since the engine was created, counted where they are issued."""
         return self._copies.transfers
 
+    @property
+    def blocks_in_flight(self) -> tuple[int, ...]:
+        """Physical ids of the host blocks in ring slots: of the acquired group and of those that are being loaded."""
+        first = self._schedule.next_index
+        groups = self._schedule.groups[first : first + self._num_groups]
+        return tuple(self.split.resident_blocks + use.host_block for group in groups for use in group)
+
     def count_cpu_attention(self, blocks: int, num_bytes: int) -> None:
         """Count host blocks, one layer of each, that the CPU attended to."""
         self._copies.count("cpu_attention", blocks, num_bytes)

@@ -81,6 +81,7 @@ class OffloadedKVCache(KVCacheBase):
             transfers=engine.transfers,
             layerwise_memory=engine.layerwise_memory,
             layer_buffer_bytes=engine.layer_buffer.nbytes,
+            blocks_in_flight=engine.blocks_in_flight,
         )
 
     def _plan(self, sequences: Sequence[SequenceMetadata]) -> dict[int | None, LayerPlan]:
