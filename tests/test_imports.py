@@ -72,7 +72,7 @@ ROWS: tuple[set[str], ...] = (
     {"progress_bar", "prompts"},
     {"llm", "recall"},
     {""},
-    {"smollm2"},
+    {"smollm2", "server"},
     {"demo", "cli"},
     {"__main__"},
 )

@@ -16,6 +16,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "trace": ("device/trace.py",),
     "ordering check": ("device/ordering.py",),
     "command line": ("cli", "__main__.py"),
+    "server": ("server", "cli/serve.py"),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
 }

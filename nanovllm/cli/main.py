@@ -23,6 +23,7 @@ from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, quo
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
     "chat": "talk to a model in the terminal, about a document if you like",
+    "serve": "serve a model over HTTP, with the API of OpenAI",
     "plan": "what fits, what moves and how long it takes, before anything runs",
     "bench": "measure prefill and decode",
 }

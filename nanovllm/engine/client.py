@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine
@@ -57,10 +58,12 @@ class EngineClient:
             raise EngineError(f"{len(self.pending)} requests of this call were ended by another")
         return outputs
 
-    def abort(self) -> list[RequestOutput]:
-        """Abort all pending requests. Returns their last outputs."""
-        outputs = [self._engine.abort_request(request_id) for request_id in self.pending]
-        self.close()
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
+        """Abort the pending ones of these requests, or all pending ones. Returns their last outputs."""
+        ended = self.pending.intersection(self.pending if request_ids is None else request_ids)
+        outputs = [self._engine.abort_request(request_id) for request_id in ended]
+        for request_id in ended:
+            self._forget(request_id)
         return [output for output in outputs if output is not None]
 
     def close(self) -> None:

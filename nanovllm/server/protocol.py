@@ -1,0 +1,190 @@
+"""The bodies of requests: OpenAI's fields and vLLM's. Unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Json = dict[str, JsonValue]
+
+
+class Body(BaseModel):
+    """Strict: a number in quotes is not a number."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; no answer changes without it
+
+
+class JsonSchema(Body):
+    name: str
+    description: str | None = None
+    schema_: Json | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's field: exactly one of these."""
+
+    json_: Json | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingFields(Body):
+    """What both kinds of completions have. None stands for the model's default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: str | None = None
+    # These change no answer.
+    user: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Literal[""] | None = None
+
+
+class FunctionCall(Body):
+    name: str
+    arguments: str | Json = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(BaseModel):
+    """The chat template sees every field, known or not."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[str | Json] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class FunctionDefinition(Body):
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatFields(Body):
+    """What a chat template takes."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    documents: list[Json] | None = None
+
+
+class ChatRequest(SamplingFields, ChatFields):
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: Json | None = None  # a hint that makes other servers faster
+
+
+class TokenizeRequest(Body):
+    """Either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(default=None, min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    documents: list[Json] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,82 @@
+"""The settings of the server, apart from those of the engine: plain data, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.errors import ConfigError, quoted
+
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What `build_app` and `nanovllm serve` take. Times are in seconds, sizes in bytes.
+
+    served_model_names: the names that requests may use; the first one is in answers. api_keys: accepted keys; none
+    means that no key is asked for. allowed_origins: web pages of these origins may use the server (CORS).
+    max_body_bytes: of a request's body. max_prompts: of one request. max_queue: requests that wait for the engine;
+    more are refused with status 429. max_connections: more are refused with status 503.
+    header_timeout: until a request's header is complete. idle_timeout: between two parts of a request's body, and
+    between two requests of a connection. shutdown_timeout: for running requests, after SIGTERM.
+    chat_template: the text of a template to use instead of the tokenizer's. trust_request_chat_template: requests may
+    bring templates. tool_call_parser: the format of tool calls in the model's text; "auto" reads it off the chat
+    template. ui: the page at `/`. ssl_*: files for TLS, as uvicorn takes them.
+    """
+
+    served_model_names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 32 << 20
+    max_prompts: int = 256
+    max_queue: int = 1024
+    max_connections: int = 1024
+    header_timeout: float = 10.0
+    idle_timeout: float = 30.0
+    shutdown_timeout: float = 60.0
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    ui: bool = True
+    access_log: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(bool(self.served_model_names), "served_model_names", "must hold at least one name", ())
+        _require(0 <= self.port <= 65535, "port", "must be from 0 to 65535; 0 takes a free one", self.port)
+        for name in ("max_body_bytes", "max_prompts", "max_queue", "max_connections"):
+            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
+        for name in ("header_timeout", "idle_timeout"):
+            _require(getattr(self, name) > 0, name, "must be above 0", getattr(self, name))
+        _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must be at least 0", self.shutdown_timeout)
+        rule = f"must be one of {', '.join(TOOL_CALL_PARSERS)}"
+        _require(self.tool_call_parser in TOOL_CALL_PARSERS, "tool_call_parser", rule, self.tool_call_parser)
+        if any(not key.isascii() or not key or key != key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty, or has spaces around it or characters beyond ASCII: use another")
+        rule = "needs ssl_keyfile and ssl_certfile together"
+        _require((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_certfile", rule, self.ssl_certfile)
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            _require(path is None or Path(path).is_file(), name, "must be a file", path)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in answers."""
+        return self.served_model_names[0]
+
+    @property
+    def is_public(self) -> bool:
+        """Whether the server listens beyond this machine."""
+        return self.host not in LOOPBACK
+
+
+def _require(condition: bool, name: str, rule: str, value: object) -> None:
+    if not condition:
+        raise ConfigError(f"{name}={quoted(value)}: {rule}")
