@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from itertools import groupby
 from pathlib import Path
@@ -173,7 +173,7 @@ class Client:
     async def read(self) -> dict[str, Any]:
         """The next event's data."""
         text = await asyncio.wait_for(anext(self._stream), 20)
-        name, data = text.removesuffix("\n\n").split("\n")
+        name, data = text.decode().removesuffix("\n\n").split("\n")
         message: dict[str, Any] = json.loads(data.removeprefix("data: "))
         if name == "event: layout":
             self.states = bytes(sum(message["tiers"].values()))
@@ -184,7 +184,7 @@ class Client:
         return message
 
     async def aclose(self) -> None:
-        await self._stream.aclose()  # type: ignore[attr-defined]
+        await self._stream.aclose()
 
 
 async def settled() -> None:
@@ -193,9 +193,9 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def run_with(llm: LLM, test: Callable[[KVCacheEvents], AsyncIterator[None]] | Any, interval: float = 0.0) -> None:
+def run_with(llm: LLM, test: Callable[[KVCacheEvents], Coroutine[Any, Any, None]], interval: float = 0.0) -> None:
     async def run() -> None:
-        await test(KVCacheEvents(InlineEngine(llm), interval))
+        await test(KVCacheEvents(InlineEngine(llm), interval=interval))
 
     asyncio.run(run())
 
@@ -298,12 +298,14 @@ def test_nothing_is_sent_while_nothing_changes(llm: LLM) -> None:
     run_with(llm, test, interval=0.01)
 
 
-def test_closing_ends_the_streams(llm: LLM) -> None:
-    async def test(events: KVCacheEvents) -> None:
+def test_the_streams_end_with_the_server(llm: LLM) -> None:
+    async def test(_: KVCacheEvents) -> None:
+        over = False
+        events = KVCacheEvents(InlineEngine(llm), is_over=lambda: over)
         client = Client(events)
         await client.read()
         await client.read()
-        events.close()
+        over = True
         with pytest.raises(StopAsyncIteration):
             await client.read()
         assert events.num_listeners == 0

@@ -7,21 +7,24 @@ clients share it. A client that reads slowly gets the latest snapshot and misses
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from nanovllm.errors import EngineError
+from nanovllm.server.events import EventStream, event
+from nanovllm.server.http_errors import RATE_LIMIT, ApiError
 from nanovllm.server.kv_snapshot import KVGeometry, KVSnapshot
+from nanovllm.server.limits import RETRY_SECONDS
 
 if TYPE_CHECKING:  # torch comes with it
     from nanovllm.llm import LLM
-
-logger = logging.getLogger(__name__)
+    from nanovllm.server.serving import Serving
 
 INTERVAL = 0.25  # seconds between snapshots
 MAX_SHARE = 0.02  # of the engine's time for snapshots: those of a very large KV cache are taken less often
@@ -41,10 +44,14 @@ class Engine(Protocol):
 
 
 class KVCacheEvents:
-    """Snapshots of one engine for any number of listeners. Belongs to the event loop in which it listens."""
+    """Snapshots of one engine for its listeners. Belongs to the event loop in which they listen.
 
-    def __init__(self, engine: Engine, interval: float = INTERVAL) -> None:
+    is_over: whether the streams shall end; asked once a second or more often.
+    """
+
+    def __init__(self, engine: Engine, is_over: Callable[[], bool] = lambda: False, interval: float = INTERVAL) -> None:
         self._engine = engine
+        self._is_over = is_over
         self._interval = interval
         self._geometry = KVGeometry.of(engine.llm)
         self._wanted = False  # set by the event loop, cleared by the engine's thread
@@ -54,7 +61,6 @@ class KVCacheEvents:
         self._asking: asyncio.Task[None] | None = None  # until the step in progress has ended
         self._news: asyncio.Future[None]  # done when `_latest` is replaced
         self._latest: KVSnapshot | None = None
-        self.closed = False
         self.num_listeners = 0
         self.num_snapshots = 0
 
@@ -80,27 +86,24 @@ class KVCacheEvents:
 
     # ---- the event loop
 
-    async def listen(self) -> AsyncIterator[str]:
+    async def listen(self) -> AsyncGenerator[bytes, None]:
         """The stream of one client: a `layout` event, then `snapshot` events, the first one with all cells.
 
-        An event comes when something has changed. Ends when `close` is called.
+        A snapshot is sent when something has changed.
         """
         with self._listening():
-            yield event("layout", asdict(self._geometry))
+            yield named("layout", asdict(self._geometry))
             sent, quiet_since = None, time.monotonic()
-            while not self.closed:
+            while not self._is_over():
                 snapshot = self._latest
                 if snapshot is not None and snapshot is not sent:
-                    yield event("snapshot", snapshot.message(sent))
+                    yield named("snapshot", snapshot.message(sent))
                     sent, quiet_since = snapshot, time.monotonic()
                 elif time.monotonic() - quiet_since > KEEP_ALIVE:
-                    yield ": nothing has changed\n\n"
+                    yield b": nothing has changed\n\n"
                     quiet_since = time.monotonic()
-                await asyncio.wait([self._news], timeout=1.0)
-
-    def close(self) -> None:
-        """End the streams of all listeners, within a second."""
-        self.closed = True
+                else:
+                    await asyncio.wait([self._news], timeout=1.0)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -141,6 +144,14 @@ class KVCacheEvents:
         self._news = self._loop.create_future()
 
 
-def event(name: str, data: dict[str, Any]) -> str:
-    """A server-sent event with JSON data."""
-    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+def named(name: str, data: dict[str, Any]) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
+async def kv_cache_events(serving: Serving, request: Request) -> Response:
+    """The endpoint. Raises ApiError if too many clients listen."""
+    if serving.kv_events.num_listeners >= MAX_LISTENERS:
+        message = f"{MAX_LISTENERS} clients listen to the KV cache already: close one of them, or try again later"
+        raise ApiError(429, message, kind=RATE_LIMIT, retry_after=RETRY_SECONDS)
+    return EventStream(serving.kv_events.listen())

@@ -6,8 +6,21 @@ import base64
 import hashlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+if TYPE_CHECKING:
+    from nanovllm.server.serving import Serving
 
 PAGE = Path(__file__).with_name("page.html")
+
+
+async def show_page(serving: Serving, request: Request) -> Response:
+    """The endpoint."""
+    html = PAGE.read_text(encoding="utf-8")
+    return HTMLResponse(html, headers=page_headers(html))
 
 
 def page_headers(html: str) -> dict[str, str]:

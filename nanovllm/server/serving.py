@@ -17,6 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.generation import Generation
 from nanovllm.server.http_errors import ApiError, invalid
+from nanovllm.server.kv_events import KVCacheEvents
 from nanovllm.server.limits import Admission, check_model, read_body
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.settings import ServerSettings
@@ -33,6 +34,7 @@ class Serving:
     settings: ServerSettings
     admission: Admission
     metrics: ServerMetrics
+    kv_events: KVCacheEvents
     defaults: SamplingParams  # those that the checkpoint recommends
     started: int = field(default_factory=lambda: int(time.time()))
 
