@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import EngineError
+from nanovllm.errors import EngineError, RequestError, quoted
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,6 +26,8 @@ class EngineClient:
 
     def add(self, request_id: str, prompt: str | None, params: SamplingParams, **arguments: Any) -> None:
         """Add a request; arguments and errors as in `LLMEngine.add_request`."""
+        if request_id in self._inboxes:
+            raise RequestError(f"request id {quoted(request_id)} is in use: give every request an id of its own")
         self.pending.add(request_id)
         self._inboxes[request_id] = self._inbox
         try:

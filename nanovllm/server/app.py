@@ -22,6 +22,7 @@ from nanovllm.server.http_errors import respond_to_error
 from nanovllm.server.kv_events import KVCacheEvents, kv_cache_events
 from nanovllm.server.limits import Admission, Gate
 from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.openapi import openapi
 from nanovllm.server.page import show_page
 from nanovllm.server.serving import Serving
 from nanovllm.server.settings import ServerSettings
@@ -70,6 +71,7 @@ def _routes(serving: Serving) -> list[BaseRoute]:
         route("/health", "GET", health),
         route("/version", "GET", show_version),
         route("/metrics", "GET", show_metrics),
+        route("/openapi.json", "GET", show_schema),
     ]
 
 
@@ -88,6 +90,10 @@ async def show_version(serving: Serving, request: Request) -> Response:
 
 async def show_metrics(serving: Serving, request: Request) -> Response:
     return Response(serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def show_schema(serving: Serving, request: Request) -> Response:
+    return JSONResponse(openapi(package_version()))
 
 
 def package_version() -> str:

@@ -19,7 +19,7 @@ INVALID, NOT_FOUND, AUTHENTICATION = "invalid_request_error", "not_found_error",
 RATE_LIMIT, SERVER = "rate_limit_error", "server_error"
 LONGEST = 2000  # characters of a message
 INTERNAL = "the server failed to answer this request; its log says why"
-PARAMETER = re.compile(r"([a-z_]+)=")  # how RequestErrors of sampling parameters begin
+PARAMETER = re.compile(r"\b([a-z_]+)=")  # how RequestErrors quote the value of a parameter
 
 
 class ApiError(Exception):
@@ -56,7 +56,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        named = PARAMETER.match(str(error))
+        named = PARAMETER.search(str(error))
         return invalid(str(error), named[1] if named else None)
     if isinstance(error, EngineError):
         logger.error("%s", error)

@@ -1,0 +1,150 @@
+"""What the tests of the server share: a tiny model with tools in its template, the application, and real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from checkpoints import make_checkpoint
+from tokenizer_files import write_byte_level
+
+from nanovllm import LLM
+from nanovllm.server.app import build_app
+from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.limits import Admission
+from nanovllm.server.run import Server, open_socket
+from nanovllm.server.settings import ServerSettings
+
+T = TypeVar("T")
+NAME = "tiny"
+CACHE = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 160}
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
+    "{% if tools %}answer with <tool_call>{% endif %}"
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant', 'system', 'tool') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def make_served_model(path: Path, *, template: str | None = TEMPLATE, **checkpoint: Any) -> str:
+    """A tiny random checkpoint for 1,024 positions, with a byte-level tokenizer."""
+    make_checkpoint(path, **{"vocab": 300, "max_positions": 1024, **checkpoint})
+    write_byte_level(path, chat_template=template)
+    return str(path)
+
+
+def settings(**others: Any) -> ServerSettings:
+    return ServerSettings(**{"served_model_names": (NAME, "alias"), **others})
+
+
+def client_of(engine: AsyncLLM, admission: Admission | None = None, **others: Any) -> httpx.AsyncClient:
+    """A client of the application, in process."""
+    app = build_app(engine, settings(**others), admission)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=120)
+
+
+def ask(engine: AsyncLLM, path: str, body: Any = None, **others: Any) -> httpx.Response:
+    """One request to an application of its own: GET without a body."""
+
+    async def request() -> httpx.Response:
+        headers = others.pop("headers", {})
+        async with client_of(engine, **others) as client:
+            if body is None:
+                return await client.get(path, headers=headers)
+            if isinstance(body, bytes):
+                return await client.post(path, content=body, headers={"content-type": "application/json"} | headers)
+            return await client.post(path, json=body, headers=headers)
+
+    return asyncio.run(request())
+
+
+def events(text: str) -> list[Any]:
+    """The values of server-sent events; the last one is "[DONE]"."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def in_engine(engine: AsyncLLM, function: Callable[[LLM], T]) -> T:
+    """What the function returns in the engine's thread."""
+    return asyncio.run(engine.call(function))
+
+
+def nothing_left(engine: AsyncLLM, seconds: float = 10.0) -> bool:
+    """Whether every block is free or cached, soon."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        metrics = in_engine(engine, lambda llm: llm.metrics())
+        blocks = engine.llm.engine.scheduler.block_manager.num_blocks
+        idle = not metrics.running_requests and not metrics.waiting_requests and not engine.llm.engine._requests
+        if idle and metrics.used_blocks == 0 and metrics.free_blocks + metrics.cached_blocks == blocks:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextmanager
+def listening(engine: AsyncLLM, **others: Any) -> Iterator[tuple[Server, int]]:
+    """The server on a port of this machine, in a thread. The engine is left open."""
+    chosen = settings(port=0, **others)
+    with open_socket(chosen) as opened:
+        server = Server(engine, chosen)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
+        thread.start()
+        try:
+            assert eventually(lambda: server.started)
+            yield server, opened.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def raw(port: int, data: bytes, *, seconds: float = 10.0, close: bool = False) -> bytes:
+    """What the server answers to these bytes until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        connection.sendall(data)
+        if close:
+            connection.shutdown(socket.SHUT_WR)
+        received = b""
+        try:
+            while part := connection.recv(65536):
+                received += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return received
+
+
+def run_async(work: Awaitable[T], seconds: float = 120.0) -> T:
+    """The result of a coroutine, which has to come in time."""
+
+    async def bounded() -> T:
+        return await asyncio.wait_for(work, seconds)  # type: ignore[arg-type]
+
+    return asyncio.run(bounded())

@@ -1,0 +1,295 @@
+"""The engine for asyncio: the same answers as `LLM.generate`, and nothing that waits for it or for which it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server_helpers import CACHE, in_engine, make_served_model, nothing_left, run_async
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
+from nanovllm.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
+from nanovllm.server.collector import OutputCollector, merged
+
+CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_served_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shared(model: str) -> Iterator[AsyncLLM]:
+    with AsyncLLM(model, **CACHE) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(model: str) -> Iterator[AsyncLLM]:
+    """An engine that the test may break."""
+    with AsyncLLM(model, **CACHE) as engine:
+        yield engine
+
+
+def params(max_tokens: int = 8, **others: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, "seed": 1, "logprobs": 2, **others})
+
+
+async def collect(engine: AsyncLLM, prompt: Any, sampling: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, sampling)]
+
+
+def slow_steps(engine: AsyncLLM, seconds: float) -> None:
+    """Every step takes this much longer."""
+    executor = engine.llm.engine.executor
+    execute = executor.execute
+
+    def slow(batch: Any) -> Any:
+        time.sleep(seconds)
+        return execute(batch)
+
+    executor.execute = slow  # type: ignore[method-assign]
+
+
+def failing_steps(engine: AsyncLLM, count: int) -> None:
+    """The next steps fail."""
+    executor = engine.llm.engine.executor
+    execute, left = executor.execute, [count]
+
+    def fail(batch: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("the device is lost")
+        return execute(batch)
+
+    executor.execute = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind), ids=lambda kind: kind.name)
+def test_answers_are_those_of_generate_alone_and_together(
+    model: str, shared: AsyncLLM, kind: RequestOutputKind
+) -> None:
+    prompts: list[Any] = ["once upon", [5, 6, 7] * 9, {"prompt": "a", "cache_salt": "s"}, "once upon a time"]
+    sampling = params(output_kind=kind)
+
+    async def together() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(collect(shared, prompt, sampling) for prompt in prompts))
+
+    with LLM(model, **CACHE) as llm:
+        expected = [output.outputs[0] for output in llm.generate(prompts, params(), use_tqdm=False)]
+    alone = [run_async(collect(shared, prompt, sampling)) for prompt in prompts]
+    for outputs, again, offline in zip(alone, run_async(together()), expected, strict=True):
+        for found in (outputs, again):
+            assert [output.finished for output in found] == [False] * (len(found) - 1) + [True]
+            whole = found[0]
+            for output in found[1:]:
+                whole = merged(whole, output) if kind is DELTA else output
+            (completion,) = whole.outputs
+            assert (completion.text, completion.token_ids) == (offline.text, offline.token_ids)
+            assert completion.logprobs == offline.logprobs, "to the bit"
+            assert completion.finish_reason == "length"
+    assert nothing_left(shared)
+
+
+def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM) -> None:
+    async def slowly(kind: RequestOutputKind) -> list[RequestOutput]:
+        stream = await shared.add("slow", params(100, output_kind=kind))
+        while in_engine_now(shared):
+            await asyncio.sleep(0.05)
+        return [output async for output in stream]
+
+    def in_engine_now(engine: AsyncLLM) -> bool:
+        return bool(engine._collectors)
+
+    expected = run_async(collect(shared, "slow", params(100)))[-1].outputs[0]
+    for kind in (CUMULATIVE, DELTA):
+        (output,) = run_async(slowly(kind))
+        assert output.outputs[0] == expected and output.finished
+
+
+def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
+    slow_steps(engine, 0.2)
+
+    async def ticks() -> tuple[float, int]:
+        answer = asyncio.ensure_future(collect(engine, "a", params(3)))
+        longest, last, count = 0.0, time.monotonic(), 0
+        while not answer.done():
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, last, count = max(longest, now - last), now, count + 1
+        return longest, count
+
+    longest, count = run_async(ticks())
+    assert count > 50 and longest < 0.15
+
+
+def test_a_consumer_that_goes_away_aborts_its_request(shared: AsyncLLM) -> None:
+    async def leave() -> None:
+        async with aclosing(shared.generate("going", params(900))) as outputs:
+            async for _ in outputs:
+                break
+        task = asyncio.ensure_future(collect(shared, "cancelled", params(900)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        (await shared.add("never read", params(900))).close()
+
+    run_async(leave())
+    assert nothing_left(shared)
+
+
+def test_cancelling_while_the_engine_takes_the_request_leaves_nothing(engine: AsyncLLM) -> None:
+    slow_steps(engine, 0.05)
+
+    async def cancel_at(delay: float) -> None:
+        task = asyncio.ensure_future(engine.add("b", params(500)))
+        await asyncio.sleep(delay)
+        if not task.cancel():
+            task.result().close()
+
+    async def many() -> None:
+        running = asyncio.ensure_future(collect(engine, "a", params(20)))
+        await asyncio.gather(*(cancel_at(i * 0.004) for i in range(40)))
+        await running
+
+    run_async(many())
+    assert nothing_left(engine)
+
+
+def test_abort_ends_a_request_with_what_there_is(shared: AsyncLLM) -> None:
+    async def aborted() -> RequestOutput:
+        stream = await shared.add("abort me", params(900), "r")
+        await anext(stream)
+        await shared.abort("r")
+        await shared.abort("unknown")
+        return [output async for output in stream][-1]
+
+    output = run_async(aborted())
+    assert output.finished and output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids
+
+
+def test_refusals_raise_and_the_engine_goes_on(shared: AsyncLLM) -> None:
+    async def refusals() -> None:
+        with pytest.raises(RequestError, match="max_model_len"):
+            await shared.add([1] * 2000, params())
+        with pytest.raises(RequestError, match="token id 5000"):
+            await shared.add([5000], params())
+        with pytest.raises(RequestError, match="sampling_params must be"):
+            await shared.add("a", {"max_tokens": 3})  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="Cannot request more than 20"):
+            await shared.add("a", params(logprobs=21))
+        first = await shared.add("a", params(300), "same")
+        with pytest.raises(RequestError, match="in use"):
+            await shared.add("b", params(), "same")
+        assert not (await anext(first)).finished
+        first.close()
+
+    run_async(refusals())
+    assert nothing_left(shared)
+
+
+def test_a_failed_step_ends_its_requests_and_no_other(engine: AsyncLLM) -> None:
+    failing_steps(engine, 1)
+
+    async def requests() -> None:
+        failed = (await collect(engine, "a", params()))[-1]
+        assert failed.outputs[0].finish_reason == "error" and failed.error is not None
+        assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "length"
+        await engine.check_health()
+
+    run_async(requests())
+
+
+def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -> None:
+    failing_steps(engine, 100)
+    ended: list[bool] = []
+    engine.on_end(lambda: ended.append(True))
+
+    async def requests() -> None:
+        for _ in range(MOST_FAILED_STEPS):
+            assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "error"
+        for _ in range(2):
+            with pytest.raises(EngineError, match="the device is lost"):
+                await collect(engine, "a", params())
+        with pytest.raises(EngineError, match="has ended"):
+            await engine.check_health()
+        with pytest.raises(EngineError, match="has ended"):
+            await engine.call(lambda llm: llm.metrics())
+
+    run_async(requests())
+    assert ended == [True] and engine.error is not None
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
+    engine = AsyncLLM(model, **CACHE)
+    slow_steps(engine, 0.05)
+
+    async def pending() -> None:
+        running = [asyncio.ensure_future(collect(engine, "a", params(900))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.close)
+        for result in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(result, EngineError) and "closed" in str(result)
+        with pytest.raises(EngineError, match="closed"):
+            await engine.add([1], params())
+
+    run_async(pending())
+    engine.close()
+
+
+def test_calls_run_in_the_engines_thread_between_steps(shared: AsyncLLM) -> None:
+    assert in_engine(shared, lambda llm: llm.metrics()).running_requests == 0
+    with pytest.raises(ZeroDivisionError):
+        in_engine(shared, lambda llm: 1 // 0)
+
+
+# ---- merging
+
+
+def completion(index: int, tokens: list[int], finish: str | None) -> CompletionOutput:
+    logprobs = [{token: Logprob(-token / 7, 1, None)} for token in tokens]
+    return CompletionOutput(index, "".join(map(chr, tokens)), tokens, -1.0, logprobs, finish)  # type: ignore[arg-type]
+
+
+def output_of(completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+    return RequestOutput("r", None, [1], completions, finished, RequestMetrics(0.0))
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(97, 122)), max_size=4), min_size=1, max_size=6))
+def test_deltas_merge_in_any_grouping_to_the_same(steps: list[list[tuple[int, int]]]) -> None:
+    expected: dict[int, list[int]] = {}
+    outputs = []
+    for number, step in enumerate(steps):
+        new: dict[int, list[int]] = {}
+        for index, token in step:
+            new.setdefault(index, []).append(token)
+            expected.setdefault(index, []).append(token)
+        completions = [completion(index, tokens, None) for index, tokens in new.items()]
+        outputs.append(output_of(completions, number == len(steps) - 1))
+    whole = outputs[0]
+    for output in outputs[1:]:
+        whole = merged(whole, output)
+    assert {each.index: each.token_ids for each in whole.outputs} == expected
+    assert whole.outputs == [completion(index, tokens, None) for index, tokens in expected.items()]
+    assert whole.finished
+
+
+def test_a_collector_holds_one_output_and_raises_its_error_last() -> None:
+    async def use() -> None:
+        collector = OutputCollector(DELTA)
+        outputs = [output_of([completion(0, [97 + i], None)], False) for i in range(5)]
+        assert [collector.put(output) for output in outputs] == [True, False, False, False, False]
+        collector.fail(EngineError("over"))
+        assert (await collector.take()).outputs[0].text == "abcde"
+        with pytest.raises(EngineError, match="over"):
+            await collector.take()
+
+    run_async(use())

@@ -1,0 +1,95 @@
+"""`nanovllm serve`: its flags, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.cli import serve
+from nanovllm.cli.main import main
+from nanovllm.server import async_llm, run
+from nanovllm.server.settings import ServerSettings
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ServerSettings]:
+    """Instead of loading a model and serving it, the settings are noted."""
+    found: list[ServerSettings] = []
+
+    class Engine:
+        def __init__(self, model: str, **arguments: Any) -> None:
+            self.llm = type("LLM", (), {"max_model_len": 4096})()
+
+    monkeypatch.setattr(async_llm, "AsyncLLM", Engine)
+    monkeypatch.setattr(run, "serve", lambda engine, settings, opened: found.append(settings) or 0)
+    return found
+
+
+def test_settings_come_from_flags_files_and_the_environment(
+    loaded: list[ServerSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    monkeypatch.setenv(serve.KEY_VARIABLE, "three")
+    flags = ["--api-key", "zero", "--api-key-file", str(tmp_path / "keys"), "--allow-origin", "https://a", "--no-ui"]
+    flags += ["--max-queue", "7", "--shutdown-timeout", "1.5", "--tool-call-parser", "hermes"]
+    assert main(["serve", "--model", str(tmp_path), "--port", "0", *flags]) == 0
+    (settings,) = loaded
+    assert set(settings.api_keys) == {"zero", "one", "two", "three"} and settings.allowed_origins == ("https://a",)
+    assert (settings.max_queue, settings.shutdown_timeout, settings.ui) == (7, 1.5, False)
+    assert settings.served_model_names == (tmp_path.name, str(tmp_path)) and settings.host == "127.0.0.1"
+    told = capsys.readouterr().err
+    assert f"{tmp_path.name} is served at http://127.0.0.1:" in told and "4,096 tokens" in told
+
+
+def test_listening_beyond_this_machine_without_a_key_is_pointed_out(
+    loaded: list[ServerSettings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", str(tmp_path), "--port", "0", "--host", "0.0.0.0"]) == 0
+    assert "--api-key asks clients" in capsys.readouterr().err
+    assert main(["serve", "--model", str(tmp_path), "--port", "0", "--host", "0.0.0.0", "--api-key", "k"]) == 0
+    assert "--api-key" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        (["--api-key-file", "nowhere"], "'nowhere' cannot be read"),
+        (["--api-key-file", "empty"], "holds no key"),
+        (["--api-key", " k"], "spaces around it"),
+        (["--port", "70000"], "port=70000"),
+        (["--max-queue", "0"], "--max-queue"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--ssl-certfile", "x"], "ssl_certfile"),
+        (["--tool-call-parser", "x"], "tool_call_parser='x'"),
+        (["--chat-template", "nowhere"], "--chat-template"),
+        (["--max-model-len", "0"], "max_model_len=0"),
+        (["--max-modl-len", "5"], "did you mean --max-model-len"),
+    ],
+)
+def test_refusals(
+    loaded: list[ServerSettings],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("\n")
+    try:
+        status = main(["serve", "--model", str(tmp_path), "--port", "0", *flags])
+    except SystemExit as exit:
+        status = int(exit.code or 0)
+    assert status == 2 and words in capsys.readouterr().err and not loaded
+
+
+def test_a_port_in_use_is_named(
+    loaded: list[ServerSettings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["serve", "--model", str(tmp_path), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err

@@ -1,0 +1,389 @@
+"""The HTTP API in process: answers, errors, keys, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_helpers import CACHE, NAME, ask, client_of, events, in_engine, make_served_model, nothing_left, run_async
+from test_async_llm import failing_steps, slow_steps
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.limits import Admission
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+SAMPLING = {"max_tokens": 8, "ignore_eos": True, "seed": 3, "temperature": 0.8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_served_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[AsyncLLM]:
+    with AsyncLLM(model, **CACHE) as engine:
+        yield engine
+        assert nothing_left(engine)
+
+
+@pytest.fixture(scope="module")
+def offline(model: str) -> Iterator[LLM]:
+    with LLM(model, **CACHE) as llm:
+        yield llm
+
+
+def ok(engine: AsyncLLM, path: str, **body: Any) -> Any:
+    response = ask(engine, path, body)
+    assert response.status_code == 200, response.text
+    return events(response.text) if body.get("stream") else response.json()
+
+
+def error(engine: AsyncLLM, path: str, body: Any, status: int = 400, **others: Any) -> dict[str, Any]:
+    response = ask(engine, path, body, **others)
+    assert response.status_code == status, response.text
+    (name, found), *rest = response.json().items()
+    assert name == "error" and not rest and set(found) == {"message", "type", "param", "code"}
+    assert found["message"] and "\n" not in found["message"]
+    return dict(found)
+
+
+# ---- answers
+
+
+def test_completions_equal_generate_to_the_bit(engine: AsyncLLM, offline: LLM) -> None:
+    prompts = ["hello world", "x", "日本 and more"]
+    params = SamplingParams(**SAMPLING, logprobs=3)  # type: ignore[arg-type]
+    expected = [output.outputs[0] for output in offline.generate(prompts, params, use_tqdm=False)]
+    answer = ok(engine, COMPLETIONS, prompt=prompts, model=NAME, logprobs=3, return_token_ids=True, **SAMPLING)
+    assert answer["object"] == "text_completion" and answer["model"] == NAME
+    for index, (choice, completion) in enumerate(zip(answer["choices"], expected, strict=True)):
+        assert choice["index"] == index and choice["finish_reason"] == "length"
+        assert (choice["text"], choice["token_ids"]) == (completion.text, completion.token_ids)
+        found = [at[token].logprob for at, token in zip(completion.logprobs or (), completion.token_ids, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == found, "a JSON number is the float itself"
+        assert all(len(top) <= 4 for top in choice["logprobs"]["top_logprobs"])
+    tokens = [len(offline.engine.check_prompt(prompt, None)) for prompt in prompts]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(tokens), 24)
+    assert usage["total_tokens"] == sum(tokens) + 24
+
+
+def test_chat_equals_chat(engine: AsyncLLM, offline: LLM) -> None:
+    messages = [{"role": "system", "content": "be kind"}, *HELLO]
+    params = SamplingParams(**SAMPLING, logprobs=2)  # type: ignore[arg-type]
+    (expected,) = offline.chat(messages, params, use_tqdm=False)
+    parts = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    ]
+    for asked in (messages, parts):
+        answer = ok(engine, CHAT, messages=asked, logprobs=True, top_logprobs=2, return_token_ids=True, **SAMPLING)
+        (choice,) = answer["choices"]
+        assert answer["prompt_token_ids"] == expected.prompt_token_ids
+        assert choice["message"]["content"] == expected.outputs[0].text
+        assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
+        for entry, token, at in zip(
+            choice["logprobs"]["content"],
+            expected.outputs[0].token_ids,
+            expected.outputs[0].logprobs or (),
+            strict=True,
+        ):
+            assert entry["logprob"] == at[token].logprob and len(entry["top_logprobs"]) == 2
+            assert bytes(entry["bytes"]).decode() == entry["token"]
+            assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": 2, "best_of": 3}, {"stop": ["a"]}, {"echo": True}], ids=str)
+def test_streams_join_to_the_answer_in_one_piece(engine: AsyncLLM, more: dict[str, Any]) -> None:
+    body = {"prompt": ["hello", "AB"], "logprobs": 1, **SAMPLING, **more}
+    whole = ok(engine, COMPLETIONS, **body)
+    *chunks, done = ok(engine, COMPLETIONS, stream=True, stream_options={"include_usage": True}, **body)
+    assert done == "[DONE]" and chunks[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        assert parts[-1]["stop_reason"] == choice["stop_reason"]
+        for name, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert chunks[-1]["usage"][name] == whole["usage"][name]
+
+
+def test_chat_streams_join_to_the_answer(engine: AsyncLLM) -> None:
+    body = {"messages": HELLO, "n": 2, "logprobs": True, "top_logprobs": 1, **SAMPLING}
+    whole = ok(engine, CHAT, **body)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, done = ok(engine, CHAT, stream=True, stream_options=options, **body)
+    assert done == "[DONE]" and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+        logprobs = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert logprobs == choice["logprobs"]["content"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 16
+
+
+def test_a_prefix_that_was_computed_is_reported(engine: AsyncLLM) -> None:
+    body = {"prompt": list(range(1, 100)), "max_tokens": 1, "cache_salt": "counted"}
+    cached = [ok(engine, COMPLETIONS, **body)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert cached == [0, 96]
+    assert (
+        ok(engine, COMPLETIONS, **{**body, "cache_salt": "b"})["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    )
+
+
+def test_echo_has_the_prompts_logprobs(engine: AsyncLLM, offline: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, logprobs=1)
+    (expected,) = offline.generate("hello", params, use_tqdm=False)
+    (choice,) = ok(engine, COMPLETIONS, prompt="hello", echo=True, max_tokens=2, logprobs=1, temperature=0)["choices"]
+    assert choice["text"] == "hello" + expected.outputs[0].text
+    scored = expected.prompt_logprobs or []
+    found = [at[token].logprob for at, token in zip(scored[1:], expected.prompt_token_ids[1:], strict=True) if at]
+    assert choice["logprobs"]["token_logprobs"][: len(found) + 1] == [None, *found]
+    assert choice["logprobs"]["tokens"][:5] == list("hello") and choice["logprobs"]["text_offset"][:6] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+def test_other_fields_reach_the_engine(engine: AsyncLLM) -> None:
+    biased = ok(engine, COMPLETIONS, prompt="a", max_tokens=3, logit_bias={"65": 100}, temperature=0)
+    assert biased["choices"][0]["text"] == "AAA"
+    beams = ok(engine, COMPLETIONS, prompt="a", max_tokens=3, n=2, use_beam_search=True)
+    assert len(beams["choices"]) == 2
+    scored = ok(engine, CHAT, messages=HELLO, max_tokens=1, prompt_logprobs=1)
+    assert scored["prompt_logprobs"][0] is None and len(scored["prompt_logprobs"][1]) >= 1
+    assert ok(engine, CHAT, messages=HELLO, max_completion_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+    ids = ok(engine, COMPLETIONS, prompt="a", max_tokens=1, logprobs=0, return_tokens_as_token_ids=True)
+    assert ids["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    assert ok(engine, CHAT, messages=HELLO, max_tokens=1, **harmless)["choices"]
+    assert ok(engine, CHAT, messages=HELLO, max_tokens=1, model="alias", request_id="mine")["id"] == "chatcmpl-mine"
+    open_end = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "The"}]
+    prompt = {"messages": open_end, "continue_final_message": True, "add_generation_prompt": False}
+    tokens = ok(engine, "/tokenize", **prompt)["tokens"]
+    assert bytes(tokens).decode() == "<user>q<assistant>The"
+
+
+def test_tokenize_and_detokenize(engine: AsyncLLM, offline: LLM) -> None:
+    answer = ok(engine, "/tokenize", prompt="the 日本", return_token_strs=True)
+    assert answer["tokens"] == offline.engine.check_prompt("the 日本", None)
+    assert answer["count"] == len(answer["tokens"]) and answer["max_model_len"] == 1024
+    assert "".join(answer["token_strs"]) == "the 日本"
+    assert ok(engine, "/detokenize", tokens=answer["tokens"])["prompt"] == "the 日本"
+    assert ok(engine, "/tokenize", prompt="")["tokens"] == []
+    assert "not one of the model's" in error(engine, "/detokenize", {"tokens": [300]})["message"]
+    assert error(engine, "/tokenize", {})["param"] == "prompt"
+
+
+def test_models_health_version_and_metrics(engine: AsyncLLM) -> None:
+    listed = ask(engine, "/v1/models").json()
+    assert [card["id"] for card in listed["data"]] == [NAME, "alias"] and listed["data"][0]["max_model_len"] == 1024
+    assert ask(engine, f"/v1/models/{NAME}").json()["id"] == NAME
+    assert error(engine, "/v1/models/other", None, 404)["code"] == "model_not_found"
+    assert ask(engine, "/health").json() == {"status": "ok"}
+    assert ask(engine, "/version").json()["version"]
+
+    async def scraped() -> str:
+        async with client_of(engine) as client:
+            for _ in range(2):
+                await client.post(COMPLETIONS, json={"prompt": "count me", "max_tokens": 4, "ignore_eos": True})
+            return (await client.get("/metrics")).text
+
+    metrics = run_async(scraped())
+    assert f'vllm:generation_tokens_total{{model_name="{NAME}"}} 8.0' in metrics
+    assert 'finished_reason="length"' in metrics and "vllm:time_to_first_token_seconds_bucket" in metrics
+    assert 'nanovllm:kv_transfer_bytes_total{direction="h2d"' in metrics and "vllm:kv_cache_usage_perc" in metrics
+
+
+# ---- errors
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "1"}, "temperature", "got '1'"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "at least 1"),
+    (COMPLETIONS, {"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, "n", "integer"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "Cannot request more than 20"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "got 'b'"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"4000": 1}}, "logit_bias", "4000"),
+    (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "did you mean 'temperature'"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
+    (COMPLETIONS, {"prompt": "a", "request_id": ""}, "request_id", "printable"),
+    (COMPLETIONS, {"prompt": ""}, "", "empty"),
+    (COMPLETIONS, {"prompt": [999]}, "", "999"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "0 prompts"),
+    (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt", "257"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "valid"),
+    (COMPLETIONS, {}, "prompt", "missing"),
+    (CHAT, {"messages": []}, "messages", "at least 1"),
+    (CHAT, {"messages": "hi"}, "messages", "array"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "missing"),
+    (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages", "no role alien"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'type': 'text'"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+    (CHAT, {"messages": HELLO, "chat_template": "x"}, "chat_template", "no templates from requests"),
+    (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities.0", "text"),
+    (CHAT, {"messages": HELLO, "audio": {"voice": "a"}}, "audio", "unknown field"),
+    (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens"),
+    (CHAT, {"messages": HELLO, "tool_choice": "auto"}, "tool_choice", "needs tools"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format", "schema"),
+]
+
+
+@pytest.mark.parametrize("path,body,param,words", REFUSED, ids=[json.dumps(body)[:60] for _, body, _, _ in REFUSED])
+def test_refusals_name_the_parameter(engine: AsyncLLM, path: str, body: dict[str, Any], param: str, words: str) -> None:
+    found = error(engine, path, body)
+    assert (found["param"] or "") == param and words in found["message"], found
+    assert found["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long_is_told_what_to_do(engine: AsyncLLM) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": [1] * 1025}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 2000}]}),
+    ):
+        found = error(engine, path, body)
+        assert found["code"] == "context_length_exceeded" and "max_model_len is 1024" in found["message"]
+        assert "shorten the prompt" in found["message"]
+
+
+@pytest.mark.parametrize(
+    "body,words",
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"[1]", "object"),
+        (b"null", "object"),
+        (b'{"prompt": "\xff"}', "JSON"),
+        (b'{"prompt": "\\ud800"}', "JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 400 + b"}", "seed"),
+        (b'{"metadata": ' + b'{"a":' * 5000, "JSON"),
+    ],
+)
+def test_bodies_that_are_no_requests(engine: AsyncLLM, body: bytes, words: str) -> None:
+    assert words in error(engine, COMPLETIONS, body)["message"]
+
+
+def test_unknown_paths_methods_models_and_types(engine: AsyncLLM) -> None:
+    assert error(engine, "/v2", None, 404)["message"] == "there is no /v2"
+    assert "only POST" in error(engine, CHAT, None, 405)["message"]
+    assert error(engine, CHAT, {"model": "gpt", "messages": HELLO}, 404)["code"] == "model_not_found"
+    error(engine, CHAT, b"{}", 415, headers={"content-type": "text/plain"})
+
+
+def test_a_failed_step_is_an_error_500_without_internals(model: str) -> None:
+    with AsyncLLM(model, **CACHE) as engine:
+        failing_steps(engine, 2)
+        found = error(engine, COMPLETIONS, {"prompt": "a"}, 500)
+        assert "device is lost" not in str(found) and found["code"] == "engine_error"
+        *_, streamed = ok(engine, COMPLETIONS, prompt="a", stream=True)
+        assert streamed["error"]["code"] == "engine_error"
+        assert ok(engine, COMPLETIONS, prompt="a", max_tokens=1)["choices"], "the engine goes on"
+        failing_steps(engine, 100)
+        for _ in range(3):
+            error(engine, COMPLETIONS, {"prompt": "a"}, 500)
+        assert error(engine, COMPLETIONS, {"prompt": "a"}, 503)["code"] == "engine_error"
+        health = ask(engine, "/health")
+        assert health.status_code == 503 and health.json()["status"] == "error"
+
+
+def test_one_bad_prompt_of_several_refuses_the_request_and_leaves_nothing(engine: AsyncLLM) -> None:
+    error(engine, COMPLETIONS, {"prompt": [[1], [2], [4000], [3]], "max_tokens": 500})
+    assert nothing_left(engine)
+
+
+# ---- safety
+
+
+def test_keys(engine: AsyncLLM) -> None:
+    keys = {"api_keys": ("first", "second")}
+    for value in ("", "Bearer", "Bearer wrong", "Basic first", "Bearer firs", "Bearer first second"):
+        response = ask(engine, "/v1/models", headers={"authorization": value}, **keys)
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+    for key in ("first", "second"):
+        assert ask(engine, "/v1/models", headers={"authorization": f"bearer {key}"}, **keys).status_code == 200
+    assert error(engine, "/metrics", None, 401, **keys)["type"] == "authentication_error"
+    assert ask(engine, "/health", **keys).status_code == 200
+
+
+def test_pages_of_other_origins_need_permission(engine: AsyncLLM) -> None:
+    asked = {"origin": "https://chat.example"}
+    assert "access-control-allow-origin" not in ask(engine, "/health", headers=asked).headers
+    allowed = ask(engine, "/health", headers=asked, allowed_origins=("https://chat.example",))
+    assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_a_body_over_the_limit_is_not_read(engine: AsyncLLM) -> None:
+    body = {"prompt": "a" * 3000, "max_tokens": 1}
+    found = error(engine, COMPLETIONS, body, 413, max_body_bytes=1000)
+    assert "1,000 bytes" in found["message"]
+
+
+def test_a_full_queue_is_refused_and_told_when_to_come_back(model: str) -> None:
+    async def flood(engine: AsyncLLM) -> list[Any]:
+        async with client_of(engine, max_queue=3) as client:
+            body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
+            return await asyncio.gather(*(client.post(COMPLETIONS, json=body) for _ in range(12)))
+
+    with AsyncLLM(model, **CACHE, max_num_seqs=1) as engine:
+        slow_steps(engine, 0.02)
+        responses = run_async(flood(engine))
+        statuses = [response.status_code for response in responses]
+        assert set(statuses) == {200, 429} and 3 <= statuses.count(200) <= 5
+        refused = next(response for response in responses if response.status_code == 429)
+        assert int(refused.headers["retry-after"]) > 0 and refused.json()["error"]["code"] == "queue_full"
+        assert nothing_left(engine)
+
+
+def test_draining_refuses_new_requests(engine: AsyncLLM) -> None:
+    admission = Admission(engine, 100)
+    admission.draining = True
+
+    async def asked() -> list[Any]:
+        async with client_of(engine, admission) as client:
+            return [await client.get(path) for path in ("/v1/models", "/health", "/metrics")]
+
+    refused, health, metrics = run_async(asked())
+    assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+    assert health.json() == {"status": "draining"} and metrics.status_code == 200
+
+
+def test_prompts_are_not_logged(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        ok(engine, COMPLETIONS, prompt="a secret", max_tokens=2)
+        ok(engine, CHAT, messages=[{"role": "user", "content": "a secret"}], max_tokens=2, stream=True)
+        error(engine, COMPLETIONS, {"prompt": "a secret", "temperature": -3})
+    assert "a secret" not in caplog.text
+
+
+def test_admission_is_released_by_every_end(engine: AsyncLLM) -> None:
+    admission = Admission(engine, 100)
+
+    async def asked() -> None:
+        async with client_of(engine, admission) as client:
+            body: dict[str, Any] = {"prompt": ["a", "b"], "max_tokens": 3}
+            for more in ({}, {"stream": True}, {"temperature": -1}, {"prompt": [[1], [4000]]}, {"prompt": ["a", ""]}):
+                await client.post(COMPLETIONS, json={**body, **more})
+                assert admission.num_prompts == 0, more
+
+    run_async(asked())
+    assert in_engine(engine, lambda llm: llm.metrics()).running_requests == 0

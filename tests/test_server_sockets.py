@@ -1,0 +1,235 @@
+"""The server on real sockets: the official client, clients that go away or never finish, and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from server_helpers import (
+    CACHE,
+    NAME,
+    TOOL,
+    eventually,
+    listening,
+    make_served_model,
+    nothing_left,
+    raw,
+    run_async,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.server.async_llm import AsyncLLM
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_served_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[AsyncLLM]:
+    with AsyncLLM(model, **CACHE) as engine:
+        yield engine
+        assert nothing_left(engine)
+
+
+@pytest.fixture(scope="module")
+def port(engine: AsyncLLM) -> Iterator[int]:
+    with listening(engine, api_keys=("key",)) as (_, port):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def client(port: int) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def post(body: str, path: str = "/v1/completions", more: str = "Connection: close\r\n") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Type: application/json\r\n"
+    return f"{head}{more}Content-Length: {len(body.encode())}\r\n\r\n{body}".encode()
+
+
+# ---- the official client
+
+
+def test_the_official_client(client: openai.OpenAI, model: str) -> None:
+    assert [card.id for card in client.models.list()] == [NAME, "alias"]
+    params = SamplingParams(temperature=0.5, seed=2, max_tokens=6, logprobs=2, ignore_eos=True)
+    with LLM(model, **CACHE) as llm:
+        (expected,) = llm.chat(HELLO, params, use_tqdm=False)
+    answer = client.chat.completions.create(
+        model=NAME,
+        messages=HELLO,
+        temperature=0.5,
+        seed=2,
+        max_completion_tokens=6,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"ignore_eos": True},
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == expected.outputs[0].text and choice.finish_reason == "length"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    found = [entry.logprob for entry in choice.logprobs.content]
+    positions = zip(expected.outputs[0].logprobs or (), expected.outputs[0].token_ids, strict=True)
+    assert found == [at[token].logprob for at, token in positions]
+    assert answer.usage is not None and answer.usage.completion_tokens == 6
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=HELLO,
+        temperature=0.5,
+        seed=2,
+        max_tokens=6,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == choice.message.content and chunks[-1].usage == answer.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}  # type: ignore[union-attr]
+    )
+    completion = client.completions.create(model=NAME, prompt=["a", "b"], n=2, max_tokens=3, seed=1)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    tools = client.chat.completions.create(model=NAME, messages=HELLO, tools=[TOOL], max_tokens=2)  # type: ignore[call-overload]
+    assert tools.choices[0].message.role == "assistant"
+
+
+def test_errors_of_the_official_client(client: openai.OpenAI, port: int) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature") as refused:
+        client.chat.completions.create(model=NAME, messages=HELLO, temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=NAME, prompt=[1] * 2000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_the_official_asynchronous_client(port: int, engine: AsyncLLM) -> None:
+    async def use() -> None:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key") as client:
+            answers = await asyncio.gather(
+                *(client.completions.create(model=NAME, prompt="p", max_tokens=4, temperature=0) for _ in range(8))
+            )
+            assert len({answer.choices[0].text for answer in answers}) == 1
+            stream: Any = await client.chat.completions.create(
+                model=NAME, messages=HELLO, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+
+    run_async(use())
+    assert nothing_left(engine), "an answer that is left in the middle ends"
+
+
+# ---- clients that go away
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_client_that_goes_away_ends_its_request(port: int, engine: AsyncLLM, stream: str) -> None:
+    body = f'{{"prompt": ["a", "b"], "max_tokens": 900, "ignore_eos": true, "stream": {stream}}}'
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(post(body))
+        assert eventually(lambda: len(engine._collectors) == 2)
+    assert nothing_left(engine)
+
+
+def test_a_client_that_never_reads_stops_nobody(port: int, engine: AsyncLLM) -> None:
+    """Its answer is merged until it is read; the engine computes it and others'."""
+    body = '{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true, "logprobs": 20}'
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.sendall(post(body))
+        assert eventually(lambda: len(engine._collectors) == 1)
+        assert b" 200 " in raw(port, post('{"prompt": "b", "max_tokens": 2}'))
+        assert eventually(lambda: not engine._collectors, 30), "the engine ended it, although it was not read"
+    assert nothing_left(engine)
+
+
+# ---- connections that are no requests
+
+
+def test_broken_requests_are_answered_or_closed(port: int) -> None:
+    whole = post('{"prompt": "a", "max_tokens": 1}')
+    for data in (b"", b"\x00\xff", b"GET", whole[:40], whole[:-5], b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 100):
+        assert b" 200 " not in raw(port, data, close=True, seconds=2)
+    assert raw(port, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 400"), "no Host"
+    huge = b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n"
+    assert b" 200 " not in raw(port, huge, seconds=2)
+    assert b" 200 " in raw(port, whole), "the server goes on"
+
+
+def test_slow_headers_and_bodies_are_cut_off(engine: AsyncLLM) -> None:
+    with listening(engine, header_timeout=0.3, idle_timeout=0.3) as (server, port):
+        start = time.monotonic()
+        assert raw(port, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n") == b""
+        assert raw(port, b"") == b""
+        half = post('{"prompt": "a"}')[:-3]
+        assert b" 408 " in raw(port, half)
+        assert time.monotonic() - start < 8
+        assert eventually(lambda: not server.server_state.connections)
+
+
+def test_connections_beyond_the_limit_are_refused_politely(engine: AsyncLLM) -> None:
+    with listening(engine, max_connections=3) as (_, port):
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        time.sleep(0.2)
+        refused = raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert refused.startswith(b"HTTP/1.1 503") and b"Retry-After" in refused and b"too_many_connections" in refused
+        for connection in held:
+            connection.close()
+        health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert eventually(lambda: b" 200 " in raw(port, health))
+
+
+def test_a_large_body_is_refused_while_it_comes(engine: AsyncLLM) -> None:
+    with listening(engine, max_body_bytes=10_000) as (_, port):
+        body = '{"prompt": "' + "a" * 3_000_000 + '"}'
+        answer = raw(port, post(body))
+        assert answer.startswith(b"HTTP/1.1 413") and b"body_too_large" in answer
+        chunked = post("", more="Connection: close\r\nTransfer-Encoding: chunked\r\n").replace(
+            b"Content-Length: 0\r\n", b""
+        )
+        assert b" 413 " in raw(port, chunked + (b"8000\r\n" + b"a" * 0x8000 + b"\r\n") * 4 + b"0\r\n\r\n")
+
+
+# ---- the end
+
+
+def test_draining_answers_what_runs_and_refuses_the_rest(model: str) -> None:
+    with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=30.0) as (server, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as running:
+            running.sendall(post('{"prompt": "a", "max_tokens": 150, "ignore_eos": true}'))
+            assert eventually(lambda: bool(engine._collectors))
+            server.handle_exit(15, None)
+            assert b" 503 " in raw(port, post('{"prompt": "b"}'))
+            answer = b""
+            while part := running.recv(65536):
+                answer += part
+        assert b" 200 " in answer and b'"completion_tokens":150' in answer
+        assert eventually(lambda: server.should_exit)
+
+
+def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
+    with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=0.2) as (server, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as running:
+            running.sendall(post('{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'))
+            assert eventually(lambda: bool(engine._collectors))
+            server.handle_exit(15, None)
+            answer = b""
+            while part := running.recv(65536):
+                answer += part
+        assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
+        assert nothing_left(engine)
