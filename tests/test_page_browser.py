@@ -315,14 +315,18 @@ def test_the_picture_of_100_000_blocks_is_drawn_quickly(page: Any) -> None:
             drawNow();
             const runs = [];
             for (let cell = 0; cell < 100000; cell += 7) runs.push([cell, 3, 1 + cell % 4]);
-            const begin = performance.now();
-            applyRuns(runs);
-            drawNow();
-            return (performance.now() - begin) / 1000;
+            let best = Infinity;
+            for (let round = 0; round < 5; round++) {
+                const begin = performance.now();
+                applyRuns(runs.map(([cell, count, state]) => [cell, count, 1 + (state + round) % 4]));
+                drawNow();
+                best = Math.min(best, performance.now() - begin);
+            }
+            return best / 1000;
         }"""
     )
     total = sum(
         count(page, state, tier) for state in ("used", "filling", "in_flight", "cached", "free") for tier in (0, 1)
     )
     assert total == 100_000 and count(page, "free", 0) + count(page, "free", 1) == 100_000 - 3 * 14_286
-    assert seconds < 1.0
+    assert seconds < 0.5
