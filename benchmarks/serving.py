@@ -132,13 +132,14 @@ def _offline(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
 
 def _offline_streams(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
     start = time.perf_counter()
-    tokens, last, gaps = 0, {}, []
+    tokens, last, gaps = 0, dict[str, float](), []
     for output in llm.stream(prompts, _params(output_len, output_kind=RequestOutputKind.DELTA)):
-        now = time.perf_counter()
-        tokens += len(output.outputs[0].token_ids)
-        if output.request_id in last:
+        now, new = time.perf_counter(), sum(len(completion.token_ids) for completion in output.outputs)
+        if new and output.request_id in last:
             gaps.append(now - last[output.request_id])
-        last[output.request_id] = now
+        if new:
+            tokens += new
+            last[output.request_id] = now
     return Run(tokens, time.perf_counter() - start, tuple(gaps))
 
 

@@ -1,0 +1,337 @@
+"""`nanovllm serve` as a process: load, memory, floods, signals. Slow.
+
+NANOVLLM_LOAD_REQUESTS is the number of requests that memory is watched over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_helpers import eventually, make_served_model
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+RESIDENT = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 400}
+OFFLOADED = {
+    "device": "cpu",
+    "enable_cpu_offload": True,
+    "kvcache_block_size": 256,
+    "num_gpu_blocks": 24,
+    "num_cpu_blocks": 400,
+    "max_num_batched_tokens": 2048,
+}
+LONG = 30_000
+DOCUMENTS = 2
+BODY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+
+
+@contextmanager
+def served(model: str, engine: dict[str, Any], *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The process and its port."""
+    given = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
+    command = [sys.executable, "-m", "nanovllm", "serve", "--model", model, "--port", "0", *given, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        line = next((line for line in process.stderr if "is served at" in line), "")
+        port = int(line.split("is served at ")[1].split(",")[0].rpartition(":")[2])
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_served_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_served_model(tmp_path_factory.mktemp("long"), max_positions=32768)
+
+
+def url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def health(port: int) -> int:
+    return httpx.get(f"{url(port)}/health", timeout=30).status_code
+
+
+def metric(port: int, name: str) -> float:
+    text = httpx.get(f"{url(port)}/metrics", timeout=60).text
+    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([\d.e+]+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+def is_idle(port: int, num_blocks: int) -> bool:
+    """No request and no used block: all are free or cached."""
+    used, running = metric(port, "nanovllm:kv_blocks_used"), metric(port, "vllm:num_requests_running")
+    held = metric(port, "nanovllm:kv_blocks_free") + metric(port, "nanovllm:kv_blocks_cached")
+    return used == 0 and running == 0 and metric(port, "vllm:num_requests_waiting") == 0 and held == num_blocks
+
+
+def counts(process: subprocess.Popen[str]) -> tuple[int, int]:
+    """Open files and threads."""
+    folder = Path(f"/proc/{process.pid}")
+    return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))
+
+
+def resident_bytes(process: subprocess.Popen[str]) -> int:
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tokens(length: int, number: int) -> list[int]:
+    chosen = random.Random(number)
+    return [chosen.randrange(256) for _ in range(length)]
+
+
+# ---- load
+
+
+async def stream(client: httpx.AsyncClient, prompt: list[int], *, drop: bool, slow: bool) -> tuple[str, list[float]]:
+    """Text and log-probabilities of a streamed completion; nothing if it is dropped in the middle."""
+    body, buffer = {**BODY, "prompt": prompt, "stream": True}, ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        if slow:
+            async for piece in response.aiter_raw(1):
+                buffer += piece.decode("latin-1")
+                if len(buffer) >= 10:
+                    break
+                await asyncio.sleep(1)
+            buffer = ""
+            return "", []
+        async for line in response.aiter_lines():
+            buffer += f"{line}\n"
+            if drop and line:
+                return "", []
+    parts = [json.loads(line[6:]) for line in buffer.split("\n") if line.startswith("data: {")]
+    choices = [choice for part in parts for choice in part["choices"]]
+    return (
+        "".join(choice["text"] for choice in choices),
+        [value for choice in choices for value in choice["logprobs"]["token_logprobs"]],
+    )
+
+
+def test_two_hundred_connections_under_offload(long_model: str) -> None:
+    """A fifth is dropped in the middle, some read a byte a second; all others are answered as offline, to the bit."""
+    longs = [tokens(LONG, i) for i in range(DOCUMENTS)]
+    prompts = [longs[i % DOCUMENTS] if i % 40 == 0 else tokens(10, 100 + i) for i in range(200)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+    with LLM(long_model, **OFFLOADED) as llm:  # type: ignore[arg-type]
+        offline = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        num_blocks = llm.engine.scheduler.block_manager.num_blocks
+
+    async def load(port: int) -> list[tuple[str, list[float]]]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=url(port), timeout=1200, limits=limits) as client:
+            jobs = (stream(client, prompt, drop=i % 5 == 4, slow=i % 50 == 3) for i, prompt in enumerate(prompts))
+            return await asyncio.gather(*jobs)
+
+    with served(long_model, OFFLOADED) as (process, port):
+        assert health(port) == 200
+        before = counts(process)
+        start = time.monotonic()
+        answers = asyncio.run(load(port))
+        seconds = time.monotonic() - start
+        wrong = []
+        for i, ((text, logprobs), expected) in enumerate(zip(answers, offline, strict=True)):
+            exact = [at[token].logprob for at, token in zip(expected.logprobs or (), expected.token_ids, strict=True)]
+            if i % 5 != 4 and i % 50 != 3 and (text, logprobs) != (expected.text, exact):
+                wrong.append(i)
+        assert not wrong
+        assert eventually(lambda: is_idle(port, num_blocks), 60)
+        assert eventually(lambda: counts(process) <= before, 10), (counts(process), before)
+        print(f"200 connections in {seconds:.1f} s; h2d {metric(port, 'nanovllm:kv_transfer_bytes_total'):,.0f} bytes")
+
+
+def test_memory_is_flat_over_many_requests(model: str) -> None:
+    total = int(os.environ.get("NANOVLLM_LOAD_REQUESTS", "2000"))
+
+    async def load(port: int, first: int, count: int) -> None:
+        async with httpx.AsyncClient(base_url=url(port), timeout=600) as client:
+            slots = asyncio.Semaphore(32)
+
+            async def one(i: int) -> None:
+                async with slots:
+                    body = {"prompt": tokens(20 + i % 300, i), "max_tokens": 4, "logprobs": 5, "stream": i % 2 == 0}
+                    (await client.post("/v1/completions", json=body)).raise_for_status()
+
+            await asyncio.gather(*(one(first + i) for i in range(count)))
+
+    with served(model, RESIDENT) as (process, port):
+        asyncio.run(load(port, 0, total // 4))
+        settled = resident_bytes(process)
+        asyncio.run(load(port, total // 4, total - total // 4))
+        grown = resident_bytes(process) - settled
+        print(f"{total} requests; {settled / 2**20:.0f} MiB after a quarter, {grown / 2**20:+.1f} MiB at the end")
+        assert grown < 24 << 20
+        assert eventually(lambda: is_idle(port, int(RESIDENT["num_gpu_blocks"])))
+
+
+# ---- floods
+
+
+def test_ten_thousand_connections_are_refused_politely(model: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
+
+    async def knock(port: int, slots: asyncio.Semaphore) -> bytes:
+        async with slots:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                return (await asyncio.wait_for(reader.read(400), 60))[:12]
+            except ConnectionResetError:
+                return b"reset"
+            finally:
+                writer.close()
+
+    async def flood(port: int) -> list[bytes]:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        slots = asyncio.Semaphore(1000)
+        answers = await asyncio.gather(*(knock(port, slots) for _ in range(10_000)))
+        for _, writer in held:
+            writer.close()
+        return answers
+
+    try:
+        with served(model, RESIDENT, "--max-connections", "100") as (process, port):
+            answers = asyncio.run(flood(port))
+            found = {answer: answers.count(answer) for answer in set(answers)}
+            print(found)
+            assert set(found) <= {b"HTTP/1.1 503", b"HTTP/1.1 200", b"reset"} and found[b"HTTP/1.1 503"] > 9000
+            assert eventually(lambda: health(port) == 200)
+            assert counts(process)[0] < 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_body_of_100_megabytes(model: str) -> None:
+    with served(model, RESIDENT) as (process, port):
+        before = resident_bytes(process)
+        answer = httpx.post(
+            f"{url(port)}/v1/completions",
+            content=b'{"prompt": "' + b"a" * 100_000_000 + b'"}',
+            headers={"content-type": "application/json"},
+            timeout=60,
+        )
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+        grown = resident_bytes(process) - before
+        print(f"{grown / 2**20:+.1f} MiB")
+        assert grown < 16 << 20 and health(port) == 200
+
+
+def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
+    chosen = random.Random(16)
+    whole = json.dumps({"prompt": "hello", "max_tokens": 2, "stream": True, "stop": ["a"], "logit_bias": {"5": 1}})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+
+    def mutated(data: bytes) -> bytes:
+        changed = bytearray(data)
+        for _ in range(chosen.randrange(1, 6)):
+            at = chosen.randrange(len(changed))
+            change = chosen.randrange(4)
+            if change == 0:
+                changed[at] = chosen.randrange(256)
+            elif change == 1:
+                del changed[at : at + chosen.randrange(1, 20)]
+            elif change == 2:
+                changed[at:at] = changed[chosen.randrange(len(changed)) :][: chosen.randrange(1, 30)]
+            else:
+                changed = changed[: at + 1]
+            if not changed:
+                break
+        return bytes(changed) or b"x"
+
+    def send(port: int, data: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection, suppress(OSError):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(100)
+        return b""
+
+    with served(model, RESIDENT, "--idle-timeout", "1", "--header-timeout", "1") as (_, port):
+        statuses: dict[bytes, int] = {}
+        for i in range(600):
+            body = mutated(whole.encode()) if i % 2 else whole.encode()
+            data = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            status = send(port, data if i % 2 else mutated(data))[9:12]
+            statuses[status] = statuses.get(status, 0) + 1
+        print(statuses)
+        assert not any(status.startswith(b"5") for status in statuses), statuses
+        assert health(port) == 200 and eventually(lambda: is_idle(port, int(RESIDENT["num_gpu_blocks"])))
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_exits_0(model: str, number: signal.Signals) -> None:
+    with served(model, RESIDENT, "--shutdown-timeout", "60") as (process, port):
+        body = {"prompt": "a", "max_tokens": 800, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url(port)}/v1/completions", json=body, timeout=120) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            refused = httpx.post(f"{url(port)}/v1/completions", json={"prompt": "b"}, timeout=30)
+            rest = [line for line in lines if line]
+        assert refused.status_code == 503 and "shutting down" in refused.text
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert process.wait(60) == 0
+
+
+def test_clients_of_a_killed_server_get_an_error_at_once(model: str) -> None:
+    with served(model, RESIDENT) as (process, port):
+        body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url(port)}/v1/completions", json=body, timeout=120) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.kill()
+            start = time.monotonic()
+            with pytest.raises(httpx.HTTPError):
+                list(lines)
+            assert time.monotonic() - start < 5
+
+
+def test_curl(model: str) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl on this machine")
+
+    def curl(*arguments: str) -> str:
+        done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout
+
+    with served(model, RESIDENT, "--api-key", "k", "--served-model-name", "m") as (_, port):
+        key, path = ("-H", "Authorization: Bearer k"), f"{url(port)}/v1/chat/completions"
+        assert json.loads(curl(*key, f"{url(port)}/v1/models"))["data"][0]["id"] == "m"
+        body = '{"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}'
+        whole = json.loads(curl(*key, "--json", body, path))
+        assert whole["choices"][0]["message"]["role"] == "assistant"
+        streamed = curl("-N", *key, "--json", body[:-1] + ', "stream": true}', path)
+        assert streamed.endswith("data: [DONE]\n\n")
+        assert "API key" in json.loads(curl("--json", body, path))["error"]["message"]
