@@ -20,8 +20,9 @@ from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
 from nanovllm.kvcache.base import KVStats
 from nanovllm.kvcache.budget import TransferCount, predict_request
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.layerwise_prefill.plan import Sizing
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
@@ -117,11 +118,11 @@ def traffic_of(offload: Variant, work: Work) -> Traffic:
     stats, spec = offload.llm.kv_stats(), work.shape.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
 
+    resident, chunk = stats.resident_blocks, work.max_num_batched_tokens
+    steps = Sizing(0).prefill_steps(stats.block_size, resident, work.prompt_len, chunk, offload.layerwise_memory)
+
     def predict(output_len: int) -> TransferCount:
-        chunk, layerwise_memory = work.max_num_batched_tokens, offload.layerwise_memory
-        return predict_request(
-            layout, stats.resident_blocks, work.prompt_len, output_len, chunk, layerwise_memory=layerwise_memory
-        )
+        return predict_request(layout, resident, work.prompt_len, output_len, chunk, prefill_steps=steps)
 
     prefill, decode = predict(1), predict(work.output_len) - predict(1)
     counted = offload.moved[-1]

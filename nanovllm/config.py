@@ -18,8 +18,6 @@ MOST_GIB = 2**30
 
 MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
-OFFLOAD_BLOCK_SIZE = 4096  # large copies run at the link's peak
-RESIDENT_BLOCK_SIZE = 256  # fine enough for prefix sharing, coarse enough for one attention call per block
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -37,7 +35,7 @@ class EngineConfig:
     num_gpu_blocks: the KV memory of the device, ring slots and resident blocks together. On the CPU, the device is a
         bounded arena. -1 sizes it from memory.
     num_cpu_blocks: the host pool, used with `enable_cpu_offload`. -1 sizes it from memory.
-    kvcache_block_size: None means 4096 with offload and 256 without it.
+    kvcache_block_size: None means 256 without offload; with offload `kvcache.block_size` picks from 256 to 4096.
     cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
         device. Only used with offload.
     max_logprobs: the most logprobs and prompt_logprobs that a request may ask for; -1 for no limit.
@@ -100,13 +98,6 @@ class EngineConfig:
             _require(possible, "trace", "must be a file in a directory that exists", self.trace)
         never = "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none"
         _require(self.trust_remote_code is False, "trust_remote_code", never, self.trust_remote_code)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a KV block, with the default resolved."""
-        if self.kvcache_block_size is not None:
-            return self.kvcache_block_size
-        return OFFLOAD_BLOCK_SIZE if self.enable_cpu_offload else RESIDENT_BLOCK_SIZE
 
     def _check_sizes(self) -> None:
         if self.max_model_len is not None:

@@ -21,6 +21,7 @@ import torch
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.device.memory import peak_rss_bytes
+from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.kvcache.base import KVStats
 from nanovllm.kvcache.budget import TransferCount, predict_request
@@ -77,9 +78,11 @@ def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LL
 def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
     """The transfers of a single request by a formula from sizes alone, without CPU attention."""
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
-    return predict_request(
-        layout, stats.resident_blocks, prompt_len, ANSWER_TOKENS, chunk_size, layerwise_memory=stats.layerwise_memory
-    )
+    layerwise, steps, resident = sides.layerwise_prefill(), None, stats.resident_blocks
+    if layerwise is not None:
+        sizing = layerwise.Sizing(token_bytes=0)
+        steps = sizing.prefill_steps(stats.block_size, resident, prompt_len, chunk_size, stats.layerwise_memory)
+    return predict_request(layout, resident, prompt_len, ANSWER_TOKENS, chunk_size, prefill_steps=steps)
 
 
 def show_answers(exam: WordExam, outputs: Sequence[RequestOutput]) -> bool:

@@ -31,7 +31,6 @@ from nanovllm.models.hf_config import (
 from nanovllm.outputs import RequestOutput
 from nanovllm.progress_bar import ProgressBar
 from nanovllm.prompts import (
-    ChatTemplate,
     Message,
     Prompt,
     PromptParts,
@@ -44,7 +43,9 @@ from nanovllm.prompts import (
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
-if TYPE_CHECKING:  # for annotations only: the planner is a side
+if TYPE_CHECKING:  # for annotations only: these are sides
+    from nanovllm.chat_template.process import TemplateProcess
+    from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
 
@@ -130,7 +131,7 @@ class LLM:
             BlockManager(
                 plan.split.resident_blocks,
                 plan.num_cpu_blocks,
-                config.block_size,
+                self._runner.sizing.layout.block_size,
                 config.enable_prefix_caching,
                 self._runner.num_swap_blocks,
             ),
@@ -143,6 +144,7 @@ class LLM:
         self.config = config
         self.max_model_len = plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
+        self._template_process: TemplateProcess | None = None
         self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls in progress, by request_id
 
     @property
@@ -195,8 +197,7 @@ class LLM:
         """
         refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
         with self.engine.guard.call("chat"):
-            template = ChatTemplate(
-                self.engine.tokenizer,
+            template = self._chat_template(
                 chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -280,6 +281,18 @@ class LLM:
         self.close()
 
     # ---- helpers
+
+    def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
+        """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
+        templates = sides.chat_templates()
+        if templates is None:
+            raise RequestError(
+                "chat() needs nanovllm.chat_template, which this installation does not have: give finished prompts to "
+                "generate()"
+            )
+        if self._template_process is None:
+            self._template_process = templates.TemplateProcess()
+        return templates.ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)
 
     def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
         """The final outputs of the calls, in order."""

@@ -22,7 +22,6 @@ from nanovllm.model_files import (
     one_of,
     read_json_object,
 )
-from nanovllm.template_process import TemplateProcess
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
@@ -74,7 +73,6 @@ class HuggingFaceTokenizer:
         """model_type: the network's, in Transformers. It selects the tokenizer class if the files name none."""
         _refuse_own_code(Path(model_dir), _check_files(Path(model_dir)))
         self.tokenizer = _load(Path(model_dir), model_type)
-        self.templates = TemplateProcess()
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         self.backend = backend if isinstance(backend, Backend) else None
         added = {} if self.backend is None else self.backend.get_added_tokens_decoder()

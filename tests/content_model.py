@@ -16,7 +16,7 @@ from random import Random
 
 from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill, LayerwiseStep
+from nanovllm.kvcache.layerwise import LayerwisePrefill, LayerwiseStep
 
 VOCAB = 50
 
@@ -127,6 +127,7 @@ class ContentExecutor:
         self.num_steps = 0
         self.num_moves = 0  # between the tiers
         self.num_copies = 0  # moves that keep their source
+        self.num_part_moves = 0  # moves of a part of a block
         self.fail_next = False
 
     def execute(self, batch: Batch) -> StepResult:
@@ -157,19 +158,23 @@ class ContentExecutor:
         assert move.src != move.dst
         self.num_moves += not move.keeps_source
         self.num_copies += move.keeps_source
-        moved = [self.entries.get((move.src, offset)) for offset in range(self.block_size)]
+        self.num_part_moves += move.num_tokens is not None
+        num_tokens = self.block_size if move.num_tokens is None else move.num_tokens
+        assert 0 < num_tokens <= self.block_size
+        moved = [self.entries.get((move.src, offset)) for offset in range(num_tokens)]
         assert moved[0] is not None and None not in moved[0], "a moved block has content in all layers"
         if not move.keeps_source:
             assert tiers[0] != tiers[1], "a move crosses the tiers"
             # Only the swap tier takes blocks that may still be written.
-            full = all(entry is not None and None not in entry for entry in moved)
-            assert 2 in tiers or full, "a moved block is full"
-        for offset, entry in enumerate(moved):
+            complete = all(entry is not None and None not in entry for entry in moved)
+            assert 2 in tiers or complete, "what is moved has content"
+        for offset in range(self.block_size):  # what is not moved is undefined in the new block
+            entry = moved[offset] if offset < num_tokens else None
             self.entries.pop((move.dst, offset), None)
             if entry is not None:
                 self.entries[move.dst, offset] = list(entry)
-                if not move.keeps_source:
-                    del self.entries[move.src, offset]
+            if not move.keeps_source:
+                self.entries.pop((move.src, offset), None)
 
     def _check_written_blocks(self, batch: Batch) -> None:
         """No physical block is written by one sequence and used by another in the same step."""

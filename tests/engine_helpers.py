@@ -15,7 +15,7 @@ from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -42,8 +42,8 @@ def check_budget(batch: Batch, limits: SchedulerLimits) -> None:
 class WatchedExecutor(ContentExecutor):
     """Records the batches, checks the budgets, and counts 10 h2d and 20 d2h bytes per token."""
 
-    def __init__(self, device: int, host: int, limits: SchedulerLimits, swap: int = 0) -> None:
-        super().__init__(device, host, BLOCK, swap, limits.num_layers)
+    def __init__(self, device: int, host: int, limits: SchedulerLimits, swap: int = 0, block_size: int = BLOCK) -> None:
+        super().__init__(device, host, block_size, swap, limits.num_layers)
         self.limits = limits
         self.batches: list[Batch] = []
         self.error: BaseException | None = None
@@ -79,13 +79,15 @@ class Bench:
         mode: PreemptionMode | None = None,
         num_layers: int = 1,
         layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
+        block_size: int = BLOCK,
+        hash_block_size: int | None = None,
     ) -> None:
-        self.manager = BlockManager(device, host, BLOCK, caching, swap)
+        self.manager = BlockManager(device, host, block_size, caching, swap, hash_block_size)
         length = max_model_len or self.manager.max_sequence_tokens
         self.limits = SchedulerLimits(
             max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory
         )
-        self.executor = WatchedExecutor(device, host, self.limits, swap)
+        self.executor = WatchedExecutor(device, host, self.limits, swap, block_size)
         self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
         self.names: dict[int, str] = {}
         self.finished: dict[str, RequestOutput] = {}

@@ -18,7 +18,7 @@ from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kvcache import sizing
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
+from nanovllm.kvcache.layerwise import NO_LAYERWISE
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
 

@@ -32,4 +32,5 @@ def sizing_for(
 ) -> KVSizing:
     config = engine_config(Path(__file__).parent, arguments)
     memory = MemoryFacts(gpu_mem, gpu_mem - network.weight_bytes, host_mem, one_memory, activation_peak=GIB)
-    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
+    layout = network.layout(network.block_size(config))
+    return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)

@@ -13,7 +13,7 @@ from engines import offloaded, random_prompt
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.beam_search import BeamRow, BeamSearch, Candidate
+from nanovllm.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
 
 BLOCK, VOCAB = 16, 61
 ENGINES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ import pytest
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
 
-# The keyword arguments of LLM(model, ...). kvcache_block_size=None means 4096 with offload.
+# The keyword arguments of LLM(model, ...).
 DEFAULTS = {
     "device": None,
     "dtype": "auto",
@@ -43,15 +43,6 @@ DEFAULTS = {
 def test_defaults(tmp_path: Path) -> None:
     config = engine_config(tmp_path, {})
     assert {field.name: getattr(config, field.name) for field in fields(config)} == {"model": str(tmp_path), **DEFAULTS}
-
-
-def test_the_block_size_follows_from_offload_unless_it_is_named(tmp_path: Path) -> None:
-    assert engine_config(tmp_path, {"enable_cpu_offload": True}).block_size == 4096
-    resident = engine_config(tmp_path, {}).block_size
-    assert 16 <= resident < 4096
-    for offload in (True, False):
-        arguments = {"enable_cpu_offload": offload, "kvcache_block_size": 48}
-        assert engine_config(tmp_path, arguments).block_size == 48
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.prefill_plan import LayerwiseMemory
+from nanovllm.kvcache.layerwise import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence_groups.beams import BeamRequest
 
 # Few tokens and common starts, so that prefixes are shared often.
 TOKENS = st.integers(0, 2)
@@ -75,9 +76,15 @@ class Asked:
 
 
 class CountingManager(BlockManager):
-    """Counts the forks."""
+    """Counts the forks, and the cached blocks that a sequence took over partly filled."""
 
     num_forks = 0
+    num_continued = 0
+
+    def allocate(self, seq: Sequence) -> None:
+        copied = self.stats.copied_blocks
+        super().allocate(seq)
+        self.num_continued += seq.num_computed % self.block_size > 0 and self.stats.copied_blocks == copied
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.num_forks += 1
@@ -114,7 +121,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_device=st.integers(0, 10),
         num_host=st.integers(0, 10),
         num_swap=st.sampled_from([30, 20, 3, 0]),
-        block_size=st.integers(1, 6),
+        block_size=st.integers(1, 8),
+        hash_block_size=st.integers(1, 3),
         max_num_seqs=st.integers(1, 7),
         budget=st.integers(1, 24),
         cap=st.sampled_from([0, 0, 3]),
@@ -129,6 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_host: int,
         num_swap: int,
         block_size: int,
+        hash_block_size: int,
         max_num_seqs: int,
         budget: int,
         cap: int,
@@ -138,7 +147,8 @@ class EngineMachine(RuleBasedStateMachine):
         layerwise_memory: LayerwiseMemory,
     ) -> None:
         num_device = max(num_device, 2 - num_host)
-        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap)
+        hash_block_size = 1 if block_size % hash_block_size else hash_block_size
+        self.manager = CountingManager(num_device, num_host, block_size, caching, num_swap, hash_block_size)
         self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers)
         length = self.manager.max_sequence_tokens
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, layerwise_memory)
@@ -172,7 +182,9 @@ class EngineMachine(RuleBasedStateMachine):
                 return
             self._tell_histories()
             self._take(self.engine.step())
-            searching = [r for r in self.engine.scheduler.running if r.beam_search and len(r.sequences) > 1]
+            searching = [
+                r for r in self.engine.scheduler.running if isinstance(r, BeamRequest) and len(r.sequences) > 1
+            ]
             EngineMachine.totals["beam steps"] += len(searching)
             self.books_balance()
 
@@ -234,6 +246,9 @@ class EngineMachine(RuleBasedStateMachine):
                 "moves": self.executor.num_moves,
                 "layerwise": self.executor.num_layerwise,
                 "hits": self.manager.stats.hit_tokens,
+                "copied parts": self.manager.stats.copied_blocks,
+                "moved parts": self.executor.num_part_moves - self.manager.stats.copied_blocks,
+                "continued blocks": self.manager.num_continued,
             }
         )
 
@@ -288,7 +303,19 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 STEPS = 20_000
-TROUBLE = ("forks", "copies on write", "swapped", "recomputed", "beam steps", "moves", "layerwise", "hits")
+TROUBLE = (
+    "forks",
+    "copies on write",
+    "swapped",
+    "recomputed",
+    "beam steps",
+    "moves",
+    "layerwise",
+    "hits",
+    "copied parts",
+    "moved parts",
+    "continued blocks",
+)
 
 
 def has_seen_enough(totals: Counter[str]) -> bool:

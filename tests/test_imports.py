@@ -25,6 +25,7 @@ TORCH_FREE = (
     "nanovllm.cli.bench",
     "nanovllm.cli.chat",
     "nanovllm.cli.generate",
+    "nanovllm.chat_template",
     "nanovllm.cli.main",
     "nanovllm.config",
     "nanovllm.errors",
@@ -32,44 +33,47 @@ TORCH_FREE = (
     "nanovllm.model_files",
     "nanovllm.outputs",
     "nanovllm.sampling_params",
-    "nanovllm.template_process",
     "nanovllm.tokenizer",
+    "nanovllm.kvcache.block_size",
     "nanovllm.kvcache.budget",
     "nanovllm.cpu_attention.shares",
     "nanovllm.kvcache.fitting",
     "nanovllm.kvcache.hybrid_manager",
     "nanovllm.kvcache.layout",
-    "nanovllm.kvcache.prefill_plan",
+    "nanovllm.kvcache.layerwise",
+    "nanovllm.layerwise_prefill.plan",
+    "nanovllm.layerwise_prefill.schedule",
     "nanovllm.kvcache.sizing",
     "nanovllm.planner.network",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
     "nanovllm.planner.units",
+    "nanovllm.sequence_groups",
 )
 NEEDS_TORCH = {
     "nanovllm.engine.execution_order",
     "nanovllm.engine.model_runner",
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
-    "nanovllm.engine.sides",
 }
 
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files", "template_worker"},
-    {"template_process"},
+    {"memory_checks", "model_files"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
+    {"prompts"},
+    {"chat_template"},
     {"ops", "comm"},
     {"device", "layers", "forward_context"},
     {"kvcache", "models"},
     {"cpu_attention"},
     {"cuda_graphs", "planner"},
     {"engine"},
-    {"layerwise_prefill"},
-    {"progress_bar", "prompts"},
+    {"layerwise_prefill", "sequence_groups"},
+    {"progress_bar"},
     {"llm", "recall"},
     {""},
     {"smollm2", "server"},
@@ -158,27 +162,40 @@ def test_the_core_imports_no_side(name: str) -> None:
     assert not {imported: side for imported, side in sides.items() if side is not None}
 
 
-GENERATE = """
-import json, sys
+# An editable install would find in the checkout what the copy lacks.
+ONLY_THE_COPY = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+"""
+GENERATE = f"""{ONLY_THE_COPY}
+import importlib, json
 from pathlib import Path
-from nanovllm import LLM, SamplingParams, __file__ as source
-assert Path(source).is_relative_to(sys.argv[1]), source
+from nanovllm import LLM, SamplingParams
+for name in json.loads(sys.argv[5]):
+    importlib.import_module(name)
 params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 for arguments in json.loads(sys.argv[4]):
     with LLM(sys.argv[2], **arguments) as llm:
         for output in llm.generate(json.loads(sys.argv[3]), params, use_tqdm=False):
             print(json.dumps(output.outputs[0].token_ids))
+loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nanovllm"]
+assert all(Path(module.__file__).is_relative_to(sys.argv[1]) for module in loaded), loaded
 """
 ENGINES = [{"kvcache_block_size": 16, "num_gpu_blocks": 40}, offloaded(16, 4, 60, max_num_batched_tokens=32)]
 
 
-def check_without(sides: Iterable[str], folder: Path) -> None:
-    """A copy of the package without the files of some sides generates the tokens of the complete package."""
+def copy_without(sides: Iterable[str], folder: Path) -> None:
+    """A copy of the package without the files of some sides."""
     package = folder / "nanovllm"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     for part in (part for side in sides for part in SIDES[side]):
         path = package / part
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def check_without(sides: Iterable[str], folder: Path) -> None:
+    """Without the files of some sides the core is importable, and generates the tokens of the complete package."""
+    copy_without(sides, folder)
     make_checkpoint(folder / "model")
     prompts = [random_prompt(length, 199, 1) for length in (150, 7)]
     expected: list[list[int]] = []
@@ -194,6 +211,7 @@ def check_without(sides: Iterable[str], folder: Path) -> None:
         str(folder / "model"),
         json.dumps(prompts),
         json.dumps(engines),
+        json.dumps(CORE),
     ]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
@@ -211,6 +229,23 @@ def test_the_core_generates_without_any_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_the_rest_generates_without_a_side(side: str, tmp_path: Path) -> None:
     check_without([side], tmp_path)
+
+
+CORE_TESTS = ("scheduler", "block_manager", "block_tiers", "detokenizer", "guard", "text", "chunked_attention")
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_core_pass_without_any_side(tmp_path: Path) -> None:
+    copy_without(SIDES, tmp_path)
+    shutil.copytree(Path(__file__).parent, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    tests = [f"tests/test_{name}.py" for name in CORE_TESTS]
+    run = f"{ONLY_THE_COPY}\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", run, "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- what works without torch and without triton

@@ -15,8 +15,8 @@ from nanovllm import LLM
 from nanovllm.device.ordering import OrderingError
 from nanovllm.engine.profiling import _LiveBytes, activation_peak
 from nanovllm.errors import EngineError
+from nanovllm.kvcache.layerwise import LayerwiseMemory
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.prefill_plan import LayerwiseMemory
 from nanovllm.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.layerwise_prefill.runner import LayerwiseOrder, LayerwiseState
 from nanovllm.recall import make_document, make_prompt, write_recall_checkpoint

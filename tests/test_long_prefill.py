@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import ScheduledSequence
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 LAYERS, BUDGET = 4, 24
 ANY_LENGTH = LayerwiseMemory(buffer_blocks=250, max_tokens=1000)

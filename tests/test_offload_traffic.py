@@ -21,8 +21,9 @@ from nanovllm.kvcache.budget import (
     predict_request,
     predict_transfers,
 )
+from nanovllm.kvcache.layerwise import NO_LAYERWISE
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
+from nanovllm.layerwise_prefill.plan import Sizing
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 
@@ -94,9 +95,8 @@ def test_one_request_moves_what_the_formula_says(
             )
         assert (moved.h2d_bytes, moved.d2h_bytes) == (result.h2d_bytes[0], result.d2h_bytes[0])
     layerwise_memory = stats.layerwise_memory if way == "layer-major" else NO_LAYERWISE
-    assert stats.transfers == predict_request(
-        layout, resident, prompt_len, max_tokens, chunk, cpu_attention, layerwise_memory
-    )
+    steps = Sizing(0).prefill_steps(layout.block_size, resident, prompt_len, chunk, layerwise_memory)
+    assert stats.transfers == predict_request(layout, resident, prompt_len, max_tokens, chunk, cpu_attention, steps)
     if layerwise_memory.max_tokens and cpu_attention is None:
         assert stats.transfers.h2d_bytes == decode_loads(layout, resident, prompt_len, max_tokens), "no prompt byte"
     assert (output.metrics.h2d_bytes, output.metrics.d2h_bytes) == (

@@ -21,8 +21,9 @@ from nanovllm.cli import plan as plan_command
 from nanovllm.cli.main import main
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import predict_request
+from nanovllm.kvcache.layerwise import LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import LayerwiseMemory
+from nanovllm.layerwise_prefill.plan import Sizing
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
@@ -97,21 +98,22 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert report["model"]["kv_bytes_per_token"] == 57_344
     assert report["model"]["weight_bytes"] == pytest.approx(15.23e9, rel=1e-3)
     cache, request = report["kv_cache"], report["request"]
-    assert report["engine"]["enable_cpu_offload"] and report["engine"]["kvcache_block_size"] == 4096
+    assert report["engine"]["enable_cpu_offload"] and report["engine"]["kvcache_block_size"] == 512
     budget = int(48e9 * 0.9) - report["model"]["weight_bytes"] - report["memory"]["activation_peak"]
-    block_bytes = 4096 * 57_344
+    block_bytes = 512 * 57_344
     # An eighth for layer-by-layer prefill: one layer of all blocks, and 3584 hidden values and an id per token.
     layerwise_memory = LayerwiseMemory(cache["layer_buffer_blocks"], cache["max_span_tokens"])
     layerwise_bytes = layerwise_memory.buffer_blocks * block_bytes // 28 + layerwise_memory.max_tokens * (2 * 3584 + 8)
-    assert layerwise_memory.buffer_blocks >= 1_000_000 // 4096 and 0.99 * budget < 8 * layerwise_bytes <= budget
+    assert layerwise_memory.buffer_blocks >= 1_000_000 // 512 and 0.99 * budget < 8 * layerwise_bytes <= budget
     assert cache["working_bytes"] == report["memory"]["activation_peak"] + layerwise_bytes
     budget -= layerwise_bytes
     assert report["engine"]["num_gpu_blocks"] == budget // block_bytes == cache["resident_blocks"] + 1
     assert cache["device_bytes"] == cache["resident_blocks"] * block_bytes + cache["ring_slots"] * block_bytes // 28
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
-    layout = KVLayout(28, 4, 128, 4096, 2)
-    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, layerwise_memory=layerwise_memory)
+    layout = KVLayout(28, 4, 128, 512, 2)
+    steps = Sizing(0).prefill_steps(512, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
+    moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, prefill_steps=steps)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes
     assert request["prefill"]["transfers"] == {name: getattr(moved, name) for name in TRANSFER_KEYS}
@@ -176,12 +178,12 @@ def test_offload_is_planned_where_it_is_needed(capsys: pytest.CaptureFixture[str
 
 
 def test_the_longest_prompt_is_planned_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["--model", str(CONFIGS / "qwen3-0.6b.json"), "--host-mem", "16GB"]
-    report = run_json(capsys, *model, "--gpu-mem", "5GB")
+    model = ["--model", str(CONFIGS / "qwen3-0.6b.json")]
+    report = run_json(capsys, *model, "--host-mem", "16GB", "--gpu-mem", "5GB")
     assert report["prompt_len"] == report["longest_prompt"]["tokens"] == 40_960
     assert report["longest_prompt"]["limit"] == "positions" and report["engine"]["enable_cpu_offload"]
     assert report["request"]["output_len"] == 1, "the longest sequence ends there"
-    small = run_json(capsys, *model, "--gpu-mem", "4GB")  # fewer than four blocks of 4096 tokens
+    small = run_json(capsys, *model, "--gpu-mem", "4GB")
     assert small["longest_prompt"]["limit"] == "KV memory" and not small["engine"]["enable_cpu_offload"]
 
 
@@ -194,7 +196,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
     lines = {line[:30].strip(): line for line in table.splitlines()}
     assert "14.2 GiB" in lines["weights"] and "56.0 KiB" in lines["KV cache of a token"]
-    assert f"{report['kv_cache']['resident_blocks']} resident blocks of 4,096 tokens" in lines["KV cache on the device"]
+    assert f"{report['kv_cache']['resident_blocks']} resident blocks of 512 tokens" in lines["KV cache on the device"]
     assert "1,010,000" in lines["longest prompt"] and "positions" in lines["longest prompt"]
     assert "yes" in lines["fits"] and "limit: compute" in lines["prefill"] and "limit: link" in lines["decode"]
     assert f"{1 / report['request']['decode']['seconds']:,.1f} tok/s" in lines["decode"]

@@ -20,8 +20,8 @@ from nanovllm import LLM
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.layerwise import LayerwisePrefill
 from nanovllm.kvcache.offload_engine import RingUse
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec

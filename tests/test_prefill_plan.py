@@ -9,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwisePrefill, LayerwiseStep
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import (
-    NO_LAYERWISE,
-    LayerwiseMemory,
-    LayerwisePrefill,
-    LayerwiseStep,
-    divide_layerwise_memory,
-    plan_prefill,
-    prefill_steps,
-)
+from nanovllm.layerwise_prefill.plan import Sizing, plan_prefill, step_end
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, block_size=8, itemsize=2)
 BLOCK = LAYOUT.block_size
@@ -89,12 +82,12 @@ def test_choices(
     assert (None if layerwise is None else (layerwise.begin, layerwise.end)) == expected, what
 
 
-@given(host=st.sets(st.integers(0, 11)), end=st.integers(1, 12 * BLOCK), chunk=st.integers(1, 40), memory=MEMORY)
+@given(resident=st.integers(0, 12), end=st.integers(1, 12 * BLOCK), chunk=st.integers(1, 40), memory=MEMORY)
 @settings(max_examples=200, deadline=None)
 def test_the_steps_of_a_prompt_cover_it_in_the_same_chunks(
-    host: set[int], end: int, chunk: int, memory: LayerwiseMemory
+    resident: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> None:
-    steps = prefill_steps(sorted(host), BLOCK, end, chunk, memory)
+    steps = Sizing(0).prefill_steps(BLOCK, resident, end, chunk, memory)
     layer_chunks = [step.positions(layer_chunk) for step in steps for layer_chunk in range(step.num_chunks)]
     assert layer_chunks == [range(first, min(first + chunk, end)) for first in range(0, end, chunk)]
     assert all(step.num_chunks == 1 or step.end - step.begin <= memory.max_tokens for step in steps)
@@ -115,7 +108,7 @@ def test_slices_cover_every_unit_once_within_the_budget(
     ran: list[tuple[int, int]] = []
     first = 0
     while first < num_layers * layerwise.num_chunks:
-        part = LayerwiseStep(layerwise, first, layerwise.step_end(first, budget, num_layers))
+        part = LayerwiseStep(layerwise, first, step_end(layerwise, first, budget, num_layers))
         last, over = len(layerwise.positions(part.end_layer_chunk - 1)), part.token_layers - budget
         assert part.end_layer_chunk > first and (2 * over <= last or part.end_layer_chunk == first + 1), (
             "half of the last fits"
@@ -135,12 +128,19 @@ def test_slices_cover_every_unit_once_within_the_budget(
 # ---- what a request moves
 
 
+def predicted(
+    resident: int, prompt: int, output: int, chunk: int, memory: LayerwiseMemory, layout: KVLayout = LAYOUT
+) -> TransferCount:
+    steps = Sizing(0).prefill_steps(layout.block_size, resident, prompt, chunk, memory)
+    return predict_request(layout, resident, prompt, output, chunk, prefill_steps=steps)
+
+
 @given(resident=st.integers(0, 8), prompt=st.integers(1, 90), output=st.integers(1, 9), chunk=st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
 def test_a_prompt_within_the_memory_for_spans_loads_nothing(
     resident: int, prompt: int, output: int, chunk: int
 ) -> None:
-    moved = predict_request(LAYOUT, resident, prompt, output, chunk, layerwise_memory=ALL)
+    moved = predicted(resident, prompt, output, chunk, ALL)
     decodes = [predict_transfers(LAYOUT, resident, length, 1) for length in range(prompt, prompt + output - 1)]
     loaded = sum(decode.h2d_bytes for decode in decodes)
     assert moved.h2d_bytes == loaded
@@ -148,7 +148,7 @@ def test_a_prompt_within_the_memory_for_spans_loads_nothing(
 
 
 def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its_tail() -> None:
-    moved = predict_request(LAYOUT, 2, 400, 1, 64, layerwise_memory=LayerwiseMemory(buffer_blocks=40, max_tokens=140))
+    moved = predicted(2, 400, 1, 64, LayerwiseMemory(buffer_blocks=40, max_tokens=140))
     steps = [(0, 128), (128, 128), (256, 64), (320, 64), (384, 16)]  # single chunks once 40 blocks hold only one more
     assert moved == sum((predict_transfers(LAYOUT, 2, *step) for step in steps), TransferCount())
     assert moved.h2d_bytes < predict_request(LAYOUT, 2, 400, 1, 64).h2d_bytes
@@ -156,7 +156,7 @@ def test_a_longer_prompt_loads_what_stood_before_each_span_and_each_chunk_of_its
 
 def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
     layout = replace(LAYOUT, block_size=100)
-    moved = predict_request(layout, 1, 700, 1, 64, layerwise_memory=LayerwiseMemory(10, 1000))
+    moved = predicted(1, 700, 1, 64, LayerwiseMemory(10, 1000), layout)
     assert (moved.h2d_copies, moved.d2h_copies) == (0, 6 * layout.num_layers)
 
 
@@ -173,11 +173,11 @@ def test_layer_major_stores_every_block_in_one_copy_per_layer() -> None:
 def test_memory_is_divided_so_that_the_longest_prompt_loads_least(
     longest: int, memory: int, row_bytes: int, chunk: int
 ) -> None:
-    layerwise_prefills = divide_layerwise_memory(LAYOUT, row_bytes, memory, longest, chunk)
+    layerwise_prefills = Sizing(row_bytes).divide(LAYOUT, memory, longest, chunk)
     assert layerwise_prefills.num_bytes(LAYOUT, row_bytes) <= max(memory, 0)
 
     def loaded(given: LayerwiseMemory) -> int:
-        return predict_request(LAYOUT, 0, longest, 1, chunk, layerwise_memory=given).h2d_bytes
+        return predicted(0, longest, 1, chunk, given).h2d_bytes
 
     least = loaded(layerwise_prefills)
     for blocks in range(-(-longest // BLOCK) + 1):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
-from block_helpers import compute, request, sequence
+from block_helpers import compute, sequence
 from content_model import expected_output
 from engine_helpers import BLOCK, Bench, prompt_of
 
-from nanovllm.engine.admission import blocks_at_most
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import PrefixCache
-from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence_groups.requests import GroupRequest
 
 
 def test_a_walk_of_allocate_free_hit_and_evict() -> None:
@@ -66,9 +66,9 @@ def test_a_waiting_prompt_is_compared_once_while_nothing_leaves_the_cache(monkey
     compared: list[int] = []
     content = PrefixCache._content
 
-    def counted(self: PrefixCache, seq: Any, index: int) -> bytes:
-        compared.append(index)
-        return content(self, seq, index)
+    def counted(self: PrefixCache, seq: Any, begin: int, end: int) -> bytes:
+        compared.append(begin)
+        return content(self, seq, begin, end)
 
     monkeypatch.setattr(PrefixCache, "_content", counted)
     waiting = sequence([*prompt_of(6 * BLOCK), *prompt_of(4 * BLOCK, 1)])
@@ -177,9 +177,9 @@ def test_the_grid_of_admission(total: int) -> None:
     ],
 )
 def test_the_most_blocks_that_a_group_can_hold(prompt_len: int, max_tokens: int | None, n: int, blocks: int) -> None:
-    group = request(prompt_of(prompt_len))
-    group.params = SamplingParams(n=n, max_tokens=max_tokens)
-    assert blocks_at_most(group, SchedulerLimits(8, 24, 32), BLOCK) == blocks
+    params = SamplingParams(n=n, max_tokens=max_tokens)
+    group = GroupRequest("r", prompt_of(prompt_len), params, number=0, seq_ids=count(), seed=0, arrival_time=0.0)
+    assert group.blocks_at_most(32, BLOCK) == blocks
     bench = Bench(blocks, max_num_seqs=8, caching=False, max_model_len=min(32, blocks * BLOCK))
     if max_tokens is not None:
         bench.add("fits", prompt_of(prompt_len), max_tokens, temperature=1.0, n=n)

@@ -16,9 +16,10 @@ from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers, split_device
 from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
+from nanovllm.layerwise_prefill.plan import Sizing
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes
@@ -37,7 +38,8 @@ MODEL_LEN = 16_000  # 1000 blocks
 def sizing(
     memory: MemoryFacts = MEMORY, layout: KVLayout = LAYOUT, model_max_len: int = MODEL_LEN, **arguments: Any
 ) -> KVSizing:
-    return KVSizing(engine_config(Path(__file__).parent, arguments), layout, model_max_len, memory, WATERMARK)
+    config = engine_config(Path(__file__).parent, {"kvcache_block_size": layout.block_size, **arguments})
+    return KVSizing(config, layout, model_max_len, memory, WATERMARK)
 
 
 def plan(
@@ -138,7 +140,7 @@ def test_no_more_is_taken_than_sequences_can_use() -> None:
 
 
 ROW = 128  # bytes that layer-by-layer prefill keeps for a token: as much as K and V of one layer
-LAYERWISE = replace(MEMORY, layerwise_token_bytes=ROW)
+LAYERWISE = replace(MEMORY, layerwise=Sizing(ROW))
 SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
 FOR_ALL = LayerwiseMemory(buffer_blocks=1000, max_tokens=MODEL_LEN)  # 250 blocks
 

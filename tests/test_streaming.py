@@ -136,7 +136,8 @@ def test_the_cost_of_a_delta_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_sequence_has_its_own_deltas() -> None:
     asked = request(prompt_of(3), params=SamplingParams(output_kind=DELTA, max_tokens=None))
-    first, second = asked.sequences[0], Sequence(asked, 1, index=1)
+    first, second = asked.sequences[0], Sequence(asked, 1)
+    second.index = 1
     asked.sequences = [first, second]
     processor = OutputProcessor(asked, TokenTexts(None))
 

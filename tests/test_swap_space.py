@@ -10,9 +10,10 @@ import pytest
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.layerwise import NO_LAYERWISE
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE
-from nanovllm.kvcache.sizing import KVPlan, MemoryFacts, asked_swap_bytes, plan_swap_space
+from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
+from nanovllm.sequence_groups import asked_swap_bytes, plan_swap_space
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=1024, itemsize=2)  # 16 MiB a block
 GIB_BLOCKS = 64

@@ -12,6 +12,8 @@ SIDES: dict[str, tuple[str, ...]] = {
     "CUDA graphs": ("cuda_graphs",),
     "layer-by-layer prefill": ("layerwise_prefill",),
     "CPU attention": ("cpu_attention",),
+    "groups of sequences": ("sequence_groups",),
+    "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py"),
     "trace": ("device/trace.py",),
     "ordering check": ("device/ordering.py",),

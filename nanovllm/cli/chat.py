@@ -30,10 +30,10 @@ from nanovllm.engine.client import EngineClient
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.progress_bar import prefill_share
-from nanovllm.prompts import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.llm import LLM
 
 # These options make no sense for a single answer of which only the text is shown.

@@ -29,10 +29,10 @@ from nanovllm.engine.client import EngineClient
 from nanovllm.engine.metrics import Progress
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
-from nanovllm.prompts import ChatTemplate
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.llm import LLM
 
 WINDOW = 2  # most requests in the engine, as a multiple of max_num_seqs; enough to always have one to admit

@@ -16,7 +16,7 @@ from nanovllm.cli.arguments import add_engine_group, engine_arguments, positive
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import check_step_fits, layerwise_token_bytes, measure_memory, step_bytes
+from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
@@ -149,7 +149,8 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
-    return KVSizing(config, network.layout(config.block_size), network.spec.max_model_len, memory, WATERMARK)
+    layout = network.layout(network.block_size(config))
+    return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)
 
 
 def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:
@@ -164,7 +165,7 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
         host_free=host_mem,
         tiers_share_memory=False,
         activation_peak=step_bytes(model, config),
-        layerwise_token_bytes=layerwise_token_bytes(model, select_cpu_backend(network.spec.head_dim), config),
+        layerwise=layerwise_sizing(model, select_cpu_backend(network.spec.head_dim), config),
     )
 
 
@@ -214,10 +215,8 @@ def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
     dtype: torch.dtype = getattr(torch, network.dtype)
     model = random_model(network.spec, dtype, device, sizes)
     backend = select_backend(device.torch_device, network.spec.head_dim)
-    ring_slots = sizing.plan().split.ring_slots
-    return measure_rates(
-        Probe(device, model, backend, config.block_size, ring_slots, config.max_num_batched_tokens, sizes)
-    )
+    ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
+    return measure_rates(Probe(device, model, backend, block_size, ring_slots, config.max_num_batched_tokens, sizes))
 
 
 # ---- options

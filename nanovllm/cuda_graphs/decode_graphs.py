@@ -22,6 +22,7 @@ from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device import Device, Graph
 from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
+from nanovllm.kvcache.block_size import RESIDENT_BLOCK_SIZE
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
@@ -172,7 +173,7 @@ def _scratch_tables(
     spec = model.spec
     if config.enable_cpu_offload:
         return None
-    shape = (2, spec.num_kv_heads, config.block_size, spec.head_dim)
+    shape = (2, spec.num_kv_heads, config.kvcache_block_size or RESIDENT_BLOCK_SIZE, spec.head_dim)
     pool = torch.zeros(shape, dtype=model.dtype, device=model.device).expand(spec.num_layers, 1, *shape)
     geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
     return _decode_tables(AttendedPool(pool, geometry, backend), max_rows, config.max_model_len or spec.max_model_len)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.prefill_plan import LayerwiseStep
+from nanovllm.kvcache.layerwise import LayerwiseStep
 
 
 def token_array(token_ids: Iterable[int] = ()) -> array[int]:

@@ -1,8 +1,11 @@
 """The block manager: which sequences hold which KV blocks, what the blocks contain, and on which tier they are.
 
-Every block on the device or host tier is *used* (referenced by sequences), *cached* (unreferenced and full, so that the
-prefix cache can find it) or *free*; the three counts always add up to the total. Blocks on the swap tier are counted
-separately: preempted sequences reference them, and they are swapped in before attention reads them.
+Every block on the device or host tier is *used* (referenced by sequences), *cached* (unreferenced, and the prefix cache
+can find it) or *free*; the three counts always add up to the total. Blocks on the swap tier are counted separately:
+preempted sequences reference them, and they are swapped in before attention reads them.
+
+Sequences share full blocks only. Of a block that begins with a sequence's next tokens and then differs, or is not full,
+the sequence gets a copy of that part (`_block_with_part`).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from enum import Enum, IntEnum
 
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
@@ -48,12 +52,14 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
+        hash_block_size: int | None = None,
     ) -> None:
+        """hash_block_size: tokens that one hash of the prefix cache covers; None means `hash_block_size_of`."""
         self.block_size = block_size
         self.tiers = HybridManager(num_device_blocks, num_host_blocks, num_swap_blocks)
         self.num_blocks = num_device_blocks + num_host_blocks
         self.watermark = int(WATERMARK * self.num_blocks)
-        self.prefix_cache = PrefixCache(block_size, enable_prefix_caching)
+        self.prefix_cache = PrefixCache(block_size, enable_prefix_caching, hash_block_size)
         self.num_copied_blocks = 0  # by copy-on-write
         self.reset()
 
@@ -115,13 +121,19 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> None:
         """Give a waiting sequence the blocks of all its tokens; a cached prefix counts as computed."""
         hits = self.find_prefix(seq)
+        part = self.prefix_cache.find_part(seq, len(hits))
         for block_id in hits:
             self._acquire(block_id)
         seq.block_table = hits
-        seq.num_computed = len(hits) * self.block_size
+        shared = seq.num_computed = len(hits) * self.block_size
+        if part is not None:
+            num_needed = seq.num_blocks(self.block_size) - len(hits)
+            seq.block_table.append(self._block_with_part(*part, num_needed))
+            seq.num_computed += part[1]
+            self.register_computed(seq, shared)
         self.stats.queried_tokens += seq.end
         self.stats.hit_tokens += seq.num_computed
-        for _ in range(seq.num_blocks(self.block_size) - len(hits)):
+        while len(seq.block_table) < seq.num_blocks(self.block_size):
             seq.block_table.append(self._new_block())
 
     def num_to_grow(self, sequences: Iterable[Sequence]) -> int:
@@ -146,11 +158,12 @@ class BlockManager:
             index = seq.num_computed // self.block_size
             if index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1:
                 seq.block_table[index] = self._copy(seq.block_table[index])
+                self.register_computed(seq, index * self.block_size)
             while len(seq.block_table) < seq.num_blocks(self.block_size):
                 seq.block_table.append(self._new_block())
 
     def free(self, seq: Sequence) -> None:
-        """Release a sequence's blocks. Full, computed blocks stay cached."""
+        """Release a sequence's blocks. Those that the prefix cache can find stay cached."""
         # In reverse order, so that the end of a prefix is evicted before its start.
         for block_id in reversed(seq.block_table):
             self._drop_reference(block_id)
@@ -164,7 +177,7 @@ class BlockManager:
         """Share all computed blocks of the parent with the child, including a partly filled last block."""
         child.block_table = list(parent.block_table)
         child.num_computed = parent.num_computed
-        child.block_hashes = parent.block_hashes[: parent.num_computed // self.block_size]
+        child.block_hashes = parent.block_hashes[: parent.num_computed // self.prefix_cache.hash_block_size]
         for block_id in child.block_table:
             self._blocks[block_id].ref_count += 1
 
@@ -222,17 +235,23 @@ class BlockManager:
         """The cached blocks that `seq` starts with, see `PrefixCache.find`."""
         return self.prefix_cache.find(seq)
 
+    def num_cached_tokens(self, seq: Sequence) -> int:
+        """Tokens at the start of a waiting sequence that the prefix cache holds."""
+        hits = self.find_prefix(seq)
+        part = self.prefix_cache.find_part(seq, len(hits))
+        return len(hits) * self.block_size + (0 if part is None else part[1])
+
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
-        """Add the blocks that the last step filled to the prefix cache."""
-        for index in range(previously_computed // self.block_size, seq.num_computed // self.block_size):
-            self.prefix_cache.register(seq, index, self._blocks[seq.block_table[index]])
+        """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
+        self.prefix_cache.register(seq, previously_computed, self._blocks)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Used blocks stay with their sequences, and are not found any more."""
         for evictor in self._evictors.values():
             while evictor:
                 self._evict(evictor.oldest()[1])
-        self.prefix_cache.clear()
+        for block in self._blocks.values():
+            self.prefix_cache.forget(block)
 
     # ---- physical blocks and tiers
 
@@ -261,7 +280,7 @@ class BlockManager:
                     return
                 if self.tiers.tier_of(block_id) is Tier.HOST:
                     self._vacate_device_block()
-                    self._moves.append(self.tiers.move(block_id, Tier.DEVICE))
+                    self._move(block_id, Tier.DEVICE, self.block_size)
                     promoted += 1
 
     def take_moves(self) -> list[BlockMove]:
@@ -286,7 +305,7 @@ class BlockManager:
                 self._evict(leaving)
                 return
             self._evict(on_host.oldest()[1])
-        self._moves.append(self.tiers.move(leaving, Tier.HOST))
+        self._move(leaving, Tier.HOST, self._blocks[leaving].num_cached_tokens)
         on_host.add(leaving, on_device.remove(leaving))
 
     # ---- single blocks
@@ -318,6 +337,34 @@ class BlockManager:
         self.num_copied_blocks += 1
         return copy
 
+    def _block_with_part(self, source: Block, num_tokens: int, num_needed: int) -> int:
+        """A block for the sequence alone that begins with the first `num_tokens` tokens of `source`.
+
+        It is `source` itself if no sequence references that, and either its cached content ends there or there is no
+        other block for one of the `num_needed` that the sequence still needs. Otherwise it is a copy.
+        """
+        is_unreferenced, ends_there = source.ref_count == 0, source.num_cached_tokens == num_tokens
+        self._acquire(source.block_id)  # so that it is not evicted for the copy
+        if is_unreferenced and (ends_there or self.num_allocatable < num_needed):
+            if not ends_there:
+                self.prefix_cache.forget(source)
+            if self.tiers.tier_of(source.block_id) is Tier.HOST and self._can_vacate_device_block():
+                self._vacate_device_block()
+                self._move(source.block_id, Tier.DEVICE, num_tokens)
+            return source.block_id
+        copy = self._new_block()
+        src, dst = self.tiers.physical_id(source.block_id), self.tiers.physical_id(copy)
+        self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens))
+        self._drop_reference(source.block_id)
+        self.stats.copied_blocks += 1
+        self.stats.copied_tokens += num_tokens
+        return copy
+
+    def _move(self, block_id: int, tier: Tier, num_tokens: int) -> None:
+        """Move the first `num_tokens` tokens of a block to another tier, and the block with them."""
+        move = self.tiers.move(block_id, tier)
+        self._moves.append(move if num_tokens == self.block_size else replace(move, num_tokens=num_tokens))
+
     def _acquire(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.ref_count == 0:
@@ -329,11 +376,11 @@ class BlockManager:
         block.ref_count -= 1
         if block.ref_count > 0:
             return
-        if block.content_hash is None:
-            self._discard(block_id)
-        else:
+        if block.hashes:
             self._clock += 1
             self._evictors[self.tiers.tier_of(block_id)].add(block_id, self._clock)
+        else:
+            self._discard(block_id)
 
     def _evict(self, block_id: int) -> None:
         self.prefix_cache.forget(self._blocks[block_id])
@@ -358,8 +405,8 @@ class BlockManager:
         for tier, evictor in self._evictors.items():
             for block_id in evictor:
                 block = self._blocks[block_id]
-                assert block.ref_count == 0 and block.content_hash is not None
+                assert block.ref_count == 0 and block.hashes
                 assert self.tiers.tier_of(block_id) is tier
         for block_id, block in self._blocks.items():
-            assert self.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.content_hash)
-        self.prefix_cache.check()
+            assert self.tiers.tier_of(block_id) is not Tier.SWAP or (block.ref_count > 0 and not block.hashes)
+        self.prefix_cache.check(self._blocks)

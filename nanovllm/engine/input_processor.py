@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from nanovllm.engine.admission import check_num_sequences
-from nanovllm.engine.beams import make_beam_search
+from nanovllm.engine import sides
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -70,12 +69,12 @@ class InputProcessor:
             raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds on the time.monotonic clock")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
-        check_num_sequences(request_id, params.num_sequences, self.limits)
+        make_request = self._factory(request_id, params)
         params = copy.copy(params)  # the caller may change theirs
         token_ids = self.check_prompt(prompt, prompt_token_ids)
         facts = SamplingFacts(self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs)
         number = next(self._numbers)
-        return Request(
+        return make_request(
             request_id,
             token_ids,
             params,
@@ -88,7 +87,6 @@ class InputProcessor:
             prompt=prompt,
             cache_salt=self._cache_salt(len(token_ids), cache_salt),
             sampling=resolve_sampling(params, token_ids, facts),
-            beam_search=make_beam_search(params, len(token_ids), self.limits, self.facts.vocab_size),
         )
 
     def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
@@ -108,6 +106,18 @@ class InputProcessor:
                     f"{self.facts.vocab_size - 1}"
                 )
         return token_ids
+
+    def _factory(self, request_id: str, params: SamplingParams) -> Callable[..., Request]:
+        """What makes the request: `Request`, or the side `sequence_groups` for several sequences."""
+        if params.num_sequences == 1:
+            return Request
+        groups = sides.sequence_groups()
+        if groups is None:
+            raise RequestError(
+                f"{_spelled_group(params)}: needs nanovllm.sequence_groups, which this installation does not have; ask "
+                "for one sequence, with n=1"
+            )
+        return groups.request_factory(request_id, params, self.limits, self.facts.vocab_size)
 
     def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
         if prompt is not None and not isinstance(prompt, str):
@@ -133,3 +143,10 @@ class InputProcessor:
         threshold = self.facts.length_dependent_above
         length = 0 if threshold is None or prompt_len <= threshold else prompt_len
         return length.to_bytes(8, "little") + (salt or "").encode("utf-8", "surrogatepass")
+
+
+def _spelled_group(params: SamplingParams) -> str:
+    """The parameter that asks for several sequences, as it is written in a call."""
+    if params.use_beam_search:
+        return "use_beam_search=True"
+    return f"n={params.n}" if params.n > 1 else f"best_of={params.best_of}"

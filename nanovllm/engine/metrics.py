@@ -52,6 +52,7 @@ class EngineMetrics:
 
     A block is used while a running request references it, cached while only the prefix cache knows it, otherwise free.
     tokens_lost: computed tokens whose blocks preemptions freed; the prefix cache may still hold some of them.
+    prefix_cache_copied_blocks, prefix_cache_copied_tokens: hits that end within a block, whose tokens are copied.
     """
 
     waiting_requests: int
@@ -72,6 +73,8 @@ class EngineMetrics:
     prefix_cache_queried_tokens: int
     prefix_cache_hit_tokens: int
     prefix_cache_hit_rate: float
+    prefix_cache_copied_blocks: int
+    prefix_cache_copied_tokens: int
 
 
 def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
@@ -95,4 +98,6 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         prefix_cache_queried_tokens=manager.stats.queried_tokens,
         prefix_cache_hit_tokens=manager.stats.hit_tokens,
         prefix_cache_hit_rate=manager.stats.hit_rate,
+        prefix_cache_copied_blocks=manager.stats.copied_blocks,
+        prefix_cache_copied_tokens=manager.stats.copied_tokens,
     )

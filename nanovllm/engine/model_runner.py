@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -20,12 +19,12 @@ from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
+from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.kvcache.sizing import asked_swap_bytes, plan_swap_space
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
@@ -40,6 +39,7 @@ class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
+        sides.check_arguments(config)
         self.spec = load_decoder_spec(config.model)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
@@ -52,17 +52,19 @@ class ModelRunner:
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
-            block_size=config.block_size,
+            block_size=block_size_of(config, 2 * self.spec.kv_size * self.dtype.itemsize, self.spec.max_model_len),
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, self._backend, config)
-        without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
+        groups = sides.sequence_groups()
+        asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
+        without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
         self.sizing = KVSizing(config, layout, self.spec.max_model_len, without_swap, WATERMARK)
         self.plan = self.sizing.plan()
-        self.num_swap_blocks = plan_swap_space(config, layout, memory, self.plan)
+        self.num_swap_blocks = groups.plan_swap_space(config, layout, memory, self.plan) if groups is not None else 0
         self._log_sizes()
-        if config.trace is not None:
-            self.device = _traced(self.device, config.trace)
+        if config.trace is not None and (trace := sides.trace()) is not None:
+            self.device = trace.TracedDevice(self.device, config.trace)
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
         self._chunks = ChunkOrder(self.model, self.kv_cache, self._graphs)
@@ -129,7 +131,7 @@ class ModelRunner:
         cpu_attention = None
         if side is not None:
             cpu_attention = side.make_cpu_attention(engine, geometry, backend, self.model.layer_weight_bytes)
-        layerwise = sides.layerwise_prefill()
+        layerwise = sides.layerwise_runner()
         orders = [layerwise.LayerwiseOrder(self.model, engine, geometry, backend)] if layerwise is not None else []
         return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention), orders
 
@@ -155,13 +157,6 @@ class ModelRunner:
             "MiB are on the host",
         ):
             logger.info("%s", line)
-
-
-def _traced(device: Device, path: str | Path) -> Device:
-    trace = sides.trace()
-    if trace is None:
-        raise ConfigError(f"trace={str(path)!r}: this installation has no nanovllm.device.trace; leave it out")
-    return trace.TracedDevice(device, path)
 
 
 def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:

@@ -97,7 +97,7 @@ class SequenceOutput:
             index=seq.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=seq.cumulative_logprob if asked or seq.request.is_ranked else None,
+            cumulative_logprob=None if seq.request.num_logprobs is None else seq.cumulative_logprob,
             logprobs=logprobs if asked else None,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
@@ -114,7 +114,7 @@ class SequenceOutput:
 class OutputProcessor:
     """Makes the outputs of one request. If the tokenizer fails, the request ends with finish_reason "error".
 
-    A ranked request (`Request.is_ranked`) has no outputs before it has finished, and a beam search has no text either.
+    A request may report no sequences before it has finished (`Request.outputs`).
     """
 
     def __init__(self, request: Request, token_texts: TokenTexts) -> None:
@@ -124,7 +124,7 @@ class OutputProcessor:
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]  # of the first prompt tokens
         self._num_sent_prompt_logprobs = 0
         self._sequences: dict[int, SequenceOutput] = {}  # by seq_id
-        if request.beam_search is None:
+        if not request.decodes_at_end:
             for seq in request.sequences:
                 self._add(seq).start_text()
 
@@ -133,7 +133,7 @@ class OutputProcessor:
 
         Raises what the tokenizer raises, of any type: then call `fail_text`.
         """
-        return None if self.request.beam_search is not None else self._sequences[seq.seq_id].detokenize()
+        return None if self.request.decodes_at_end else self._sequences[seq.seq_id].detokenize()
 
     def fail_text(self, seq: Sequence, error: Exception) -> None:
         """The tokenizer failed: report the error instead of the sequence's text."""
@@ -173,7 +173,7 @@ class OutputProcessor:
         return self._sequences[seq.seq_id]
 
     def _finish(self, seq: Sequence) -> None:
-        """Decode what is left of a sequence that has ended; a beam is decoded only now."""
+        """Decode what is left of a sequence that has ended."""
         try:
             if seq.seq_id not in self._sequences:
                 output = self._add(seq)

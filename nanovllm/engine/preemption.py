@@ -1,13 +1,14 @@
-"""Preemption: a running request loses its blocks and is recomputed or swapped in later."""
+"""Preemption: a running request loses its blocks and is recomputed later."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request, RequestStatus
+from nanovllm.engine.scheduling_budget import SchedulingBudget
 
 logger = logging.getLogger(__name__)
 
@@ -28,51 +29,30 @@ class PreemptionStats:
 
 
 class Preemption:
-    """Preempts requests. By default those with several running sequences are swapped, others are recomputed.
+    """Preempts requests: their blocks are freed, and they are recomputed as far as they leave the prefix cache.
 
-    Recomputing one sequence costs little, as the prefix cache often holds its prompt.
+    The side `nanovllm.sequence_groups` extends this class by swapping.
     """
 
-    def __init__(self, manager: BlockManager, mode: PreemptionMode | None) -> None:
+    def __init__(self, manager: BlockManager) -> None:
         self.stats = PreemptionStats()
-        self._manager = manager
-        self._mode = mode
+        self.manager = manager
 
     def preempt(self, request: Request) -> None:
-        """Free or swap out the request's blocks. Its status becomes WAITING or SWAPPED."""
-        mode = self._mode or ("swap" if len(request.computing) > 1 else "recompute")
-        if mode == "recompute" or not self._swap_out(request):
-            self._recompute(request)
+        """Free the request's blocks. Its status becomes WAITING, or SWAPPED if its blocks were swapped out."""
+        self.recompute(request)
         request.metrics.preemptions += 1
 
-    def resume(self, request: Request) -> None:
-        """Swap a request in. The caller has checked that its blocks can be allocated."""
-        self.stats.blocks_swapped_in += len(self._manager.swap_in(request.live))
-        request.status = RequestStatus.RUNNING
+    def resume(self, swapped: Seq[Request], budget: SchedulingBudget) -> Request | None:
+        """Swap in the first of the `swapped` requests, if it can run in this step."""
+        return None
 
-    def _swap_out(self, request: Request) -> bool:
-        moved = self._manager.swap_out(request.live)
-        if moved is None:
-            logger.warning("the swap space is too full for request %r: it is recomputed", request.request_id)
-            return False
-        self.stats.swapped += 1
-        self.stats.blocks_swapped_out += len(moved)
-        request.metrics.swaps += 1
-        request.status = RequestStatus.SWAPPED
-        logger.warning(
-            "preempted request %r: its %d KV blocks are swapped out, 0 computed tokens are lost (preemption %d)",
-            request.request_id,
-            len(moved),
-            self.stats.total,
-        )
-        return True
-
-    def _recompute(self, request: Request) -> None:
+    def recompute(self, request: Request) -> None:
         """Free all blocks. The request will compute its prompt and its generated tokens again."""
         lost = _computed_tokens(request)
         blocks = len({block_id for seq in request.live for block_id in seq.block_table})
         for seq in request.live:
-            self._manager.free(seq)
+            self.manager.free(seq)
         request.rewind()
         request.status = RequestStatus.WAITING
         self.stats.recomputed += 1

@@ -1,15 +1,23 @@
-"""The prefix cache finds full blocks by their content; the evictor chooses the least recently used one."""
+"""The prefix cache finds blocks, or the first part of one, by content; the evictor chooses the least recently used."""
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import xxhash
 
 from nanovllm.engine.request import Sequence
+
+MAX_HASH_BLOCK_SIZE = 256  # tokens; small beside a prompt that is worth caching, and many for one hash
+TOKEN_BYTES = array("q").itemsize
+
+
+def hash_block_size_of(block_size: int) -> int:
+    """Tokens in a hash block: the largest divisor of `block_size` up to MAX_HASH_BLOCK_SIZE."""
+    return next(size for size in range(min(block_size, MAX_HASH_BLOCK_SIZE), 0, -1) if block_size % size == 0)
 
 
 class Evictor:
@@ -49,20 +57,34 @@ class Evictor:
 
 @dataclass(slots=True)
 class Block:
-    """A block that is not free. `tokens` and `content_hash` are set while the prefix cache can find it."""
+    """A block that is not free.
+
+    `tokens`: the content of its complete hash blocks, from the start of the block. `hashes`: those of its hash blocks
+    that the prefix cache finds here.
+    """
 
     block_id: int
     ref_count: int = 1
-    content_hash: bytes | None = None
     tokens: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of its tokens the prefix cache knows."""
+        return len(self.tokens) // TOKEN_BYTES
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up at admission, and how many of them were in the cache."""
+    """Tokens looked up at admission, and how many of them were in the cache.
+
+    copied_blocks, copied_tokens: blocks of which a sequence got a copy of the part that it shares, and those tokens.
+    """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    copied_blocks: int = 0
+    copied_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -70,21 +92,24 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Full blocks by the hash of their content and of everything before it.
+    """Blocks by the hashes of their content and of everything before it.
 
-    The hash is xxh3-128 of (hash of the previous block, tokens); the chain starts from the request's salt. A hit also
-    compares the tokens, so a hash collision is not a hit.
+    A block consists of hash blocks of `hash_block_size` tokens, so that a sequence also finds the first part of a block
+    that differs later, or that is not full yet. The hash is xxh3-128 of (hash of the previous hash block, tokens); the
+    chain starts from the request's salt. A hit also compares the tokens, so a hash collision is not a hit.
     """
 
-    def __init__(self, block_size: int, enabled: bool) -> None:
+    def __init__(self, block_size: int, enabled: bool, hash_block_size: int | None = None) -> None:
         self.block_size = block_size
+        self.hash_block_size = hash_block_size or hash_block_size_of(block_size)
         self.enabled = enabled
         self.stats = PrefixCacheStats()
+        self._hashes_per_block = block_size // self.hash_block_size
         self._by_hash: dict[bytes, Block] = {}
         self._num_removals = 0  # earlier results of `find` are valid while it does not change
 
     def find(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` starts with, at most those of its `num_cacheable` tokens.
+        """The cached full blocks that `seq` starts with, at most those of its `num_cacheable` tokens.
 
         The result is kept on the sequence, so that a waiting sequence is not looked up again in every step.
         """
@@ -93,47 +118,83 @@ class PrefixCache:
         limit = seq.num_cacheable // self.block_size
         found = seq.found_prefix if seq.prefix_age == self._num_removals else []
         while len(found) < limit:
-            block = self._by_hash.get(self._hash_of(seq, len(found)))
-            if block is None or block.tokens != self._content(seq, len(found)):
+            block = self._find_block(seq, (len(found) + 1) * self._hashes_per_block - 1)
+            if block is None:
                 break
             found.append(block.block_id)
         seq.found_prefix, seq.prefix_age = found, self._num_removals
         return found[:limit]
 
-    def register(self, seq: Sequence, index: int, block: Block) -> None:
-        """Add a block that was just filled, unless a block with the same content is already cached."""
+    def find_part(self, seq: Sequence, index: int) -> tuple[Block, int] | None:
+        """The block that begins with the most tokens of the block `index` of `seq`, and their number.
+
+        They are whole hash blocks, at most those of the sequence's `num_cacheable` tokens. None if there are none.
+        """
+        if not self.enabled:
+            return None
+        first, limit = index * self._hashes_per_block, seq.num_cacheable // self.hash_block_size
+        for last in reversed(range(first, min(first + self._hashes_per_block, limit))):
+            block = self._find_block(seq, last)
+            if block is not None:
+                return block, (last + 1 - first) * self.hash_block_size
+        return None
+
+    def register(self, seq: Sequence, previously_computed: int, blocks: Mapping[int, Block]) -> None:
+        """Add the hash blocks of `seq` that were completed since it had `previously_computed` computed tokens.
+
+        blocks: by block id. Content that is already cached in another block is found there.
+        """
         if not self.enabled:
             return
-        content_hash = self._hash_of(seq, index)
-        if content_hash not in self._by_hash:
-            block.content_hash, block.tokens = content_hash, self._content(seq, index)
-            self._by_hash[content_hash] = block
+        size = self.hash_block_size
+        for index in range(previously_computed // size, seq.num_computed // size):
+            block_index, offset = divmod(index * size, self.block_size)
+            block = blocks[seq.block_table[block_index]]
+            if block.num_cached_tokens != offset:
+                continue  # it is known already, or the cache was emptied when the block was partly filled
+            block.tokens += self._content(seq, index * size, (index + 1) * size)
+            content_hash = self._hash_of(seq, index)
+            if content_hash not in self._by_hash:
+                block.hashes.append(content_hash)
+                self._by_hash[content_hash] = block
 
     def forget(self, block: Block) -> None:
-        """Remove a block; does nothing if it is not in the cache."""
-        if block.content_hash is not None:
-            del self._by_hash[block.content_hash]
-            block.content_hash, block.tokens = None, b""
-            self._num_removals += 1
+        """Forget the content of a block; does nothing if it is not in the cache."""
+        for content_hash in block.hashes:
+            del self._by_hash[content_hash]
+        self._num_removals += bool(block.hashes)
+        block.tokens, block.hashes = b"", []
 
     def clear(self) -> None:
-        """Remove all blocks."""
-        for block in list(self._by_hash.values()):
-            self.forget(block)
+        """Forget all blocks. The caller gives up their records, or forgets each of them too."""
+        self._by_hash.clear()
         self._num_removals += 1
 
-    def check(self) -> None:
+    def check(self, blocks: Mapping[int, Block]) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
-        assert all(block.content_hash == content_hash for content_hash, block in self._by_hash.items())
+        found = {content_hash: block for block in blocks.values() for content_hash in block.hashes}
+        assert found == self._by_hash
+        for block in blocks.values():
+            size = self.hash_block_size
+            assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
 
-    def _content(self, seq: Sequence, index: int) -> bytes:
-        start = index * self.block_size
-        return array("q", seq.token_ids[start : start + self.block_size]).tobytes()
+    def _find_block(self, seq: Sequence, index: int) -> Block | None:
+        """The block that holds hash block `index` of the sequence, and the sequence's tokens before it in the block."""
+        block = self._by_hash.get(self._hash_of(seq, index))
+        if block is None:
+            return None
+        end = (index + 1) * self.hash_block_size
+        begin = (end - 1) // self.block_size * self.block_size
+        return block if block.tokens.startswith(self._content(seq, begin, end)) else None
+
+    def _content(self, seq: Sequence, begin: int, end: int) -> bytes:
+        return array("q", seq.token_ids[begin:end]).tobytes()
 
     def _hash_of(self, seq: Sequence, index: int) -> bytes:
-        """The content hash of a sequence's block; hashes are kept on the sequence."""
+        """The hash of a sequence's hash block; hashes are kept on the sequence."""
         while len(seq.block_hashes) <= index:
-            known = len(seq.block_hashes)
+            known, size = len(seq.block_hashes), self.hash_block_size
             parent = seq.block_hashes[-1] if known else xxhash.xxh3_128_digest(seq.request.cache_salt)
-            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + self._content(seq, known)))
+            content = self._content(seq, known * size, (known + 1) * size)
+            seq.block_hashes.append(xxhash.xxh3_128_digest(parent + content))
         return seq.block_hashes[index]

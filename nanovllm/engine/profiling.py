@@ -20,6 +20,8 @@ from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.forward_context import ForwardContext, KVCache
+from nanovllm.kvcache.block_size import block_size_of
+from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.memory_checks import check_fits
@@ -32,7 +34,7 @@ class ScratchKVCache:
     """A KV cache of a single block, used as every block of one sequence of max_num_batched_tokens tokens."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
-        spec, tokens, block_size = model.spec, config.max_num_batched_tokens, config.block_size
+        spec, tokens, block_size = model.spec, config.max_num_batched_tokens, _block_size(model, config)
         self._backend = backend
         self._scale = spec.head_dim**-0.5
         self._windows = spec.sliding_windows
@@ -113,7 +115,7 @@ def measure_memory(
         tiers_share_memory=shared,
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
-        layerwise_token_bytes=layerwise_token_bytes(model, backend, config),
+        layerwise=layerwise_sizing(model, backend, config),
     )
 
 
@@ -125,9 +127,13 @@ def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
-        tokens, seqs = min(tokens, blocks * config.block_size), min(seqs, blocks)
+        tokens, seqs = min(tokens, blocks * _block_size(model, config)), min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
     check_fits(what, least_step_bytes(model, tokens, seqs), free, "next to the weights the device has", "lower them")
+
+
+def _block_size(model: Decoder, config: EngineConfig) -> int:
+    return block_size_of(config, 2 * model.spec.kv_size * model.dtype.itemsize, model.spec.max_model_len)
 
 
 def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
@@ -150,14 +156,15 @@ def step_bytes(model: Decoder, config: EngineConfig) -> int:
     return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
 
 
-def layerwise_token_bytes(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
-    """Bytes that layer-by-layer prefill keeps for each token: its residual stream and id. 0 if no prompt goes that way.
+def layerwise_sizing(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> LayerwiseSizing | None:
+    """The sizes of layer-by-layer prefill; None if no prompt goes that way.
 
     None does with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows.
     """
-    if not config.enable_cpu_offload or not is_chunk_invariant(backend) or sides.layerwise_prefill() is None:
-        return 0
-    return model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize
+    layerwise = sides.layerwise_prefill()
+    if not config.enable_cpu_offload or not is_chunk_invariant(backend) or layerwise is None:
+        return None
+    return layerwise.Sizing(model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize)
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:

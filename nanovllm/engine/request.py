@@ -1,16 +1,21 @@
-"""Requests and their sequences: the state that the engine keeps between steps."""
+"""Requests and their sequences: the state that the engine keeps between steps.
+
+A `Request` of the core has one sequence. The side `nanovllm.sequence_groups` has requests of several, which override
+some of the methods here; the rest of the engine treats both alike.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
-from nanovllm.engine.beam_search import BeamSearch
 from nanovllm.engine.resolved_sampling import ResolvedSampling
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill
+from nanovllm.kvcache.layerwise import LayerwisePrefill
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 
@@ -22,14 +27,20 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+class Blocks(Protocol):
+    """What a request does with the blocks of its sequences; see `BlockManager`."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None: ...
+
+    def free(self, seq: Sequence) -> None: ...
+
+
 @dataclass(eq=False)
 class Request:
-    """A prompt, its sampling parameters, and the sequences that answer it.
+    """A prompt, its sampling parameters, and the sequence that answers it.
 
-    Several sequences share the prompt. The first one computes it for all; then they fork, and `forked` is true from
-    there on. With `beam_search`, the sequences are the beams of the last step. `number` counts the engine's requests;
-    `seq_ids` yields a unique id for every sequence of the engine. `error`: why it ended with finish_reason "error".
-    `prompt_logprobs`: from the second prompt token on, as far as they are computed.
+    `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
+    it ended with finish_reason "error". `prompt_logprobs`: from the second prompt token on, as far as computed.
     """
 
     request_id: str
@@ -44,16 +55,21 @@ class Request:
     prompt: str | None = None
     cache_salt: bytes = b""
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
-    beam_search: BeamSearch[Sequence] | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     error: str | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
 
+    decodes_at_end = False  # whether the text of a sequence is decoded only when it has finished
+
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
-        count = self.params.num_sequences if self.beam_search is None else 1
-        self.sequences = [Sequence(self, next(self.seq_ids), index) for index in range(count)]
-        self.forked = count == 1
+        self.sequences = self.new_sequences()
+
+    def new_sequences(self) -> list[Sequence]:
+        """The sequences to begin with."""
+        return [Sequence(self, next(self.seq_ids))]
+
+    # ---- what the scheduler asks
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -75,64 +91,82 @@ class Request:
 
     @property
     def computing(self) -> list[Sequence]:
-        """The sequences that the next step computes: the first live one before the fork, all live ones after it."""
-        return self.live if self.forked else self.live[:1]
+        """The sequences that the next step computes."""
+        return self.live
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether any sequence has more to compute than the one token that it samples from."""
+        return any(seq.num_remaining > 1 for seq in self.computing)
 
     @property
     def num_seqs(self) -> int:
         """Sequence slots that it takes while it runs."""
-        return len(self.live) if self.beam_search is None else self.beam_search.width
+        return len(self.live)
+
+    def chunks(self, tokens: int, longest: int) -> list[tuple[Sequence, int]]:
+        """The sequences to compute in a step that has `tokens` tokens left, and how many tokens of each.
+
+        longest: most tokens of one sequence. Empty if the request does not fit the step.
+        """
+        (seq,) = self.computing
+        chunk = min(seq.num_remaining, tokens, longest)
+        return [(seq, chunk)] if chunk else []
+
+    def num_extra_blocks(self, block_size: int) -> int:
+        """Blocks that a waiting request needs in addition to those of `computing[0]`."""
+        return 0
+
+    def check_fits(self, max_model_len: int, block_size: int, num_blocks: int, watermark: int) -> None:
+        """Raise RequestError if a cache of `num_blocks` blocks cannot hold its sequences until they end.
+
+        A single sequence always fits: the scheduler refuses a larger max_model_len.
+        """
+
+    # ---- sampling
 
     @property
     def num_logprobs(self) -> int | None:
-        """Log-probabilities that its samples must have: ranking the sequences can take more than the user asked for."""
-        asked = self.sampling.num_logprobs
-        if self.beam_search is not None:
-            return max(asked or 0, self.beam_search.num_candidates)
-        return (asked or 0) if self.is_ranked else asked
+        """Log-probabilities that its samples must have."""
+        return self.sampling.num_logprobs
 
-    @property
-    def is_ranked(self) -> bool:
-        """Whether the sequences to return are chosen at the end: beam search, or best_of above n."""
-        return self.beam_search is not None or self.params.num_sequences > self.params.n
+    def sampled_from(self, seq: Sequence) -> Seq[Sequence]:
+        """The sequences that sample their next token from the last row of `seq`."""
+        return [seq]
+
+    def take_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
+        """Append the samples of a step: none, or one per live sequence."""
+        if samples:
+            for seq, sample in zip(self.live, samples, strict=True):
+                seq.append(sample)
+
+    # ---- preemption and end
+
+    def rewind(self) -> None:
+        """Recompute from the beginning, after all blocks have been freed."""
 
     @property
     def outputs(self) -> list[Sequence]:
-        """The sequences to report; empty for a ranked request until it has finished."""
-        return self.sequences if self.finished or not self.is_ranked else []
-
-    def rewind(self) -> None:
-        """Go back to before the fork, after all blocks are freed: the prompt is computed once for all sequences."""
-        self.forked = len(self.live) == 1
+        """The sequences to report now."""
+        return self.sequences
 
     def finish(self) -> None:
-        """Mark the request finished, and of ranked sequences keep the `n` best, the best one first."""
         self.status = RequestStatus.FINISHED
-        if not self.is_ranked:
-            return
-        if self.beam_search is not None:
-            self.sequences = self.beam_search.ranked(self.sequences)
-        else:
-            self.sequences = sorted(self.sequences, key=lambda seq: -seq.cumulative_logprob)
-        del self.sequences[self.params.n :]
-        for index, seq in enumerate(self.sequences):
-            seq.index = index
 
 
 class Sequence:
     """The tokens of a prompt and its continuation, and the KV blocks that hold them.
 
     K/V of positions `[0, num_computed)` is in the cache. K/V of the last token is computed in the step that samples the
-    next one. `index` is the sequence's number within its request. `seed` determines its samples; the first sequence
-    has the request's seed.
+    next one. `index` is the sequence's number within its request. `seed` determines its samples.
     """
 
-    def __init__(self, request: Request, seq_id: int, index: int, token_ids: list[int] | None = None) -> None:
+    def __init__(self, request: Request, seq_id: int) -> None:
         self.request = request
         self.seq_id = seq_id
-        self.index = index
-        self.seed = request.seed if index == 0 else hash((request.seed, index))
-        self.token_ids = list(request.prompt_token_ids if token_ids is None else token_ids)
+        self.index = 0
+        self.seed = request.seed
+        self.token_ids = list(request.prompt_token_ids)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = 0.0  # of the output tokens, where logprobs are computed
@@ -141,8 +175,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.layerwise: LayerwisePrefill | None = None  # the part of the prompt in layer-by-layer prefill
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
-        self.block_hashes: list[bytes] = []  # of its full blocks, as far as they were needed
-        self.found_prefix: list[int] = []  # blocks that the prefix cache found, see PrefixCache.find
+        self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
+        self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1
         self._output_array = token_array()
 
@@ -168,8 +202,8 @@ class Sequence:
 
     @property
     def end(self) -> int:
-        """Tokens to compute before the sequence samples; before the fork only those of the prompt."""
-        return len(self.token_ids) if self.request.forked else self.prompt_len
+        """Tokens to compute before the sequence samples."""
+        return len(self.token_ids)
 
     @property
     def num_remaining(self) -> int:
@@ -202,12 +236,6 @@ class Sequence:
     def num_blocks(self, block_size: int) -> int:
         """Blocks that hold all tokens up to its `end`."""
         return -(-self.end // block_size)
-
-    def fork(self) -> Sequence:
-        """A new sequence with the same tokens and no blocks."""
-        child = Sequence(self.request, next(self.request.seq_ids), self.index, self.token_ids)
-        child.cumulative_logprob, child.logprobs = self.cumulative_logprob, list(self.logprobs)
-        return child
 
     def append(self, sample: Sample) -> None:
         self.token_ids.append(sample.token_id)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import bisect
 import logging
 
-from nanovllm.engine.admission import check_servable, num_blocks_after_admission
-from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult
-from nanovllm.engine.beams import advance_beams
+from nanovllm.engine import sides
+from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
-from nanovllm.engine.long_prefill import long_prefill, passes, plan_layerwise, scheduled_part, take_part
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
-from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget, is_prefill
-from nanovllm.errors import ConfigError, told
+from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget, long_prefill
+from nanovllm.errors import ConfigError, RequestError, told
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +21,8 @@ class Scheduler:
     """Continuous batching with chunked prefill: prefill and decode share a step.
 
     `schedule` lists the stages in which a step is filled. A request gets the blocks of its entire prompt when it is
-    admitted, and grows block by block after that. The sequences of one request run together or not at all. When a
-    running request cannot grow, the last running request is preempted (possibly the growing request itself): either it
-    is swapped out and resumes when blocks are free, or its blocks are freed and it is recomputed, as far as the prefix
-    cache does not hold its tokens.
+    admitted, and grows block by block after that. When a running request cannot grow, the last running request is
+    preempted, possibly the growing request itself. The sequences of one request run together or not at all.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -37,7 +33,13 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
-        self.preemption = Preemption(block_manager, limits.preemption_mode)
+        groups = sides.sequence_groups()
+        self.preemption = (
+            Preemption(block_manager)
+            if groups is None
+            else groups.SwapPreemption(block_manager, limits.preemption_mode)
+        )
+        self._layerwise = sides.layerwise_prefill()
         # All three are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
         self.swapped: list[Request] = []
@@ -48,22 +50,32 @@ class Scheduler:
         return bool(self.waiting or self.swapped or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for one that could never finish."""
-        check_servable(request, self.limits, self.block_manager)
+        """Queue a request. Raises RequestError for one that could not finish even with the KV cache to itself.
+
+        Preemption relies on this check: the last running request can always grow.
+        """
+        manager, seq = self.block_manager, request.sequences[0]
+        if manager.can_allocate(seq) is AllocStatus.NEVER:
+            raise RequestError(
+                f"request {request.request_id!r} has {request.prompt_len} tokens and needs "
+                f"{seq.num_blocks(manager.block_size)} KV blocks of {manager.block_size} tokens; the cache has "
+                f"{manager.num_blocks} and keeps {manager.watermark} free: shorten the prompt to "
+                f"{manager.max_sequence_tokens} tokens, or raise num_gpu_blocks or num_cpu_blocks"
+            )
+        request.check_fits(self.limits.max_model_len, manager.block_size, manager.num_blocks, manager.watermark)
         _insert(self.waiting, request)
 
     # ---- one step
 
     def schedule(self, now: float) -> Batch:
         """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
-        swapped_out = self._grow_running()
+        self._grow_running()
         free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
         budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
         self._schedule_decodes(budget)
         self._reserve_for_long_prefill(budget)
         self._schedule_short_prefills(budget)
-        if not swapped_out:  # else the blocks would go back and forth
-            self._swap_in(budget)
+        self._resume_swapped(budget)
         self._admit_waiting(budget, now)
         self._schedule_long_prefill(budget)
         return self._make_batch(budget)
@@ -96,12 +108,8 @@ class Scheduler:
 
     # ---- the stages of a step
 
-    def _grow_running(self) -> bool:
-        """Give each running request the blocks of its next tokens, and preempt from the end of the list to free them.
-
-        Returns whether a request was swapped out.
-        """
-        swapped_before = self.preemption.stats.swapped
+    def _grow_running(self) -> None:
+        """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
@@ -112,34 +120,30 @@ class Scheduler:
                     break
             else:
                 self.block_manager.grow(request.computing)
-        return self.preemption.stats.swapped > swapped_before
 
     def _schedule_decodes(self, budget: SchedulingBudget) -> None:
         """One token of each decoding sequence, before anything else: a long prefill never stalls them."""
         for request in self.running:
-            if not is_prefill(request):
+            if not request.is_prefill:
                 budget.schedule(request)
 
     def _reserve_for_long_prefill(self, budget: SchedulingBudget) -> None:
         """Find the long prefill among the running requests, plan its next part, and reserve tokens for it."""
         request = long_prefill(self.running, budget.left)
         if request is not None:
-            if request.computing[0].layerwise is None:
-                plan_layerwise(request.computing[0], self.block_manager, self.limits)
+            self._plan_order(request.computing[0])
             budget.reserve_for(request)
 
     def _schedule_short_prefills(self, budget: SchedulingBudget) -> None:
         for request in self.running:
-            if is_prefill(request) and request is not budget.long_prefill:
+            if request.is_prefill and request is not budget.long_prefill:
                 budget.schedule(request)
 
-    def _swap_in(self, budget: SchedulingBudget) -> None:
+    def _resume_swapped(self, budget: SchedulingBudget) -> None:
         """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
-        while self.swapped and self._can_swap_in(self.swapped[0], budget):
-            request = self.swapped[0]
-            self.preemption.resume(request)
+        while (request := self.preemption.resume(self.swapped, budget)) is not None:
             _insert(self.running, request)
-            del self.swapped[0]  # last: an interrupt finds the request in at least one of the lists
+            self.swapped.remove(request)  # last: an interrupt finds the request in at least one of the lists
             self.block_manager.grow(request.computing)
             budget.free_seqs -= request.num_seqs
             budget.schedule(request)
@@ -155,7 +159,7 @@ class Scheduler:
                 budget.reserve_for(request)
 
     def _schedule_long_prefill(self, budget: SchedulingBudget) -> None:
-        """Give the long prefill all tokens that are left; `_make_batch` adds one that goes layer by layer."""
+        """Give the long prefill all tokens that are left; `_make_batch` does so for one that goes layer by layer."""
         budget.release_reserved()
         if budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is None:
             budget.schedule(budget.long_prefill)
@@ -164,23 +168,21 @@ class Scheduler:
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
-        if budget.long_prefill is not None:
+        if self._layerwise is not None and budget.long_prefill is not None:
             seq = budget.long_prefill.computing[0]
             if seq.layerwise is not None:
-                prompt_part = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
+                prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
                 tokens = min(budget.left, self.limits.chunk)
-                sequences.append(scheduled_part(prompt_part, seq, seq.layerwise, tokens, self.limits.num_layers))
+                sequences.append(self._layerwise.scheduled_part(prefill, seq, tokens, self.limits.num_layers))
         assert sequences or not moves, "block moves were planned for a step without sequences"
         return Batch(sequences, moves)
 
     # ---- helpers of the stages
 
-    def _can_swap_in(self, request: Request, budget: SchedulingBudget) -> bool:
-        if request.num_seqs > budget.free_seqs:
-            return False
-        manager = self.block_manager
-        needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
-        return manager.num_allocatable - needed >= manager.watermark and bool(budget.chunks_for(request))
+    def _plan_order(self, seq: Sequence) -> None:
+        """Set `seq.layerwise`, unless a layer-by-layer prefill of the sequence is in progress."""
+        if self._layerwise is not None and seq.layerwise is None:
+            self._layerwise.plan(seq, self.block_manager, self.limits)
 
     def _next_admissible(self, budget: SchedulingBudget) -> Request | None:
         """The request to admit next, or None if it has to wait.
@@ -188,19 +190,25 @@ class Scheduler:
         While a long prefill runs, only requests that one step can complete are admitted. No request overtakes a swapped
         one that precedes it.
         """
-        manager, is_long = self.block_manager, budget.long_prefill is not None
-        request = next((r for r in self.waiting if not is_long or passes(r, manager, self.limits.chunk)), None)
+        is_long = budget.long_prefill is not None
+        request = next((r for r in self.waiting if not is_long or self._fits_a_step(r)), None)
         if request is None or (self.swapped and self.swapped[0].order < request.order):
             return None
         if request.num_seqs > budget.free_seqs:
             return None
-        extra_blocks = num_blocks_after_admission(request, manager.block_size)
-        return request if manager.can_allocate(request.computing[0], extra_blocks) is AllocStatus.OK else None
+        extra_blocks = request.num_extra_blocks(self.block_manager.block_size)
+        status = self.block_manager.can_allocate(request.computing[0], extra_blocks)
+        return request if status is AllocStatus.OK else None
+
+    def _fits_a_step(self, request: Request) -> bool:
+        """Whether one step can compute the uncached tokens of a waiting request."""
+        seq, manager, chunk = request.computing[0], self.block_manager, self.limits.chunk
+        return seq.end <= chunk or seq.end - manager.num_cached_tokens(seq) <= chunk
 
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
         self.block_manager.allocate(seq)
-        plan_layerwise(seq, self.block_manager, self.limits)
+        self._plan_order(seq)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = now
             request.metrics.cached_tokens = seq.num_computed
@@ -221,24 +229,16 @@ class Scheduler:
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
             block_table=self.block_manager.physical_ids(seq, end),
-            samples=self._sampling_rows(seq) if end == seq.end else (),
+            samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),
         )
-
-    def _sampling_rows(self, seq: Sequence) -> list[SamplingRow]:
-        """The tokens to sample from the row of the sequence's last token."""
-        if seq.request.forked:
-            return [sampling_row(seq)]
-        if seq.num_output_tokens:  # preempted after the first tokens had been sampled
-            return []
-        return [sampling_row(sibling) for sibling in seq.request.live]
 
     # ---- the result of a step
 
     def _advance(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
         computed = len(scheduled.token_ids)
-        if scheduled.layerwise is not None:
-            computed = take_part(seq, scheduled.layerwise, self.limits.num_layers)
+        if self._layerwise is not None and scheduled.layerwise is not None:
+            computed = self._layerwise.advance(seq, scheduled.layerwise, self.limits.num_layers)
         seq.num_computed += computed
         prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
         seq.request.metrics.prefill_tokens += prefilled
@@ -246,29 +246,21 @@ class Scheduler:
         self.block_manager.register_computed(seq, scheduled.context_len)
 
     def _append_samples(self, request: Request, samples: list[Sample], now: float) -> None:
-        """Fork the sequences once their prompt is computed, then append `samples`: none, or one per live sequence."""
-        if not request.forked and request.computing[0].num_remaining == 0:
-            first, *others = request.live
-            for seq in others:
-                self.block_manager.fork(first, seq)
-            request.forked = True
-        if not samples:
-            return
+        """Append `samples`, none or one per live sequence, and end the sequences that they complete."""
         self.tokens_generated += len(samples)
         metrics = request.metrics
-        if metrics.first_token_time is None:
+        if samples and metrics.first_token_time is None:
             metrics.first_token_time = now
         else:
             metrics.decode_tokens += len(samples)
-        if request.beam_search is None:
-            for seq, sample in zip(request.live, samples, strict=True):
-                self._append(seq, sample, now)
-        elif advance_beams(request, samples, self.block_manager):
+        request.take_samples(samples, self.block_manager)
+        for seq in request.live if samples else ():
+            self._end_if_complete(seq, now)
+        if not (request.live or request.finished):  # the request itself has ended its last sequence
             self._end(request, now)
 
-    def _append(self, seq: Sequence, sample: Sample, now: float) -> None:
-        token = sample.token_id
-        seq.append(sample)
+    def _end_if_complete(self, seq: Sequence, now: float) -> None:
+        token = seq.token_ids[-1]
         if token in seq.params.stop_token_ids:
             seq.stop_reason = token
             self._finish(seq, "stop", now)

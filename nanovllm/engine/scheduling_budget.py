@@ -1,12 +1,19 @@
-"""The limits of one engine step, and how its tokens are divided among the requests."""
+"""The limits of one engine step, and how its tokens are divided among the requests.
+
+A *long prefill* takes more than one step. One is in progress at a time. Other long prompts wait until it has ended, and
+may then find its blocks in the prefix cache; shorter prompts are admitted ahead of them. Decodes take their tokens of a
+step first, then other prefills take up to half of what is left, and the long prefill gets the rest. So no decode and no
+short prompt waits for a long prefill to end, and the long prefill advances in every step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.request import Request, Sequence
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +57,8 @@ class SchedulingBudget:
         self._max_prefill_chunk = max_prefill_chunk
 
     def chunks_for(self, request: Request) -> list[tuple[Sequence, int]]:
-        """The chunks that the request gets of the tokens that are left; empty if it does not fit.
-
-        The sequences of one request sample in the same step. After a recompute, each of them therefore stops before its
-        last token until all of them have caught up.
-        """
-        sequences = request.computing
-        if len(sequences) == 1:
-            chunk = min(sequences[0].num_remaining, self.left, self._max_prefill_chunk)
-            return [(sequences[0], chunk)] if chunk else []
-        if not is_prefill(request):
-            return [(seq, 1) for seq in sequences] if len(sequences) <= self.left else []
-        chunks, left = [], self.left
-        for seq in sequences:
-            chunk = min(seq.num_remaining - 1, left, self._max_prefill_chunk)
-            if chunk > 0:
-                chunks.append((seq, chunk))
-                left -= chunk
-        return chunks
+        """The chunks that the request gets of the tokens that are left; empty if it does not fit."""
+        return request.chunks(self.left, self._max_prefill_chunk)
 
     def schedule(self, request: Request) -> None:
         """Add the request's chunks to the step."""
@@ -86,6 +77,12 @@ class SchedulingBudget:
         self.left, self._reserved = self.left + self._reserved, 0
 
 
-def is_prefill(request: Request) -> bool:
-    """Whether any sequence has more to compute than the one token that it samples from."""
-    return any(seq.num_remaining > 1 for seq in request.computing)
+def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
+    """The long prefill in progress: the layer-by-layer one, else the first that `tokens` in this step do not complete.
+
+    A request whose sequences are recomputed side by side has no single prompt, and does not count.
+    """
+    alone = [request for request in running if len(request.computing) == 1]
+    layerwise = (request for request in alone if request.computing[0].layerwise is not None)
+    long = (request for request in alone if request.computing[0].num_remaining > max(tokens, 1))
+    return next(layerwise, next(long, None))

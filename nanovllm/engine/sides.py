@@ -1,31 +1,88 @@
-"""The sides: optional parts of the engine, and the only place where the core looks for them.
+"""The sides: optional parts of the engine, and the only place where the core looks for them. No torch.
 
 The core imports no side and runs without any. Each function below finds one side by its module's name and returns that
-module, or None where its files are not installed: the feature is then off. The protocols say what the core calls.
+module, or None where its files are not installed: the feature is then off or refused. The protocols say what the core
+calls.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from nanovllm.config import EngineConfig
-from nanovllm.device import Device
-from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
-from nanovllm.kvcache import chunked_attention
-from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
-from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.sizing import KVPlan
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops.attention import AttentionBackend
+from nanovllm.config import EngineConfig, PreemptionMode
+from nanovllm.errors import ConfigError
 
-if TYPE_CHECKING:  # for annotations only: the core runs without these modules
+if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
+    from nanovllm import chat_template
+    from nanovllm.device import Device
+    from nanovllm.engine.batch import ScheduledSequence
+    from nanovllm.engine.block_manager import BlockManager
+    from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+    from nanovllm.engine.preemption import Preemption
+    from nanovllm.engine.request import Request
+    from nanovllm.engine.request import Sequence as TokenSequence
+    from nanovllm.engine.scheduling_budget import SchedulerLimits
+    from nanovllm.kvcache import chunked_attention
+    from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
+    from nanovllm.kvcache.fitting import KVSizing
+    from nanovllm.kvcache.layerwise import LayerwiseSizing, LayerwiseStep
+    from nanovllm.kvcache.layout import KVLayout
+    from nanovllm.kvcache.offload_engine import OffloadEngine
+    from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
+    from nanovllm.models.decoder import Decoder
+    from nanovllm.models.spec import DecoderSpec
+    from nanovllm.ops.attention import AttentionBackend
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.tokenizer import Tokenizer
+
+
+class SequenceGroups(Protocol):
+    """Requests of several sequences (n, best_of, beam search), and preemption by swapping.
+
+    Without it such requests and `preemption_mode="swap"` are refused.
+    """
+
+    def request_factory(
+        self, request_id: str, params: SamplingParams, limits: SchedulerLimits, vocab_size: int
+    ) -> Callable[..., Request]:
+        """Makes the request from `Request`'s arguments. Raises RequestError for more sequences than fit in a step."""
+        ...
+
+    def SwapPreemption(self, manager: BlockManager, mode: PreemptionMode | None) -> Preemption: ...
+
+    def asked_swap_bytes(self, config: EngineConfig) -> int: ...
+
+    def plan_swap_space(self, config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int: ...
+
+
+class LayerwisePrefill(Protocol):
+    """Prefills long prompts layer by layer where that moves less KV. Without it every prompt goes chunk by chunk."""
+
+    def Sizing(self, token_bytes: int) -> LayerwiseSizing: ...
+
+    def plan(self, seq: TokenSequence, manager: BlockManager, limits: SchedulerLimits) -> None:
+        """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk in all layers."""
+        ...
+
+    def scheduled_part(
+        self, scheduled: ScheduledSequence, seq: TokenSequence, tokens: int, num_layers: int
+    ) -> ScheduledSequence: ...
+
+    def advance(self, seq: TokenSequence, done: LayerwiseStep, num_layers: int) -> int: ...
+
+
+class LayerwiseRunner(Protocol):
+    """Runs what `LayerwisePrefill` schedules."""
+
+    def LayerwiseOrder(
+        self, model: Decoder, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend
+    ) -> ExecutionOrder: ...
 
 
 class CudaGraphs(Protocol):
@@ -38,20 +95,27 @@ class CudaGraphs(Protocol):
     def graph_bytes(self, device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int: ...
 
 
-class LayerwisePrefill(Protocol):
-    """Prefills long prompts layer by layer where that moves less KV. Without it every prompt goes chunk by chunk."""
-
-    def LayerwiseOrder(
-        self, model: Decoder, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend
-    ) -> ExecutionOrder: ...
-
-
 class CpuAttention(Protocol):
     """Lets CPU cores attend to host blocks. Without it every host block is copied to the device."""
 
     def make_cpu_attention(
         self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, layer_weight_bytes: int
     ) -> chunked_attention.CpuAttention | None: ...
+
+
+class ChatTemplates(Protocol):
+    """Turns conversations into prompts. Without it `LLM.chat` and messages on the command line are refused."""
+
+    def TemplateProcess(self) -> chat_template.TemplateProcess: ...
+
+    def ChatTemplate(
+        self,
+        tokenizer: Tokenizer | None,
+        template: str | None = None,
+        *,
+        process: chat_template.TemplateProcess | None,
+        **options: Any,
+    ) -> chat_template.ChatTemplate: ...
 
 
 class Planner(Protocol):
@@ -66,16 +130,28 @@ class Trace(Protocol):
     def TracedDevice(self, inner: Device, path: str | Path) -> Device: ...
 
 
+def sequence_groups() -> SequenceGroups | None:
+    return cast("SequenceGroups | None", _find("nanovllm.sequence_groups"))
+
+
+def layerwise_prefill() -> LayerwisePrefill | None:
+    return cast("LayerwisePrefill | None", _find("nanovllm.layerwise_prefill.schedule"))
+
+
+def layerwise_runner() -> LayerwiseRunner | None:
+    return cast("LayerwiseRunner | None", _find("nanovllm.layerwise_prefill.runner"))
+
+
 def cuda_graphs() -> CudaGraphs | None:
     return cast("CudaGraphs | None", _find("nanovllm.cuda_graphs"))
 
 
-def layerwise_prefill() -> LayerwisePrefill | None:
-    return cast("LayerwisePrefill | None", _find("nanovllm.layerwise_prefill"))
-
-
 def cpu_attention() -> CpuAttention | None:
     return cast("CpuAttention | None", _find("nanovllm.cpu_attention.host_blocks"))
+
+
+def chat_templates() -> ChatTemplates | None:
+    return cast("ChatTemplates | None", _find("nanovllm.chat_template"))
 
 
 def planner() -> Planner | None:
@@ -84,6 +160,21 @@ def planner() -> Planner | None:
 
 def trace() -> Trace | None:
     return cast("Trace | None", _find("nanovllm.device.trace"))
+
+
+def check_arguments(config: EngineConfig) -> None:
+    """Raise ConfigError for engine arguments that need a side which is not installed."""
+    if config.trace is not None and trace() is None:
+        raise ConfigError(_missing(f"trace={str(config.trace)!r}", "nanovllm.device.trace"))
+    if sequence_groups() is None:
+        if config.preemption_mode == "swap":
+            raise ConfigError(_missing("preemption_mode='swap'", "nanovllm.sequence_groups"))
+        if config.swap_space:
+            raise ConfigError(_missing(f"swap_space={config.swap_space}", "nanovllm.sequence_groups"))
+
+
+def _missing(argument: str, module: str) -> str:
+    return f"{argument}: needs {module}, which this installation does not have; leave it out"
 
 
 def _find(module: str) -> Any | None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 

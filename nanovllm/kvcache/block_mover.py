@@ -65,23 +65,31 @@ class BlockMover:
         if moves:
             stream = self._order.before_moves()
             for move in moves:
-                self._move(move.src, move.dst, stream)
+                self._move(move, stream)
             self._order.after_moves()
         self._order.before_copies()
 
-    def _move(self, src: int, dst: int, stream: Stream) -> None:
+    def _move(self, move: BlockMove, stream: Stream) -> None:
         first_host = self._resident.shape[1]
-        to_host, from_host = dst >= first_host, src >= first_host
+        to_host, from_host = move.dst >= first_host, move.src >= first_host
         kinds: dict[tuple[bool, bool], CopyKind] = {
             (True, False): "h2d",
             (False, True): "d2h",
             (False, False): "d2d",
             (True, True): "h2h",
         }
-        to, what = self._block(dst), self._block(src)
-        dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
-        width, height = self._layout.block_layer_bytes, self._layout.num_layers  # one strided copy for all layers
-        self._copies.put(PitchedCopy(to, what, dpitch, spitch, width, height, kinds[from_host, to_host]), stream)
+        to, what, kind = self._block(move.dst), self._block(move.src), kinds[from_host, to_host]
+        layout = self._layout
+        if move.num_tokens is None:
+            dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
+            width, height = layout.block_layer_bytes, layout.num_layers  # one strided copy for all layers
+            self._copies.put(PitchedCopy(to, what, dpitch, spitch, width, height, kind), stream)
+            return
+        # The heads of K and V are equally far apart within a layer only: one strided copy for each.
+        pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
+        for layer in range(layout.num_layers):
+            copy = PitchedCopy(to[layer], what[layer], pitch, pitch, width, height, kind)
+            self._copies.put(copy, stream, blocks=int(layer == 0))
 
     def _block(self, physical_id: int) -> Tensor:
         """[layers, 2, kv_heads, block_size, head_dim], each layer contiguous."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nanovllm.kvcache.layerwise import LayerwisePrefill, chunk_by_chunk
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, prefill_steps
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; a deeper ring has as many groups of slots
 MAX_RING_SLOTS = 16  # a deeper ring only takes memory from resident blocks
@@ -142,15 +143,15 @@ def predict_request(
     output_len: int,
     max_num_batched_tokens: int,
     cpu_attention: CpuAttentionUse | None = None,
-    layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
+    prefill_steps: Iterable[LayerwisePrefill] | None = None,
 ) -> TransferCount:
     """`predict_transfers` summed over a request: its prefill, then one step for each further token.
 
-    A layer-by-layer prefill copies what a single chunk of its length would.
+    prefill_steps: see `LayerwiseSizing.prefill_steps`; None for chunk by chunk. A layer-by-layer prefill copies what a
+    single chunk of its length would.
     """
     total = TransferCount()
-    host_blocks = range(resident_blocks, -(-prompt_len // layout.block_size))
-    for step in prefill_steps(host_blocks, layout.block_size, prompt_len, max_num_batched_tokens, layerwise_memory):
+    for step in prefill_steps or chunk_by_chunk(prompt_len, max_num_batched_tokens):
         taking = cpu_attention if step.num_chunks == 1 else None
         total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, cpu_attention=taking)
     for context_len in range(prompt_len, prompt_len + output_len - 1):

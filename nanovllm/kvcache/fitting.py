@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.budget import split_device
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.sizing import CacheTooSmallError, KVPlan, MemoryFacts, longest_sequence, plan_kv_cache
@@ -88,9 +89,8 @@ class KVSizing:
 
     def _changed(self, arguments: Mapping[str, Any]) -> KVSizing:
         config = replace(self.config, **arguments)
-        if config.block_size == self.config.block_size:
-            return replace(self, config=config)
-        return replace(self, config=config, layout=replace(self.layout, block_size=config.block_size))
+        block_size = block_size_of(config, self.layout.token_layer_bytes, self.model_max_len)
+        return replace(self, config=config, layout=replace(self.layout, block_size=block_size))
 
     def _holds(self, tokens: int, change: Mapping[str, Any]) -> bool:
         try:

@@ -25,11 +25,13 @@ class BlockMove:
     """A copy of all layers of a block between two physical block ids. Moves of a step are carried out in order.
 
     `keeps_source`: the block at `src` stays in use, as in copy-on-write. It changes bookkeeping only, not the copy.
+    `num_tokens`: copy only the first tokens of the block; None copies it whole.
     """
 
     src: int
     dst: int
     keeps_source: bool = False
+    num_tokens: int | None = None
 
 
 class IdPool:

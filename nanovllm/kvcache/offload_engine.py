@@ -25,8 +25,8 @@ from nanovllm.errors import EngineError
 from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.transfer_order import TransferOrder
 
 Item = TypeVar("Item")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.budget import DeviceSplit, split_device
+from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.prefill_plan import NO_LAYERWISE, LayerwiseMemory, divide_layerwise_memory
 from nanovllm.memory_checks import check_fits, gib
 
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
@@ -24,7 +24,11 @@ class MemoryFacts:
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch, including CUDA graphs; 0 if nothing is sized from memory
     host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
-    layerwise_token_bytes: int = 0  # that layer-by-layer prefill keeps for each token; 0 if there is no such prefill
+    layerwise: LayerwiseSizing | None = None  # of layer-by-layer prefill; None if no prompt goes that way
+
+    @property
+    def layerwise_token_bytes(self) -> int:
+        return 0 if self.layerwise is None else self.layerwise.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,9 @@ def plan_kv_cache(
     capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
     longest = min(wanted_len, capacity)
     if layerwise_bytes and longest < (config.max_model_len or 1):  # rather fit the prompt
-        return plan_kv_cache(config, layout, model_max_len, replace(memory, layerwise_token_bytes=0), watermark)
-    if layerwise_bytes and num_cpu_blocks:
-        layerwise_memory = divide_layerwise_memory(
-            layout, memory.layerwise_token_bytes, layerwise_bytes, longest, config.max_num_batched_tokens
-        )
+        return plan_kv_cache(config, layout, model_max_len, replace(memory, layerwise=None), watermark)
+    if memory.layerwise is not None and layerwise_bytes and num_cpu_blocks:
+        layerwise_memory = memory.layerwise.divide(layout, layerwise_bytes, longest, config.max_num_batched_tokens)
     else:  # no KV is ever copied
         layerwise_memory = NO_LAYERWISE
     working_bytes = memory.activation_peak + layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
@@ -100,7 +102,7 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     If KV blocks are sized from the same memory, it is at most 1 / LAYERWISE_SHARE of the memory for both, and leaves
     the smallest cache. If all block counts are given, it is what they leave.
     """
-    if not config.enable_cpu_offload or not memory.layerwise_token_bytes:
+    if not config.enable_cpu_offload or memory.layerwise is None:
         return NO_LAYERWISE
     left = _budget(config, memory)
     shared = memory.tiers_share_memory
@@ -111,7 +113,7 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     if -1 in named:
         smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
         left = min(left // LAYERWISE_SHARE, left - smallest)
-    return divide_layerwise_memory(layout, memory.layerwise_token_bytes, left, longest, config.max_num_batched_tokens)
+    return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
 
 
 def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
@@ -175,31 +177,3 @@ def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> Non
             f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
             plan,
         )
-
-
-DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
-
-
-def asked_swap_bytes(config: EngineConfig) -> int:
-    """Host memory that the user reserved for swapping."""
-    return int((config.swap_space or 0) * 2**30)
-
-
-def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int:
-    """Blocks of the swap tier, next to the tiers of `plan`. Raises ConfigError if `swap_space` does not fit.
-
-    At most as many as the cache has blocks: more are never swapped out at once. A request that does not fit the swap
-    tier is recomputed.
-    """
-    taken = plan.num_cpu_blocks
-    if memory.tiers_share_memory:
-        taken += plan.num_gpu_blocks
-    working_bytes = plan.working_bytes if memory.tiers_share_memory else 0
-    left = max(0, memory.host_free - taken * layout.block_bytes - working_bytes)
-    if config.swap_space is None:
-        return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
-    asked = asked_swap_bytes(config)
-    remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
-    if not memory.host_may_grow:
-        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
-    return min(asked // layout.block_bytes, plan.num_sequence_blocks)

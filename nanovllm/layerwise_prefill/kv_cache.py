@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry
+from nanovllm.kvcache.layerwise import LayerwiseStep
 from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
-from nanovllm.kvcache.prefill_plan import LayerwiseStep
 from nanovllm.ops.attention import (
     AttentionBackend,
     AttentionMetadata,

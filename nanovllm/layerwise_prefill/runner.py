@@ -11,8 +11,8 @@ from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.engine.execution_order import ComputedRows
 from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
+from nanovllm.kvcache.layerwise import LayerwiseStep
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.prefill_plan import LayerwiseStep
 from nanovllm.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata

@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nanovllm.config import DTYPES
+from nanovllm.config import DTYPES, EngineConfig
 from nanovllm.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.errors import ConfigError
+from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
@@ -70,6 +71,10 @@ class Network:
     def itemsize(self) -> int:
         """Bytes of a weight, and of an element of K and V."""
         return ITEMSIZES[self.dtype]
+
+    def block_size(self, config: EngineConfig) -> int:
+        """Tokens in a KV block of an engine with these arguments."""
+        return block_size_of(config, 2 * self.spec.kv_size * self.itemsize, self.spec.max_model_len)
 
     def layout(self, block_size: int) -> KVLayout:
         spec = self.spec

@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill, prefill_steps
+from nanovllm.kvcache.layerwise import LayerwisePrefill, chunk_by_chunk
 from nanovllm.kvcache.sizing import KVPlan, longest_sequence
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.planner.machine import Rates
@@ -110,10 +110,12 @@ class Plan:
         return self.sizing.changes_for(prompt_len)
 
     def prefill_steps(self, prompt_len: int) -> list[LayerwisePrefill]:
-        """The prefill steps of a lone prompt with nothing cached; see `kvcache.prefill_plan`."""
-        block_size, first = self.sizing.layout.block_size, self.kv.split.resident_blocks
-        on_host = range(first, -(-prompt_len // block_size))
-        return prefill_steps(on_host, block_size, prompt_len, self.chunk, self.kv.layerwise_memory)
+        """The prefill steps of a lone prompt with nothing cached; see `LayerwiseSizing.prefill_steps`."""
+        layerwise = self.sizing.memory.layerwise
+        if layerwise is None:
+            return chunk_by_chunk(prompt_len, self.chunk)
+        block_size, resident = self.sizing.layout.block_size, self.kv.split.resident_blocks
+        return layerwise.prefill_steps(block_size, resident, prompt_len, self.chunk, self.kv.layerwise_memory)
 
     def request(self, prompt_len: int, output_len: int) -> RequestPlan:
         """One prompt that fits. Both lengths are at least 1."""

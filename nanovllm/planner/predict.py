@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from nanovllm.cpu_attention.shares import ONE_PROCESSOR, Bandwidths, cpu_attention_query_len
 from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.prefill_plan import LayerwisePrefill
+from nanovllm.kvcache.layerwise import LayerwisePrefill
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import CpuAttentionModel, Network
 

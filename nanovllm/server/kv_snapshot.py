@@ -159,11 +159,11 @@ def _cell_states(llm: LLM, step_share: float, blocks_in_flight: Sequence[int]) -
 
 
 def _layer_chunk(seq: TokenSequence, step_share: float, limits: SchedulerLimits) -> int:
-    """The layer chunk that a layer-by-layer prefill has reached; within a step to about a layer chunk."""
+    """The layer chunk that a layer-by-layer prefill has reached. Within a step it is an estimate: other sequences may
+    have a part of the step's tokens."""
     assert seq.layerwise is not None
-    budget = limits.max_num_batched_tokens * limits.num_layers
-    step_end = seq.layerwise.step_end(seq.layerwise_done, budget, limits.num_layers)
-    return min(seq.layerwise_done + int(step_share * (step_end - seq.layerwise_done)), step_end - 1)
+    in_step = limits.max_num_batched_tokens * limits.num_layers // seq.layerwise.chunk
+    return min(seq.layerwise_done + int(step_share * in_step), seq.layerwise.num_chunks * limits.num_layers - 1)
 
 
 def _layer_chunk_positions(seq: TokenSequence, step_share: float, limits: SchedulerLimits) -> range:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.chat_template import ChatTemplate
 from nanovllm.errors import RequestError
 from nanovllm.llm import LLM
-from nanovllm.prompts import ChatTemplate, PromptParts
+from nanovllm.prompts import PromptParts
 from nanovllm.server.http_errors import ApiError, invalid
 from nanovllm.server.protocol import ChatFields, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest, Tool
 from nanovllm.server.settings import ServerSettings

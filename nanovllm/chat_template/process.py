@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm import template_worker
+from nanovllm.chat_template import worker
+from nanovllm.chat_template.worker import FAILED, LENGTH_BYTES, OUT_OF_MEMORY, RENDERED, TOO_LONG
 from nanovllm.errors import RequestError, one_line
-from nanovllm.template_worker import FAILED, LENGTH_BYTES, OUT_OF_MEMORY, RENDERED, TOO_LONG
 
 # Bounds of one rendering, and what is added per byte of the conversation.
 CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5.0, 1e-6
@@ -111,7 +111,7 @@ def _start() -> subprocess.Popen[bytes]:
     found = (importlib.util.find_spec(name) for name in ("jinja2", "markupsafe"))
     libraries = [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", template_worker.__file__, *libraries],
+        [sys.executable, "-I", "-S", worker.__file__, *libraries],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
-"""The process that renders chat templates, with bounds on time, memory and output. See `template_process.py`.
+"""The process that renders chat templates, with bounds on time, memory and output. See `process.py`.
 
-Runs as a script: `python -I -S template_worker.py DIRECTORY...`, where the directories hold Jinja2 and MarkupSafe. It
+Runs as a script: `python -I -S worker.py DIRECTORY...`, where the directories hold Jinja2 and MarkupSafe. It
 imports nothing else outside of the standard library. A request is a length of 8 bytes and that many bytes of JSON. An
 answer is a length, a status byte, and UTF-8 text.
 """

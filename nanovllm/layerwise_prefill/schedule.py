@@ -1,0 +1,49 @@
+"""Layer-by-layer prefill on the engine's side: which tokens go that way, and how much of it each step runs. No torch.
+
+A step's budget is max_num_batched_tokens tokens through all layers. What other sequences leave of it is counted in
+tokens times layers, and rounded to layer chunks, at least one: the prefill advances in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm.engine.batch import ScheduledSequence
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Sequence
+from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.kvcache.hybrid_manager import Tier
+from nanovllm.kvcache.layerwise import LayerwiseStep
+from nanovllm.layerwise_prefill.plan import Sizing, plan_prefill, step_end
+
+__all__ = ["Sizing", "advance", "plan", "scheduled_part"]
+
+
+def plan(seq: Sequence, manager: BlockManager, limits: SchedulerLimits) -> None:
+    """Set `seq.layerwise`: what is prefilled layer by layer next, or None if the next chunk goes through all layers."""
+    tiers = manager.tiers
+    on_host = [index for index, block in enumerate(seq.block_table) if tiers.tier_of(block) is Tier.HOST]
+    seq.layerwise = plan_prefill(
+        on_host, manager.block_size, seq.num_computed, seq.end, limits.chunk, limits.layerwise_memory
+    )
+
+
+def scheduled_part(scheduled: ScheduledSequence, seq: Sequence, tokens: int, num_layers: int) -> ScheduledSequence:
+    """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.
+
+    scheduled: the prefill as one chunk. Its tokens are sampled and scored once they have passed all layers.
+    """
+    layerwise = seq.layerwise
+    assert layerwise is not None
+    end = step_end(layerwise, seq.layerwise_done, tokens * num_layers, num_layers)
+    part = replace(scheduled, layerwise=LayerwiseStep(layerwise, seq.layerwise_done, end))
+    return part if end == num_layers * layerwise.num_chunks else replace(part, samples=(), prompt_targets=None)
+
+
+def advance(seq: Sequence, done: LayerwiseStep, num_layers: int) -> int:
+    """Record that layer chunks were run. Returns the tokens computed in all layers: 0 before the last layer chunk."""
+    if done.end_layer_chunk < num_layers * done.layerwise.num_chunks:
+        seq.layerwise_done = done.end_layer_chunk
+        return 0
+    seq.layerwise, seq.layerwise_done = None, 0
+    return done.layerwise.end - done.layerwise.begin

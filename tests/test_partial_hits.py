@@ -1,0 +1,317 @@
+"""Hits of the prefix cache that end within a block: found by hash block, copied or continued. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+from block_helpers import compute, running, sequence
+from content_model import VOCAB, expected_output
+from engine_helpers import Bench, prompt_of
+
+from nanovllm.engine import prefix_cache
+from nanovllm.engine.block_manager import AllocStatus, BlockManager
+from nanovllm.engine.prefix_cache import hash_block_size_of
+from nanovllm.engine.request import Sequence
+from nanovllm.kvcache.hybrid_manager import BlockMove, Tier
+from nanovllm.sampling_params import SamplingParams
+
+BLOCK, HASH = 12, 4
+EDGES = sorted({edge + d for edge in (0, HASH, 2 * HASH, BLOCK, 2 * BLOCK, 3 * BLOCK) for d in (-1, 0, 1)} - {-1})
+
+
+def make_manager(device: int, host: int = 0, swap: int = 0) -> BlockManager:
+    return BlockManager(device, host, BLOCK, True, swap, HASH)
+
+
+def admitted(manager: BlockManager, tokens: list[int]) -> Sequence:
+    seq = sequence(tokens)
+    assert manager.can_allocate(seq) is AllocStatus.OK
+    manager.allocate(seq)
+    manager.check()
+    return seq
+
+
+@pytest.fixture
+def fresh() -> Iterator[int]:
+    """Tokens that occur in no other sequence."""
+    return count(1000)
+
+
+def take(fresh: Iterator[int], number: int) -> list[int]:
+    return [next(fresh) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "expected"),
+    [(1, 1), (16, 16), (255, 255), (256, 256), (257, 1), (384, 192), (512, 256), (1000, 250), (4096, 256)],
+)
+def test_hash_blocks_are_of_256_tokens_at_most_and_divide_the_block(block_size: int, expected: int) -> None:
+    assert hash_block_size_of(block_size) == expected
+
+
+# ---- every length, on every tier
+
+
+@pytest.mark.parametrize("first_ends", [True, False], ids=["cached", "running"])
+@pytest.mark.parametrize(("device", "host"), [(16, 0), (0, 16), (2, 14), (4, 12)])
+@pytest.mark.parametrize("shared", EDGES)
+def test_a_prefix_is_found_to_the_last_hash_block(shared: int, device: int, host: int, first_ends: bool) -> None:
+    """The tokens are checked against a model of KV content, so a wrong copy fails."""
+    document = prompt_of(3 * BLOCK + 2, 1)
+    prompts = {"first": document}
+    for number, tail in enumerate((1, 2, BLOCK + 1)):
+        start = document[:shared]
+        other = (document[shared] + 1 + number) % VOCAB  # no two go on alike
+        prompts[str(number)] = [*start, other, *prompt_of(tail, 2 + number)]
+    bench = Bench(device, host, budget=100, block_size=BLOCK, hash_block_size=HASH)
+    bench.add("first", document, 2 if first_ends else 15)
+    while (bench.engine.has_unfinished_requests() and first_ends) or not bench.executor.batches:
+        bench.step()
+    for name, prompt in list(prompts.items())[1:]:
+        bench.add(name, prompt, 5)
+        while name not in bench.finished:
+            bench.step()
+        found = shared // HASH * HASH
+        assert bench.finished[name].num_cached_tokens == found
+        assert bench.tokens(name) == expected_output(prompt, 5)
+    bench.run()
+    assert bench.tokens("first") == expected_output(document, len(bench.tokens("first")))
+    assert bench.manager.num_used == 0
+
+
+@pytest.mark.parametrize("length", [length for length in EDGES if length])
+def test_a_hit_never_covers_the_whole_prompt(length: int, fresh: Iterator[int]) -> None:
+    manager = make_manager(8)
+    document = take(fresh, 3 * BLOCK + 2)
+    manager.free(running(manager, document))
+    seq = admitted(manager, document[:length])
+    assert seq.num_computed == (length - 1) // HASH * HASH < length
+    assert manager.stats.hit_tokens == seq.num_computed
+
+
+# ---- what is found
+
+
+def test_a_part_is_found_as_soon_as_its_last_token_is_computed(fresh: Iterator[int]) -> None:
+    manager = make_manager(8)
+    prompt = take(fresh, BLOCK + 9)
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    for upto in range(1, len(prompt)):
+        compute(manager, seq, upto)
+        assert manager.num_cached_tokens(sequence(prompt)) == min(upto, len(prompt) - 1) // HASH * HASH, upto
+
+
+def test_the_tail_of_a_finished_or_aborted_sequence_stays(fresh: Iterator[int]) -> None:
+    manager = make_manager(4)
+    prompt = take(fresh, BLOCK + 2 * HASH + 1)
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    compute(manager, seq, BLOCK + HASH + 3)  # aborted while the second hash block of its tail is half computed
+    manager.free(seq)
+    manager.check()
+    assert (manager.num_free, manager.num_cached) == (2, 2)
+    assert manager.num_cached_tokens(sequence(prompt)) == BLOCK + HASH
+
+
+def test_a_tail_shorter_than_a_hash_block_is_free(fresh: Iterator[int]) -> None:
+    manager = make_manager(4)
+    manager.free(running(manager, take(fresh, BLOCK + HASH - 1)))
+    assert (manager.num_free, manager.num_cached) == (3, 1)
+
+
+def test_a_salt_separates_parts(fresh: Iterator[int]) -> None:
+    manager = make_manager(4)
+    prompt = take(fresh, 2 * HASH + 1)
+    manager.free(running(manager, prompt, b"one"))
+    assert manager.num_cached_tokens(sequence(prompt)) == 0
+    assert manager.num_cached_tokens(sequence(prompt, b"one")) == 2 * HASH
+
+
+def test_a_collision_is_no_hit(fresh: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "xxhash", SimpleNamespace(xxh3_128_digest=lambda data: b"always the same"))
+    manager = make_manager(8)
+    prompt, other = take(fresh, 2 * HASH + 1), take(fresh, 2 * HASH + 1)
+    manager.free(running(manager, prompt))
+    assert manager.num_cached_tokens(sequence(other)) == 0
+    assert manager.num_cached_tokens(sequence(prompt)) > 0
+    manager.free(running(manager, other))
+    manager.check()
+
+
+def test_a_sequence_that_diverged_is_found_beyond_the_part_that_it_copied(fresh: Iterator[int]) -> None:
+    manager = make_manager(8)
+    document = take(fresh, HASH)
+    one, two = [*document, *take(fresh, HASH)], [*document, *take(fresh, HASH)]
+    first = running(manager, one)
+    second = running(manager, two)
+    assert manager.stats.copied_tokens == HASH
+    for prompt in (one, two):
+        assert manager.num_cached_tokens(sequence([*prompt, 0])) == 2 * HASH
+    manager.free(first)
+    manager.free(second)
+    assert manager.num_cached == 2
+
+
+def test_a_copy_whose_source_was_evicted_is_still_found_as_a_whole(fresh: Iterator[int]) -> None:
+    manager = make_manager(3)
+    document = take(fresh, HASH)
+    one, two = [*document, *take(fresh, HASH)], [*document, *take(fresh, HASH)]
+    first, second = running(manager, one), running(manager, two)
+    manager.free(first)
+    manager.free(second)
+    admitted(manager, take(fresh, 2 * BLOCK))  # evicts the first
+    assert manager.num_cached_tokens(sequence([*one, 0])) == 0
+    assert manager.num_cached_tokens(sequence([*two, 0])) == 2 * HASH
+
+
+def test_an_emptied_cache_does_not_find_what_a_block_held_before(fresh: Iterator[int]) -> None:
+    manager = make_manager(6)
+    prompt = take(fresh, 2 * BLOCK)
+    seq = sequence(prompt)
+    manager.allocate(seq)
+    compute(manager, seq, HASH)
+    manager.reset_prefix_cache()
+    compute(manager, seq, 2 * BLOCK)
+    assert manager.num_cached_tokens(sequence([*prompt, 0])) == 0
+    manager.free(seq)
+    manager.check()
+    again = running(manager, prompt)
+    assert manager.num_cached_tokens(sequence([*prompt, 0])) == 2 * BLOCK
+    manager.free(again)
+
+
+# ---- a copy, or the block itself
+
+
+def test_a_running_sequence_keeps_its_block(fresh: Iterator[int]) -> None:
+    manager = make_manager(4)
+    prompt = take(fresh, 2 * HASH + 1)
+    first = running(manager, prompt)
+    second = admitted(manager, prompt)
+    assert manager.take_moves() == [BlockMove(0, 1, keeps_source=True, num_tokens=2 * HASH)]
+    assert second.block_table != first.block_table and second.num_computed == 2 * HASH
+    assert (manager.stats.copied_blocks, manager.stats.copied_tokens) == (1, 2 * HASH)
+
+
+def test_a_conversation_continues_its_last_block(fresh: Iterator[int]) -> None:
+    """Nothing is copied, and ten turns hold no more blocks than their tokens."""
+    manager = make_manager(12)
+    tokens: list[int] = []
+    for turn in range(10):
+        tokens += take(fresh, 5)
+        seq = admitted(manager, tokens)
+        assert len(tokens) - 5 - seq.num_computed < HASH or turn == 0
+        compute(manager, seq)
+        manager.free(seq)
+        manager.check()
+        assert manager.num_cached <= -(-len(tokens) // BLOCK)
+    assert manager.take_moves() == [] and manager.stats.copied_blocks == 0
+
+
+def test_a_longer_cached_block_is_copied_and_stays(fresh: Iterator[int]) -> None:
+    manager = make_manager(4)
+    prompt = take(fresh, BLOCK)
+    manager.free(running(manager, prompt))
+    admitted(manager, [*prompt[:HASH], *take(fresh, 3)])
+    assert manager.take_moves() == [BlockMove(0, 1, keeps_source=True, num_tokens=HASH)]
+    assert manager.num_cached_tokens(sequence([*prompt, 0])) == BLOCK
+
+
+def test_without_a_block_for_the_copy_the_cached_one_is_shortened(fresh: Iterator[int]) -> None:
+    """So that a prompt as long as the cache is still admitted."""
+    manager = make_manager(2)
+    prompt = take(fresh, BLOCK)
+    manager.free(running(manager, prompt))
+    seq = admitted(manager, [*prompt[: 2 * HASH], *take(fresh, BLOCK)])
+    assert seq.num_computed == 2 * HASH and manager.num_used == 2
+    assert manager.take_moves() == [] and manager.stats.copied_blocks == 0
+    assert manager.num_cached_tokens(sequence([*prompt, 0])) == 2 * HASH
+
+
+def test_copying_from_a_block_is_a_use_of_it(fresh: Iterator[int]) -> None:
+    manager = make_manager(3)
+    old, young = take(fresh, BLOCK), take(fresh, BLOCK)
+    manager.free(running(manager, old))
+    manager.free(running(manager, young))
+    manager.free(admitted(manager, [*old[:HASH], *take(fresh, 2)]))
+    admitted(manager, take(fresh, 2 * BLOCK))
+    assert manager.num_cached_tokens(sequence([*old, 0])) == BLOCK
+    assert manager.num_cached_tokens(sequence([*young, 0])) == 0
+
+
+def test_a_cached_tail_on_the_host_moves_to_the_device_to_be_continued(fresh: Iterator[int]) -> None:
+    manager = make_manager(1, 3)
+    filler = running(manager, take(fresh, BLOCK))
+    prompt = take(fresh, 2 * HASH + 1)
+    manager.free(running(manager, prompt))  # on the host
+    manager.free(filler)
+    manager.reset_prefix_cache()
+    manager.free(running(manager, prompt))
+    manager.take_moves()
+    other = running(manager, take(fresh, BLOCK))  # sends the tail to the host: only its computed part moves
+    assert manager.take_moves() == [BlockMove(0, 1, num_tokens=2 * HASH)]
+    manager.free(other)
+    manager.reset_prefix_cache()
+    manager.free(running(manager, prompt))
+    filler = running(manager, take(fresh, BLOCK))
+    manager.take_moves()
+    manager.free(filler)
+    seq = admitted(manager, prompt)
+    assert manager.tiers.tier_of(seq.block_table[0]) is Tier.DEVICE
+    moves = manager.take_moves()
+    assert moves[-1] == BlockMove(1, 0, num_tokens=2 * HASH) and seq.num_computed == 2 * HASH
+
+
+# ---- with copy-on-write and swapping
+
+
+def test_siblings_that_diverge_within_a_block_are_both_found() -> None:
+    bench = Bench(16, block_size=BLOCK, hash_block_size=HASH)
+    prompt = prompt_of(HASH + 1)
+    bench.add("group", prompt, 2 * HASH, temperature=1.0, n=3, seed=1)
+    outputs = bench.run()["group"].outputs
+    assert bench.manager.num_copied_blocks == 2
+    for number, output in enumerate(outputs):
+        name, text = f"again {number}", [*prompt, *output.token_ids]
+        bench.add(name, text, 3)
+        bench.run()
+        assert bench.finished[name].num_cached_tokens == (len(text) - 1) // HASH * HASH
+        assert bench.tokens(name) == expected_output(text, 3)
+
+
+def test_a_swapped_tail_is_found_again_after_it_came_back(fresh: Iterator[int]) -> None:
+    manager = make_manager(4, 0, swap=4)
+    prompt = take(fresh, BLOCK + HASH + 2)
+    seq = running(manager, prompt)
+    assert manager.swap_out([seq]) is not None
+    assert manager.num_cached_tokens(sequence(prompt)) == 0
+    manager.swap_in([seq])
+    manager.check()
+    assert manager.num_cached_tokens(sequence(prompt)) == BLOCK + HASH
+
+
+def test_metrics_count_what_is_copied() -> None:
+    bench = Bench(16, block_size=BLOCK, hash_block_size=HASH)
+    document = prompt_of(2 * HASH)
+    for number in range(3):
+        bench.add(str(number), [*document, number, number, number, number, number], 1)
+        bench.run()
+    metrics = bench.engine.metrics()
+    assert (metrics.prefix_cache_copied_blocks, metrics.prefix_cache_copied_tokens) == (2, 2 * 2 * HASH)
+    assert metrics.prefix_cache_hit_tokens == 2 * 2 * HASH
+
+
+@pytest.mark.parametrize("known", [0, 3, HASH, HASH + 1, 2 * HASH, BLOCK + 1])
+def test_prompt_logprobs_that_are_missing_are_computed(known: int, fresh: Iterator[int]) -> None:
+    manager = make_manager(4)
+    prompt = take(fresh, BLOCK + 2 * HASH + 1)
+    manager.free(running(manager, prompt))
+    seq = sequence(prompt)
+    seq.request.params = SamplingParams(prompt_logprobs=1)
+    seq.request.sampling = SimpleNamespace(num_prompt_logprobs=1)  # type: ignore[assignment]
+    seq.request.prompt_logprobs = [None] * known  # type: ignore[list-item]
+    assert manager.num_cached_tokens(seq) == known // HASH * HASH

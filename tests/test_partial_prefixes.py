@@ -1,0 +1,186 @@
+"""Prefixes that end within a block, in engines: recall, bits, bytes. The ordering check is around every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import PREFILL_WAYS, greedy, logits_by_request, offloaded, random_prompt, set_prefill, token_ids
+
+from nanovllm import LLM
+from nanovllm.device.cpu import CpuDevice
+from nanovllm.device.ordering import OrderingCheck
+from nanovllm.engine import prefix_cache
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.kvcache.budget import DeviceSplit, TransferCount
+from nanovllm.kvcache.hybrid_manager import BlockMove, Tier
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
+
+BLOCK, HASH, ANSWER, VOCAB = 48, 16, 3, 400
+EDGES = sorted({edge + d for edge in (HASH, 2 * HASH, BLOCK, BLOCK + HASH, 2 * BLOCK) for d in (-1, 0, 1)})
+
+
+@pytest.fixture
+def small_hash_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "MAX_HASH_BLOCK_SIZE", HASH)
+
+
+@pytest.fixture(scope="module")
+def recall_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recall")
+    write_recall_checkpoint(path, VOCAB, 8192, seed=1)
+    return path
+
+
+def manager_of(llm: LLM) -> BlockManager:
+    return llm.engine.scheduler.block_manager
+
+
+# ---- every length, on both tiers
+
+
+@pytest.mark.usefixtures("small_hash_blocks")
+@pytest.mark.parametrize("num_gpu_blocks", [2, 4, 40], ids=["host", "both tiers", "device"])
+@pytest.mark.parametrize("way", PREFILL_WAYS)
+def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way: str) -> None:
+    """Each document starts as the first one and goes on with other words. Every edge of the copied part is asked for,
+    while the first document is computed by a request that still runs, and when it is only cached."""
+    first, others = make_document(VOCAB, 2 * BLOCK + 5, seed=2), make_document(VOCAB, VOCAB - 2, seed=3)
+    others = [word for word in others if word not in first]
+    arguments = offloaded(BLOCK, num_gpu_blocks, 60, max_model_len=400, max_num_batched_tokens=40)
+    with LLM(recall_dir, **arguments) as llm:
+        set_prefill(llm, way)
+        if num_gpu_blocks == 2:
+            assert manager_of(llm).tiers.num_free(Tier.DEVICE) == 0
+        stream = llm.stream([make_prompt(first, 1)], greedy(30))
+        next(stream)
+        for state in ("running", "cached"):
+            for number, shared in enumerate(EDGES):
+                begin = (number + len(EDGES) * (state == "cached")) * 7
+                document = [*first[:shared], *others[begin : begin + 7]]
+                asked = [position for position in (1, shared - 1, shared + 2) if position > 0]
+                outputs = llm.generate([make_prompt(document, p) for p in asked], greedy(ANSWER), use_tqdm=False)
+                answers = [output.outputs[0].token_ids for output in outputs]
+                assert answers == [expected_answer(document, position, ANSWER) for position in asked]
+                cached = [output.num_cached_tokens for output in outputs]  # the later ones may find the first one's too
+                assert cached[0] == shared // HASH * HASH <= min(cached), shared
+            stream.close()
+        assert manager_of(llm).stats.copied_blocks > len(EDGES) and manager_of(llm).num_used == 0
+
+
+# ---- the sizes of real use
+
+
+@pytest.mark.parametrize("block_size", [4096, None])
+def test_questions_about_a_short_document_compute_it_once(tmp_path: Path, block_size: int | None) -> None:
+    write_recall_checkpoint(tmp_path, 1600, 8192, seed=1)
+    document = make_document(1600, 1500, seed=2)
+    positions = (1, 255, 256, 1279, 1280, 1497)
+    arguments = {"num_gpu_blocks": 4, "num_cpu_blocks": 30, "max_num_seqs": 4, "max_model_len": 4096}
+    if block_size is not None:
+        arguments["kvcache_block_size"] = block_size
+    with LLM(tmp_path, enable_cpu_offload=True, **arguments) as llm:
+        for number, position in enumerate(positions):
+            (output,) = llm.generate(make_prompt(document, position), greedy(ANSWER), use_tqdm=False)
+            assert output.outputs[0].token_ids == expected_answer(document, position, ANSWER)
+            assert output.num_cached_tokens == (1280 if number else 0)
+
+
+@pytest.mark.parametrize("block_size", [4096, None])
+def test_a_conversation_of_ten_turns_computes_256_old_tokens_a_turn_at_most(
+    recall_dir: Path, block_size: int | None
+) -> None:
+    sizes = {"kvcache_block_size": block_size} if block_size else {}
+    arguments = {"num_gpu_blocks": 4, "num_cpu_blocks": 30, "max_model_len": 4096, "max_num_seqs": 2, **sizes}
+    with LLM(recall_dir, enable_cpu_offload=True, **arguments) as llm:
+        tokens: list[int] = []
+        for turn in range(10):
+            known = len(tokens)
+            tokens += random_prompt(200 + 37 * turn, VOCAB, turn)
+            (output,) = llm.generate(tokens, greedy(7), use_tqdm=False)
+            assert known - output.num_cached_tokens <= 256
+            tokens += output.outputs[0].token_ids
+        if block_size is not None:
+            assert manager_of(llm).stats.copied_blocks == 0, "each turn continues the block of the last one"
+
+
+# ---- bits
+
+
+@pytest.mark.usefixtures("small_hash_blocks")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_those_of_a_cold_cache_for_every_device_budget(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path, vocab=97, dtype=dtype, head_dim=32, layers=3)
+    document = random_prompt(BLOCK + 2 * HASH + 3, 97, 1)
+    prompts = [[*document[:length], *random_prompt(9, 97, length)] for length in (HASH, BLOCK - 1, len(document) - 4)]
+
+    def logits(num_gpu_blocks: int, *, warm: bool, way: str = "layer-major") -> torch.Tensor:
+        arguments = offloaded(BLOCK, num_gpu_blocks, 20, max_num_batched_tokens=40, cpu_attention=False)
+        with LLM(tmp_path, dtype=dtype, **arguments) as llm:
+            set_prefill(llm, way)
+            if warm:
+                token_ids(llm, document, greedy(1))
+            found = logits_by_request(llm, prompts, 5)
+            assert (manager_of(llm).stats.copied_blocks >= 2) == warm
+        return torch.stack([found[key] for key in sorted(found)])
+
+    cold = logits(20, warm=False)
+    for num_gpu_blocks in (2, 3, 4, 5, 20):
+        for way in PREFILL_WAYS:
+            assert torch.equal(logits(num_gpu_blocks, warm=True, way=way), cold), (num_gpu_blocks, way)
+
+
+# ---- bytes
+
+
+@pytest.fixture
+def device() -> Iterator[OrderingCheck]:
+    device = OrderingCheck(CpuDevice())
+    yield device
+    device.close()
+
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, itemsize=4)
+# Two blocks on each tier: resident, host, swap.
+ENDS = {"device": (0, 1), "host": (2, 3), "swap": (4, 5)}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 15])
+@pytest.mark.parametrize("to", ENDS)
+@pytest.mark.parametrize("source", ENDS)
+def test_a_copied_part_is_copied_and_nothing_else(device: OrderingCheck, source: str, to: str, num_tokens: int) -> None:
+    split = DeviceSplit(ring_slots=4, resident_blocks=2)
+    engine = OffloadEngine(device, LAYOUT, torch.float32, split, num_host_blocks=2, num_swap_blocks=2)
+    blocks = [*engine.resident.unbind(1), *engine.host, *engine.swap]  # [layers, 2, kv_heads, block_size, head_dim]
+    for block in blocks:
+        block.normal_()
+    before = [block.clone() for block in blocks]
+    src, dst = ENDS[source][0], ENDS[to][1]
+    engine.move_blocks([BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens)])
+    engine.synchronize()
+    before[dst][:, :, :, :num_tokens] = before[src][:, :, :, :num_tokens]
+    assert all(torch.equal(block, expected) for block, expected in zip(blocks, before, strict=True))
+    moved: dict[str, Any] = {}
+    if (source == "device") != (to == "device"):
+        kind = "d2h" if source == "device" else "h2d"
+        moved = {f"{kind}_copies": 1, f"{kind}_bytes": num_tokens * LAYOUT.token_bytes}
+    assert engine.transfers == TransferCount(**moved)
+
+
+@pytest.mark.usefixtures("small_hash_blocks")
+def test_a_hit_within_a_block_moves_what_the_formula_says(recall_dir: Path) -> None:
+    """Only the device block of a cached tail crosses the link, with its computed tokens, when another one needs it."""
+    document = make_document(VOCAB, BLOCK + HASH + 3, seed=2)
+    with LLM(recall_dir, **offloaded(BLOCK, 4, 20, max_model_len=400, cpu_attention=False)) as llm:
+        layout = llm._runner.sizing.layout
+        token_ids(llm, document, greedy(1))
+        assert not llm.kv_stats().transfers, "two blocks are resident"
+        token_ids(llm, make_prompt(make_document(VOCAB, 60, seed=4), 9), greedy(1))
+        moved = llm.kv_stats().transfers
+        assert moved == TransferCount(d2h_copies=2, d2h_bytes=(BLOCK + HASH) * layout.token_bytes)
