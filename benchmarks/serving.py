@@ -189,7 +189,9 @@ async def _request(port: int, prompt: list[int], output_len: int, stream: bool) 
     """Send one request. Returns when each part with tokens came, if it streams. Raises for an incomplete one."""
     body = {"prompt": prompt, "max_tokens": output_len, "temperature": 0.0, "ignore_eos": True, "stream": stream}
     data = json.dumps(body | {"return_token_ids": True}).encode()
-    header = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    header = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{header}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     times, tokens, status = [], 0, await reader.readline()

@@ -58,7 +58,7 @@ def settings(**others: Any) -> ServerSettings:
 def client_of(engine: AsyncLLM, admission: Admission | None = None, **others: Any) -> httpx.AsyncClient:
     """A client of the application, in process."""
     app = build_app(engine, settings(**others), admission)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", timeout=120)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120)
 
 
 def ask(engine: AsyncLLM, path: str, body: Any = None, **others: Any) -> httpx.Response:

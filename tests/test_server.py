@@ -325,6 +325,15 @@ def test_keys(engine: AsyncLLM) -> None:
     assert ask(engine, "/health", **keys).status_code == 200
 
 
+def test_a_server_for_this_machine_takes_no_other_names(engine: AsyncLLM) -> None:
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "[::2]:80", "[::1].evil.example", ""):
+        assert error(engine, "/health", None, 403, headers={"host": host})["code"] == "wrong_host"
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:80", "[::1]:8000"):
+        assert ask(engine, "/health", headers={"host": host}).status_code == 200
+    for others in ({"api_keys": ("k",)}, {"host": "0.0.0.0"}):
+        assert ask(engine, "/health", headers={"host": "my.example"}, **others).status_code == 200
+
+
 def test_pages_of_other_origins_need_permission(engine: AsyncLLM) -> None:
     asked = {"origin": "https://chat.example"}
     assert "access-control-allow-origin" not in ask(engine, "/health", headers=asked).headers

@@ -16,12 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -50,16 +50,22 @@ def served(model: str, engine: dict[str, Any], *flags: str) -> Iterator[tuple[su
     """The process and its port."""
     given = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
     command = [sys.executable, "-m", "nanovllm", "serve", "--model", model, "--port", "0", *given, *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        line = next((line for line in process.stderr if "is served at" in line), "")
-        port = int(line.split("is served at ")[1].split(",")[0].rpartition(":")[2])
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stderr=log, text=True)
+        try:
+            assert eventually(lambda: process.poll() is not None or "is served at" in logged(log), 300)
+            yield process, int(logged(log).split("is served at ")[1].split(",")[0].rpartition(":")[2])
+        except BaseException:
+            print(process.poll(), logged(log)[-5000:])
+            raise
+        finally:
+            process.kill()
+            process.wait()
+
+
+def logged(log: IO[str]) -> str:
+    log.seek(0)
+    return log.read()
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +210,7 @@ def test_ten_thousand_connections_are_refused_politely(model: str) -> None:
         async with slots:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 return (await asyncio.wait_for(reader.read(400), 60))[:12]
             except ConnectionResetError:
                 return b"reset"
@@ -249,7 +255,7 @@ def test_a_body_of_100_megabytes(model: str) -> None:
 def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
     chosen = random.Random(16)
     whole = json.dumps({"prompt": "hello", "max_tokens": 2, "stream": True, "stop": ["a"], "logit_bias": {"5": 1}})
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
     def mutated(data: bytes) -> bytes:
         changed = bytearray(data)
@@ -292,8 +298,8 @@ def test_a_fuzz_of_bodies_headers_and_half_requests(model: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_and_exits_0(model: str, number: signal.Signals) -> None:
-    with served(model, RESIDENT, "--shutdown-timeout", "60") as (process, port):
-        body = {"prompt": "a", "max_tokens": 800, "ignore_eos": True, "stream": True}
+    with served(model, RESIDENT, "--shutdown-timeout", "300") as (process, port):
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url(port)}/v1/completions", json=body, timeout=120) as response:
             lines = response.iter_lines()
             next(lines)

@@ -53,7 +53,7 @@ def client(port: int) -> Iterator[openai.OpenAI]:
 
 
 def post(body: str, path: str = "/v1/completions", more: str = "Connection: close\r\n") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\nContent-Type: application/json\r\n"
     return f"{head}{more}Content-Length: {len(body.encode())}\r\n\r\n{body}".encode()
 
 
@@ -166,7 +166,7 @@ def test_broken_requests_are_answered_or_closed(port: int) -> None:
     for data in (b"", b"\x00\xff", b"GET", whole[:40], whole[:-5], b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 100):
         assert b" 200 " not in raw(port, data, close=True, seconds=2)
     assert raw(port, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 400"), "no Host"
-    huge = b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n"
+    huge = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 200_000 + b"\r\n\r\n"
     assert b" 200 " not in raw(port, huge, seconds=2)
     assert b" 200 " in raw(port, whole), "the server goes on"
 
@@ -174,7 +174,7 @@ def test_broken_requests_are_answered_or_closed(port: int) -> None:
 def test_slow_headers_and_bodies_are_cut_off(engine: AsyncLLM) -> None:
     with listening(engine, header_timeout=0.3, idle_timeout=0.3) as (server, port):
         start = time.monotonic()
-        assert raw(port, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n") == b""
+        assert raw(port, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n") == b""
         assert raw(port, b"") == b""
         half = post('{"prompt": "a"}')[:-3]
         assert b" 408 " in raw(port, half)
@@ -186,11 +186,11 @@ def test_connections_beyond_the_limit_are_refused_politely(engine: AsyncLLM) -> 
     with listening(engine, max_connections=3) as (_, port):
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         time.sleep(0.2)
-        refused = raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        refused = raw(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert refused.startswith(b"HTTP/1.1 503") and b"Retry-After" in refused and b"too_many_connections" in refused
         for connection in held:
             connection.close()
-        health = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert eventually(lambda: b" 200 " in raw(port, health))
 
 

@@ -91,11 +91,12 @@ def run(args: argparse.Namespace) -> int:
     )
     checked_config(args)
     from nanovllm.server.async_llm import AsyncLLM  # imports torch, which takes seconds
-    from nanovllm.server.run import address, open_socket, serve
+    from nanovllm.server.run import BACKLOG, address, open_socket, serve
 
     with open_socket(settings) as opened:
         with Interrupt() as interrupt, interrupt.allowed():
             engine = AsyncLLM(args.model, **engine_arguments(args))
+        opened.listen(BACKLOG)
         _log_accesses(settings.access_log)
         say(
             f"{settings.model_name} is served at {address(settings, opened)}, up to {engine.llm.max_model_len:,} tokens"

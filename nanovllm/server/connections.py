@@ -30,6 +30,7 @@ class ConnectionConfig(uvicorn.Config):
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # every broken request would be a warning
             access_log=settings.access_log,
             server_header=False,
             proxy_headers=False,

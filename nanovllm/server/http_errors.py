@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from nanovllm.errors import ConfigError, EngineError, RequestError, one_line
@@ -63,6 +63,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, "the engine has ended; the server's log says why", kind=SERVER, code="engine_error")
     if isinstance(error, ConfigError):
         return invalid(str(error))
+    if isinstance(error, ClientDisconnect):
+        return invalid("the client went away before its request was complete")
     if isinstance(error, HTTPException):
         kind = NOT_FOUND if error.status_code == 404 else INVALID
         return ApiError(error.status_code, str(error.detail), kind=kind)

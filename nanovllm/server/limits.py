@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,11 +14,13 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanovllm.errors import quoted
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.http_errors import AUTHENTICATION, INVALID, RATE_LIMIT, SERVER, ApiError
-from nanovllm.server.settings import ServerSettings
+from nanovllm.server.settings import LOOPBACK, ServerSettings
 
 FREE_PATHS = ("/health", "/")  # need no key; the page at / asks for one
+HOST = re.compile(r":\d*$")  # the port in a header Host
 RETRY_SECONDS = 5  # what refused clients are told to wait
 DISCARD_SECONDS = 5.0  # how long an oversized body is read and discarded, so that its client reads the answer
 
@@ -51,10 +54,15 @@ class Admission:
 
 
 class Gate:
-    """ASGI middleware: asks for a key, and refuses requests while the server drains."""
+    """ASGI middleware: asks for a key, and refuses requests while the server drains.
+
+    A server for this machine alone that asks for no key takes only requests that address this machine. Otherwise a web
+    page could reach it through a name of its own that it resolves to this machine (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, admission: Admission) -> None:
         self._app = app
+        self._is_local = not settings.is_public and not settings.api_keys
         self._digests = [_digest(key) for key in settings.api_keys]
         self._admission = admission
 
@@ -63,9 +71,18 @@ class Gate:
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._is_local and HOST.sub("", host).strip("[]").lower() not in LOOPBACK:
+            return ApiError(
+                403,
+                f"this server takes requests to {LOOPBACK[0]} and the header Host is {quoted(host)}: use that address, "
+                "or start the server with an API key",
+                code="wrong_host",
+            )
         if scope["path"] in FREE_PATHS:
             return None
-        if self._digests and not self._has_key(Headers(scope=scope).get("authorization", "")):
+        if self._digests and not self._has_key(headers.get("authorization", "")):
             message = "a valid API key is needed, as the header 'Authorization: Bearer KEY'"
             return ApiError(401, message, kind=AUTHENTICATION, code="invalid_api_key")
         if self._admission.draining and scope["path"].startswith("/v1/"):

@@ -39,6 +39,7 @@ ERROR = {
 REFUSALS = {
     "400": "The request cannot be served as it is",
     "401": "A valid key is needed",
+    "403": "A server for its own machine was addressed by another name",
     "404": "The model is not served",
     "408": "The body stopped coming",
     "413": "The body is too large",
