@@ -173,15 +173,14 @@ def _layer_chunk_positions(seq: TokenSequence, step_share: float, limits: Schedu
 
 def _prefill(llm: LLM, step_share: float | None) -> tuple[Prefill, int]:
     """The progress, and how many tokens of it `EngineMetrics.prompt_tokens_computed` does not count yet."""
-    limits, progress = llm.engine.limits, llm.engine.progress()
+    limits, progress, share = llm.engine.limits, llm.engine.progress(), step_share or 0.0
     prefills = [s for r in llm.engine.scheduler.running for s in r.computing if s.num_computed < s.prompt_len]
-    counted = sum(seq.num_computed for seq in prefills)
+    left = progress.prompt_tokens - progress.prompt_tokens_done
+    done = progress.prompt_tokens_done + share * min(left, limits.max_num_batched_tokens)
     layerwise = next((seq for seq in prefills if seq.layerwise is not None), None)
-    layer = 0
-    if step_share is not None:
-        progress = progress.within_step(step_share, limits.max_num_batched_tokens)
-        layer = min(int(step_share * limits.num_layers), limits.num_layers - 1) + 1
     if layerwise is not None and layerwise.layerwise is not None:
-        layer = layerwise.layerwise.layer(_layer_chunk(layerwise, step_share or 0.0, limits)) + 1
-    prefill = Prefill(progress.prompt_tokens, progress.prompt_tokens_done, layer, layerwise is not None)
-    return prefill, int(progress.prompt_tokens_done) - counted
+        layer = layerwise.layerwise.layer(_layer_chunk(layerwise, share, limits)) + 1
+    else:
+        layer = 0 if step_share is None else min(int(share * limits.num_layers), limits.num_layers - 1) + 1
+    counted = sum(seq.num_computed for seq in prefills)
+    return Prefill(progress.prompt_tokens, done, layer, layerwise is not None), int(done) - counted
