@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "RequestOutput": "nanovllm.outputs",
     "RequestOutputKind": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
+    "StructuredOutputsParams": "nanovllm.sampling_params",
 }
 
 

@@ -115,7 +115,7 @@ class LLM:
         load_sampling_defaults(config.model)
         tokenizer = load_tokenizer(config.model, load_model_type(config.model))
         self._runner = ModelRunner(config)
-        plan, spec = self._runner.plan, self._runner.spec
+        plan, spec, structured = self._runner.plan, self._runner.spec, sides.structured_outputs()
         self.engine = LLMEngine(
             SchedulerLimits(
                 config.max_num_seqs,
@@ -140,6 +140,7 @@ class LLM:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             advise=self._runner.advise,
+            grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
         )
         self.config = config
         self.max_model_len = plan.max_model_len
@@ -317,7 +318,10 @@ class LLM:
             given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
             params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
             params = final_only(params) if final_only_outputs else params
-            checked = [part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids)) for part in parts]
+            checked = [
+                part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids, param))
+                for part, param in zip(parts, params, strict=True)
+            ]
             return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
 
     def _outputs(self, calls: Sequence[_Call]) -> Generator[RequestOutput, None, None]:

@@ -14,6 +14,12 @@ from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 VOCAB = 300
 MAX_MODEL_LEN = 160
 LOGPROB_TOLERANCE = 1e-3
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "[a-z]{3,30}"},
+    {"choice": ["日本", "in the", "zz"]},
+    {"json_object": True},
+    {"grammar": 'start: "[" item ("," item)* "]"\nitem: /[a-e]/ | start'},
+]
 WORDS = ["a", "th", " a", "in", "é", "zz", "日本"]
 
 
@@ -86,10 +92,13 @@ def _parameters(random: Random) -> SamplingParams:
         params["logprobs"] = random.choice([0, 1, 5])
     if random.random() < 0.2:
         params["prompt_logprobs"] = random.choice([0, 2])
+    if random.random() < 0.1 and params.get("n", 1) == 1 and not params.get("best_of"):
+        params |= {"max_tokens": 0, "prompt_logprobs": 1}
     if random.random() < 0.3:
         params["stop_token_ids"] = random.sample(range(VOCAB), random.choice([1, 40]))
     if random.random() < 0.2:
-        params["min_tokens"] = min(random.choice([1, 5]), params["max_tokens"] or 5)
+        most = params["max_tokens"]
+        params["min_tokens"] = min(random.choice([1, 5]), 5 if most is None else most)
     return SamplingParams(**params)
 
 
@@ -103,6 +112,11 @@ def _adjustments(random: Random) -> dict[str, Any]:
         params["logit_bias"] = {random.randrange(VOCAB): random.choice([2.0, -5.0, -math.inf]) for _ in range(5)}
     if random.random() < 0.2:
         params["bad_words"] = random.sample(WORDS, 2)
+    if random.random() < 0.1:
+        params["allowed_token_ids"] = random.sample(range(VOCAB), 40)
+    if random.random() < 0.15:
+        params["structured_outputs"] = random.choice(GRAMMARS)
+        params["ignore_eos"] = False
     if random.random() < 0.3:
         params["stop"] = random.sample(WORDS, 2)
         params["include_stop_str_in_output"] = random.random() < 0.5

@@ -35,7 +35,7 @@ class SlowestFirst:
         self.most = 0
         self.random = random.Random(0)
 
-    def check_prompt(self, prompt: str, token_ids: None) -> list[int]:
+    def check_prompt(self, prompt: str, token_ids: None, params: SamplingParams) -> list[int]:
         return [1] * len(prompt)
 
     def add_request(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:

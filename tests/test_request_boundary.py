@@ -243,8 +243,8 @@ def test_bans_that_leave_nothing_later_end_with_an_error(
     for completion in failed.outputs:
         assert (completion.token_ids, completion.finish_reason) == ([left, left], "error")
     assert failed.error == (
-        "no token is left to choose: logit_bias, bad_words and min_tokens ban all of them; ban fewer, or lower "
-        "min_tokens"
+        "no token is left to choose: logit_bias, bad_words, min_tokens, allowed_token_ids, structured_outputs and "
+        "logits_processors together ban all of them; ban fewer"
     )
     assert [good.outputs[0].token_ids] == answer
     goes_on(llm, answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from nanovllm import RequestOutputKind, SamplingParams
 from nanovllm.errors import RequestError, quoted
+from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.sampling_rules import takes_prompt
 
 NAN, INF = math.nan, math.inf
 
@@ -43,12 +46,19 @@ def test_defaults() -> None:
         "skip_special_tokens": True,
         "logit_bias": {},
         "bad_words": (),
+        "allowed_token_ids": None,
+        "structured_outputs": None,
+        "logits_processors": (),
+        "detokenize": True,
+        "truncate_prompt_tokens": None,
+        "skip_clone": False,
         "output_kind": RequestOutputKind.CUMULATIVE,
     }
 
 
 TOKEN_IDS = "must hold token ids, whole numbers of at least 0"
 STRINGS = "must be a list of strings"
+PROCESSORS = "must be a list of functions (output token ids, logits) -> logits, or with the prompt's token ids in front"
 GREEDY_RULE = "must be 1 with greedy sampling, whose sequences would all be the same"
 
 # field -> (rule in the message, values that are refused)
@@ -58,7 +68,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "min_p": ("must be a number from 0 to 1", [-0.1, 1.1, NAN, INF, "0", None, False]),
     "top_k": ("must be a whole number of at least 1, or 0 or -1 for off", [-2, -100, 1.0, 0.5, NAN, "5", None, True]),
     "seed": ("must be None or a whole number that fits 64 bits", [2**63, -(2**63) - 1, 1.0, "1", True]),
-    "max_tokens": ("must be None or a whole number of at least 1", [0, -1, 1.5, "16", True]),
+    "max_tokens": ("must be None or a whole number of at least 0", [-1, -2, 1.5, "16", True]),
     "min_tokens": ("must be a whole number of at least 0", [-1, 0.5, "1", None, True]),
     "ignore_eos": ("must be True or False", [0, 1, None, "yes"]),
     "use_beam_search": ("must be True or False", [0, 1, None, "yes"]),
@@ -78,7 +88,22 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "stop": ("must be a string or a list of strings", [5, b"x", {"x"}, [1], ["x", None]]),
     "bad_words": (STRINGS, ["word", b"x", 5, {"x"}, [1], ["x", None]]),
     "logit_bias": ("must be a dict from token id to a number", [5, [(1, 2.0)], "1", {1}]),
+    "allowed_token_ids": ("must be a list of token ids", [5, "12", b"12", {1: 2}, {3}]),
+    "structured_outputs": ("must be StructuredOutputsParams or a dict of their fields", [5, "json", [1]]),
+    "logits_processors": (PROCESSORS, [5, "x", len, {len}]),
+    "detokenize": ("must be True or False", [0, 1, None, "yes"]),
+    "truncate_prompt_tokens": (
+        "must be None, a whole number of at least 1, or -1 for as many as the model can take",
+        [0, -2, 1.0, "5", True],
+    ),
+    "skip_clone": ("must be True or False", [0, 1, None, "yes"]),
 }
+
+
+def one_argument(logits: object) -> object:
+    return logits
+
+
 # the same for what is inside: (parameters, field, value in the message, rule)
 REFUSED_INSIDE: list[tuple[dict[str, Any], str, Any, str]] = [
     *(({"stop_token_ids": [3, token]}, "stop_token_ids", token, TOKEN_IDS) for token in (-1, 1.0, "7", None, True)),
@@ -87,6 +112,27 @@ REFUSED_INSIDE: list[tuple[dict[str, Any], str, Any, str]] = [
         ({"logit_bias": {3: bias}}, "logit_bias", bias, "must hold numbers, or -inf to ban a token")
         for bias in (NAN, INF, "1", None, True)
     ),
+    *(({"allowed_token_ids": [3, token]}, "allowed_token_ids", token, TOKEN_IDS) for token in (-1, 1.0, "7", None)),
+    ({"allowed_token_ids": []}, "allowed_token_ids", [], "must be None or hold at least one token id"),
+    ({"logits_processors": [one_argument]}, "logits_processors", one_argument, PROCESSORS),
+    ({"logits_processors": [abs, len]}, "logits_processors", abs, PROCESSORS),
+    ({"detokenize": False, "stop": "x"}, "detokenize", False, "must be True with stop, which is found in the text"),
+    (
+        {"max_tokens": 0},
+        "max_tokens",
+        0,
+        "must be at least 1, or 0 with prompt_logprobs, which scores the prompt alone",
+    ),
+    *(
+        (
+            {"max_tokens": 0, "prompt_logprobs": 1, name: 2},
+            name,
+            2,
+            "must be 1 with max_tokens=0, which generates nothing",
+        )
+        for name in ("n", "best_of")
+    ),
+    ({"max_tokens": 0, "prompt_logprobs": 1, "min_tokens": 1}, "min_tokens", 1, "must be at most max_tokens=0"),
     ({"stop": ""}, "stop", "", "must not hold an empty string, which would end every text at once"),
     ({"stop": ["x", ""]}, "stop", ["x", ""], "must not hold an empty string"),
     ({"bad_words": ["x", ""]}, "bad_words", ["x", ""], "must not hold an empty string"),
@@ -111,7 +157,7 @@ REFUSED_INSIDE += [
     ),
     *(
         ({**BEAMS, name: value}, name, value, "must be empty with use_beam_search, which ranks by the raw logits")
-        for name, value in (("logit_bias", {1: 2.0}), ("bad_words", ["x"]))
+        for name, value in (("logit_bias", {1: 2.0}), ("bad_words", ["x"]), ("logits_processors", [max]))
     ),
     *(
         (
@@ -150,6 +196,10 @@ ACCEPTED: dict[str, list[Any]] = {
     "top_k": [-1, 0, 1, 10**6, 2**70],
     "seed": [None, 0, -2, -(2**63), 2**63 - 1],
     "max_tokens": [None, 1, 10**9],
+    "allowed_token_ids": [None, [0], (1, 2), range(3)],
+    "truncate_prompt_tokens": [None, -1, 1, 10**9],
+    "detokenize": [True, False],
+    "skip_clone": [True, False],
     "ignore_eos": [True, False],
     "stop_token_ids": [[], (), [0], (1, 2), range(3)],
     "n": [1, 2, 100],
@@ -171,7 +221,8 @@ ACCEPTED: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("field, value", [(field, value) for field in ACCEPTED for value in ACCEPTED[field]], ids=str)
 def test_valid_values_are_kept(field: str, value: Any) -> None:
-    expected = tuple(value) if field in ("stop_token_ids", "stop", "bad_words") else value
+    lists = ("stop_token_ids", "stop", "bad_words", "allowed_token_ids")
+    expected = tuple(value) if field in lists and value is not None else value
     assert getattr(SamplingParams(**{field: value}), field) == expected
 
 
@@ -219,3 +270,119 @@ def test_parameters_cannot_be_given_by_position() -> None:
 @pytest.mark.parametrize("temperature, greedy", [(0, True), (0.0, True), (9e-6, True), (1e-5, False), (1.0, False)])
 def test_a_temperature_below_the_noise_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+# ---- vLLM's other ways to make and copy them
+
+
+def test_from_optional_reads_none_as_the_default() -> None:
+    params = SamplingParams.from_optional(n=None, temperature=None, top_k=None, seed=None, max_tokens=None, stop=None)
+    assert params == SamplingParams(max_tokens=None)
+    bias = SamplingParams.from_optional(logit_bias={"5": 1000, 7: -1e9, "9": 0.5}).logit_bias
+    assert bias == {5: 100.0, 7: -100.0, 9: 0.5}
+    for arguments, says in [
+        ({"logit_bias": {"a": 1}}, "logit_bias={'a': 1}: must be a dict from token id to a number"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias={'1': 'x'}: must be a dict"),
+        ({"temprature": None}, "did you mean 'temperature'"),
+    ]:
+        with pytest.raises(RequestError, match=re.escape(says)):
+            SamplingParams.from_optional(**arguments)
+
+
+def test_a_clone_shares_its_functions_only() -> None:
+    schema = {"type": "object"}
+    params = SamplingParams(logits_processors=[max], structured_outputs={"json": schema}, logit_bias={1: 2.0})
+    clone = params.clone()
+    assert clone == params and clone.structured_outputs is not None and params.structured_outputs is not None
+    assert clone.structured_outputs.json is not schema and clone.logits_processors[0] is max
+    clone.max_tokens = 3
+    assert params.max_tokens == 16
+    params.skip_clone = True
+    assert params.clone().structured_outputs is params.structured_outputs
+
+
+def test_a_processor_says_by_its_arguments_whether_it_takes_the_prompt() -> None:
+    assert takes_prompt(lambda output, logits: logits) is False
+    assert takes_prompt(lambda output, logits, scale=2.0: logits) is False
+    assert takes_prompt(lambda prompt, output, logits: logits) is True
+    assert takes_prompt(lambda logits: logits) is None
+    assert takes_prompt(lambda a, b, c, d: d) is None
+
+
+# ---- structured outputs
+
+
+class Person:
+    """What pydantic's classes have."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"type": "object"}},
+        {"json": '{"type": "object"}'},
+        {"json": {}},
+        {"regex": "a+"},
+        {"choice": ["a", ""]},
+        {"grammar": 'start: "a"'},
+        {"json_object": True, "disable_any_whitespace": True},
+        {"json": {}, "whitespace_pattern": "[ ]?", "disable_additional_properties": True},
+    ],
+    ids=str,
+)
+def test_structured_outputs_keep_what_they_are_given(given: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=given).structured_outputs
+    assert params == StructuredOutputsParams(**given)
+    assert {name: getattr(params, name) for name in given} == {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+
+
+def test_a_model_class_gives_its_schema() -> None:
+    assert StructuredOutputsParams(json=Person).json == Person.model_json_schema()
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({}, "structured outputs have no kind: give exactly one of json, regex, choice, grammar, json_object"),
+        ({"regex": "a", "choice": ["a"]}, "structured outputs have regex and choice: give exactly one of"),
+        ({"regexp": "a"}, "unknown parameter of structured outputs 'regexp': did you mean 'regex'?"),
+        ({"regex": ""}, "regex='': must be text that is not empty"),
+        ({"grammar": 5}, "grammar=5: must be text that is not empty"),
+        ({"regex": "\ud800"}, "half of a surrogate pair"),
+        ({"choice": ["\ud800"]}, "half of a surrogate pair"),
+        ({"json": {"const": "\ud800"}}, "half of a surrogate pair"),
+        ({"choice": []}, "choice=[]: must be a list of at least one text"),
+        ({"choice": "ab"}, "choice='ab': must be a list of at least one text"),
+        ({"choice": ["a", 5]}, "choice=['a', 5]: must be a list of at least one text"),
+        ({"json": 5}, "json=5: must be a JSON schema, as a dict, as text, or as a pydantic model class"),
+        ({"json": "{"}, "json='{': must be a JSON schema, and is not JSON"),
+        ({"json": {"a": NAN}}, "json={'a': nan}: must be a JSON schema, and is not JSON"),
+        ({"json": {"a": {1, 2}}}, "must be a JSON schema, and is not JSON"),
+        ({"json": "[" * 100_000}, "must be a JSON schema, and is not JSON"),
+        ({"json_object": False}, "json_object=False: must be True or left out"),
+        ({"json_object": 1}, "json_object=1: must be True or left out"),
+        ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace=1: must be True or False"),
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace=True: needs json or json_object"),
+        ({"json_object": True, "disable_additional_properties": True}, "needs json"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern=' ': needs json or json_object"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "needs disable_any_whitespace=False"),
+    ],
+    ids=str,
+)
+def test_invalid_structured_outputs_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)):
+        StructuredOutputsParams(**given)
+    with pytest.raises(RequestError, match=re.escape(says)):
+        SamplingParams(structured_outputs=given)
+
+
+def test_beam_search_refuses_masks_by_name() -> None:
+    for given in ({"structured_outputs": {"regex": "a"}}, {"allowed_token_ids": [1]}):
+        with pytest.raises(RequestError, match=rf"{next(iter(given))}=.*must be None with use_beam_search"):
+            SamplingParams(**BEAMS, **given)

@@ -15,6 +15,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "groups of sequences": ("sequence_groups",),
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py"),
+    "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py",),
     "ordering check": ("device/ordering.py",),
     "command line": ("cli", "__main__.py"),

@@ -19,7 +19,8 @@ from nanovllm.sampling_params import SamplingParams
 
 ENGINE, SAMPLING = "engine", "sampling"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
-NO_SAMPLING_FLAGS = ("output_kind",)  # follows from how the answer is shown
+# output_kind follows from how the answer is shown; the others are for programs.
+NO_SAMPLING_FLAGS = ("output_kind", "structured_outputs", "logits_processors", "skip_clone")
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
@@ -62,12 +63,15 @@ HELP = {
     "stop_token_ids": "token that ends the output; repeat it for several",
     "include_stop_str_in_output": "keep the stop text",
     "ignore_eos": "continue after the model's end-of-sequence token",
-    "max_tokens": "most tokens to generate; none: up to max_model_len",
+    "max_tokens": "most tokens to generate; none: up to max_model_len; 0, with --prompt-logprobs: score the prompt",
     "min_tokens": "generate at least this many tokens",
     "logprobs": "most likely tokens to report at each output position (JSON); -1: all",
     "prompt_logprobs": "the same for the prompt",
     "skip_special_tokens": "leave special tokens out of the text",
     "logit_bias": "added to a token's logit, such as 42=-inf to ban it; repeat it for several",
+    "allowed_token_ids": "the only tokens that are generated; repeat it for several",
+    "detokenize": "give token ids as text",
+    "truncate_prompt_tokens": "keep this many tokens of the prompt's end; -1: as many as the model can take",
     "bad_words": "text that is never generated; repeat it for several",
 }
 HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for every prompt"}

@@ -144,7 +144,7 @@ class Requests:
         params = replace(self._params, **item.params)
         if self._stream:
             check_streamed(params)
-        token_ids = self.llm.engine.check_prompt(item.prompt, self._token_ids(item))
+        token_ids = self.llm.engine.check_prompt(item.prompt, self._token_ids(item), params)
         self._client.add(str(index), item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
         self.running[str(index)] = (index, item)
         self.num_tokens += len(token_ids)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layerwise import LayerwiseStep
@@ -35,6 +35,47 @@ class LogitAdjustments:
     output_tokens: array[int] = field(default_factory=token_array)
 
 
+class TokenMask(Protocol):
+    """The tokens that may be chosen: bit t of `bits` is token t, with the lowest bit of each byte first.
+
+    error: why there is no mask. Another thread may still make the mask: then both, and pickling, wait for it.
+    """
+
+    @property
+    def bits(self) -> bytes: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMask:
+    """A TokenMask that is there."""
+
+    bits: bytes = b""
+    error: str | None = None
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int], vocab_size: int) -> PackedMask:
+        """The mask that allows these tokens, which are below `vocab_size`."""
+        bits = bytearray(-(-vocab_size // 8))
+        for token in token_ids:
+            bits[token // 8] |= 1 << token % 8
+        return cls(bytes(bits))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessors:
+    """A caller's functions that change a row's logits. An executor in another process needs ones that can be pickled.
+
+    functions: each is called with the output's token ids and the logits, with the prompt's token ids in front if True
+    stands beside it.
+    """
+
+    functions: Sequence[tuple[Callable[..., Any], bool]]
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """How the next token of one sequence is drawn; a pure function of these fields and the logits.
@@ -52,6 +93,8 @@ class SamplingRow:
     index: int
     num_logprobs: int | None = None
     adjustments: LogitAdjustments | None = None
+    mask: TokenMask | None = None
+    processors: LogitsProcessors | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nanovllm.engine import sides
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -45,6 +46,7 @@ class InputProcessor:
     seed: int
     max_logprobs: int
     advise: Callable[[int], str]
+    grammars: GrammarCompiler | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -71,8 +73,10 @@ class InputProcessor:
             raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
         make_request = self._factory(request_id, params)
         params = copy.copy(params)  # the caller may change theirs
-        token_ids = self.check_prompt(prompt, prompt_token_ids)
-        facts = SamplingFacts(self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs)
+        token_ids = self.check_prompt(prompt, prompt_token_ids, params)
+        facts = SamplingFacts(
+            self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs, self.grammars
+        )
         number = next(self._numbers)
         return make_request(
             request_id,
@@ -89,9 +93,13 @@ class InputProcessor:
             sampling=resolve_sampling(params, token_ids, facts),
         )
 
-    def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
-        """The token ids of a prompt that can be served."""
+    def check_prompt(
+        self, prompt: str | None, prompt_token_ids: Seq[int] | None, params: SamplingParams | None = None
+    ) -> list[int]:
+        """The token ids of a prompt that can be served; those of its end that `truncate_prompt_tokens` keeps."""
         token_ids = self._tokenize(prompt, prompt_token_ids)
+        if params is not None and params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._num_kept(params) :]
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > self.limits.max_model_len:
@@ -106,6 +114,19 @@ class InputProcessor:
                     f"{self.facts.vocab_size - 1}"
                 )
         return token_ids
+
+    def _num_kept(self, params: SamplingParams) -> int:
+        """How many tokens `truncate_prompt_tokens` keeps. -1 leaves a position to generate at, if that is asked for."""
+        asked, longest = params.truncate_prompt_tokens, self.limits.max_model_len
+        if asked == -1:
+            return max(1, longest - (params.max_tokens != 0))
+        assert asked is not None
+        if asked > longest:
+            raise RequestError(
+                f"truncate_prompt_tokens={quoted(asked)}: must be at most max_model_len={longest}, or -1 for as many "
+                "as the model can take"
+            )
+        return asked
 
     def _factory(self, request_id: str, params: SamplingParams) -> Callable[..., Request]:
         """What makes the request: `Request`, or the side `sequence_groups` for several sequences."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts
 from nanovllm.engine.metrics import EngineMetrics, Progress, engine_metrics
@@ -28,6 +29,7 @@ class LLMEngine:
 
     Not thread-safe: using it in two threads at once, or from a callback of a step, raises EngineError. Calls that take
     many steps hold the `guard`. `advise` returns advice for a prompt of more tokens than max_model_len.
+    grammars: compiles structured outputs; None refuses them.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class LLMEngine:
         seed: int = 0,
         max_logprobs: int = 20,
         advise: Callable[[int], str] = lambda num_tokens: "shorten the prompt or raise max_model_len",
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
@@ -48,7 +51,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.guard = EngineGuard()
         self.closed = False
-        self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise)
+        self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise, grammars)
         self._token_texts = TokenTexts(tokenizer)
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
         self._dropped: deque[str] = deque()  # requests to abort at the next use
@@ -86,9 +89,11 @@ class LLMEngine:
                 self.scheduler.add(request)
             self._requests[request_id] = outputs
 
-    def check_prompt(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
-        """The token ids of a prompt. Raises RequestError if it cannot be served."""
-        return self._inputs.check_prompt(prompt, prompt_token_ids)
+    def check_prompt(
+        self, prompt: str | None, prompt_token_ids: Seq[int] | None, params: SamplingParams | None = None
+    ) -> list[int]:
+        """The token ids of a prompt, truncated as `params` say. Raises RequestError if it cannot be served."""
+        return self._inputs.check_prompt(prompt, prompt_token_ids, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks on both tiers. Returns None for an unknown or finished request."""
@@ -168,6 +173,8 @@ class LLMEngine:
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
             self.executor.close()
+            if self._inputs.grammars is not None:
+                self._inputs.grammars.close()
 
     def check_open(self) -> None:
         """Raise EngineError if the engine is closed."""

@@ -50,7 +50,7 @@ class TokenTexts:
 class SequenceOutput:
     """The text and log-probabilities of one sequence, and how much of them earlier outputs have reported.
 
-    text: None before `start_text`, without a tokenizer, and after the tokenizer has failed.
+    text: None before `start_text`, without a tokenizer or `detokenize`, and after the tokenizer has failed.
     """
 
     def __init__(self, seq: Sequence, token_texts: TokenTexts) -> None:
@@ -120,7 +120,7 @@ class OutputProcessor:
     def __init__(self, request: Request, token_texts: TokenTexts) -> None:
         """Raises what the tokenizer raises for the prompt."""
         self.request = request
-        self._token_texts = token_texts
+        self._token_texts = token_texts if request.params.detokenize else TokenTexts(None)
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]  # of the first prompt tokens
         self._num_sent_prompt_logprobs = 0
         self._sequences: dict[int, SequenceOutput] = {}  # by seq_id

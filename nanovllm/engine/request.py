@@ -132,7 +132,7 @@ class Request:
 
     def sampled_from(self, seq: Sequence) -> Seq[Sequence]:
         """The sequences that sample their next token from the last row of `seq`."""
-        return [seq]
+        return [] if self.params.max_tokens == 0 else [seq]
 
     def take_samples(self, samples: Seq[Sample], blocks: Blocks) -> None:
         """Append the samples of a step: none, or one per live sequence."""
@@ -178,6 +178,8 @@ class Sequence:
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
         self.prefix_age = -1
+        grammar = request.sampling.grammar
+        self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()
 
     def __len__(self) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 
-from nanovllm.engine.batch import token_array
+from nanovllm.engine.batch import PackedMask, token_array
+from nanovllm.engine.grammar import Grammar, GrammarCompiler
 from nanovllm.errors import RequestError, quoted
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import LogitsProcessor, SamplingParams
+from nanovllm.sampling_rules import takes_prompt
 from nanovllm.tokenizer import Tokenizer
 
 MAX_BIAS = 1e9  # larger values change nothing, and with penalties could exceed the range of fp32
@@ -21,7 +23,8 @@ class ResolvedSampling:
 
     num_logprobs, num_prompt_logprobs: as in SamplingParams, with -1 replaced by the vocabulary size. end_tokens: banned
     before min_tokens. bad_words: as token ids. biased, biases: the keys and values of logit_bias. prompt_tokens: the
-    distinct tokens of the prompt, if the repetition penalty needs them.
+    distinct tokens of the prompt, if the repetition penalty needs them. allowed: the mask of allowed_token_ids.
+    processors: logits processors, and whether each takes the prompt. grammar: what the outputs match.
     """
 
     num_logprobs: int | None = None
@@ -31,16 +34,23 @@ class ResolvedSampling:
     biased: array[int] = field(default_factory=token_array)
     biases: array[float] = field(default_factory=lambda: array("d"))
     prompt_tokens: array[int] = field(default_factory=token_array)
+    allowed: PackedMask | None = None
+    processors: tuple[tuple[LogitsProcessor, bool], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts:
-    """What `resolve_sampling` needs to know. max_logprobs: limit of logprobs and prompt_logprobs; -1 for no limit."""
+    """What `resolve_sampling` needs to know.
+
+    max_logprobs: limit of logprobs and prompt_logprobs; -1 for no limit. grammars: compiles structured outputs.
+    """
 
     vocab_size: int
     eos_token_ids: Collection[int] = ()
     tokenizer: Tokenizer | None = None
     max_logprobs: int = 20
+    grammars: GrammarCompiler | None = None
 
 
 def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], facts: SamplingFacts) -> ResolvedSampling:
@@ -48,7 +58,12 @@ def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], fa
     _check_stop(params.stop, facts)
     _check_token_ids("stop_token_ids", params.stop_token_ids, facts.vocab_size)
     _check_token_ids("logit_bias", params.logit_bias, facts.vocab_size)
-    ends = {token for token in facts.eos_token_ids if token < facts.vocab_size} | set(params.stop_token_ids)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), facts.vocab_size)
+    allowed = None
+    if params.allowed_token_ids is not None:
+        allowed = PackedMask.of(params.allowed_token_ids, facts.vocab_size)
+    eos = {token for token in facts.eos_token_ids if token < facts.vocab_size}
+    ends = eos | set(params.stop_token_ids)
     bad_words = _bad_word_tokens(params.bad_words, facts)
     end_tokens = ends if params.min_tokens > 0 else set()
     _check_some_token_is_left(params, end_tokens, bad_words, facts.vocab_size)
@@ -62,7 +77,22 @@ def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], fa
             "d", (max(-MAX_BIAS, min(bias, MAX_BIAS)) if bias > -inf else bias for bias in params.logit_bias.values())
         ),
         prompt_tokens=token_array(set(prompt_token_ids) if params.repetition_penalty != 1.0 else ()),
+        allowed=allowed,
+        processors=tuple((function, bool(takes_prompt(function))) for function in params.logits_processors),
+        grammar=_grammar(params, set(params.stop_token_ids) if params.ignore_eos else ends, allowed, facts),
     )
+
+
+def _grammar(
+    params: SamplingParams, end_tokens: Set[int], allowed: PackedMask | None, facts: SamplingFacts
+) -> Grammar | None:
+    if params.structured_outputs is None:
+        return None
+    if facts.grammars is None:
+        raise RequestError(
+            "structured_outputs need nanovllm.structured_outputs, which this installation does not have: leave them out"
+        )
+    return facts.grammars.compile(params.structured_outputs, end_tokens, allowed)
 
 
 def _num_logprobs(name: str, asked: int | None, facts: SamplingFacts) -> int | None:
@@ -98,14 +128,16 @@ def _check_some_token_is_left(
     """Check that some token can be sampled first. Bad words of several tokens cannot ban a first token."""
     banned = {token for token, bias in params.logit_bias.items() if bias == -inf}
     banned.update(word[0] for word in bad_words if len(word) == 1)
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     if len(end_tokens) >= vocab_size:
         raise RequestError(
             f"min_tokens={quoted(params.min_tokens)}: each of the {vocab_size} tokens of the model ends the text, "
             "so that none can come before that many; give fewer stop_token_ids, or min_tokens=0"
         )
-    if len(banned | end_tokens) >= vocab_size:
+    if not set(allowed) - banned - end_tokens:
+        which = f"{vocab_size}" if params.allowed_token_ids is None else "allowed"
         raise RequestError(
-            f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)} ban all {vocab_size} tokens of the model"
+            f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)} ban all {which} tokens of the model"
             ": leave at least one that can be chosen"
         )
 

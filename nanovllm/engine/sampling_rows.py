@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from nanovllm.engine.batch import LogitAdjustments, PromptTargets, SamplingRow, token_array
+from nanovllm.engine.batch import LogitAdjustments, LogitsProcessors, PromptTargets, SamplingRow, TokenMask, token_array
 from nanovllm.engine.request import Sequence
 
 # Larger values change nothing, and would not fit the sampler's tensors.
@@ -25,6 +25,8 @@ def sampling_row(seq: Sequence) -> SamplingRow:
         index=seq.num_output_tokens,
         num_logprobs=seq.request.num_logprobs,
         adjustments=_adjustments(seq),
+        mask=_mask(seq),
+        processors=_processors(seq),
     )
 
 
@@ -47,10 +49,26 @@ def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
     return banned
 
 
+def _mask(seq: Sequence) -> TokenMask | None:
+    """The tokens that may come next; the mask of a grammar is made while the step computes."""
+    grammar = seq.grammar
+    if grammar is None:
+        return seq.request.sampling.allowed
+    new = seq.token_ids[seq.prompt_len + grammar.num_read :]
+    return grammar.mask(new, hold_end=seq.num_output_tokens < seq.params.min_tokens)
+
+
+def _processors(seq: Sequence) -> LogitsProcessors | None:
+    functions = seq.request.sampling.processors
+    return LogitsProcessors(functions, seq.request.prompt_token_ids, seq.output_token_ids) if functions else None
+
+
 def _adjustments(seq: Sequence) -> LogitAdjustments | None:
     """Changes to the logits of the next token; None, the usual case, for no change."""
     p, s = seq.params, seq.request.sampling
-    banned = token_array(s.end_tokens if seq.num_output_tokens < p.min_tokens else ())
+    # A grammar's mask holds end tokens back itself, unless nothing else may follow.
+    holds_end = seq.num_output_tokens < p.min_tokens and seq.grammar is None
+    banned = token_array(s.end_tokens if holds_end else ())
     if s.bad_words:
         longest = max(map(len, s.bad_words))
         banned.extend(banned_tokens(s.bad_words, seq.token_ids[max(seq.prompt_len, len(seq) - longest + 1) :]))

@@ -256,6 +256,8 @@ class Scheduler:
         request.take_samples(samples, self.block_manager)
         for seq in request.live if samples else ():
             self._end_if_complete(seq, now)
+        if request.params.max_tokens == 0 and request.computing[0].num_remaining == 0:
+            self._finish(request.computing[0], "length", now)
         if not (request.live or request.finished):  # the request itself has ended its last sequence
             self._end(request, now)
 

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.engine.batch import Sample, ScheduledSequence, TokenLogprobs
+from nanovllm.engine.batch import Sample, SamplingRow, ScheduledSequence, TokenLogprobs
 from nanovllm.engine.execution_order import ComputedRows
+from nanovllm.errors import told
+from nanovllm.layers.logits import process
 from nanovllm.layers.logprobs import MAX_ROWS, token_logprobs
 from nanovllm.layers.sampler import NOT_FINITE, sample
 from nanovllm.models.decoder import Decoder, row_chunks
 from nanovllm.ops.upload import upload
 
 EVERYTHING_BANNED = (
-    "no token is left to choose: logit_bias, bad_words and min_tokens ban all of them; ban fewer, or lower min_tokens"
+    "no token is left to choose: logit_bias, bad_words, min_tokens, allowed_token_ids, structured_outputs and "
+    "logits_processors together ban all of them; ban fewer"
 )
 MOST_NAMED = 3  # weights in an error message
 
@@ -50,8 +53,8 @@ def score(
     scores = Scores([[] for _ in sequences], [[] for _ in sequences], {})
     for i in _measure_prompts(model, hidden, sequences, starts, scores.prompt_logprobs):
         scores.errors[i] = why_not_finite()
-    for i, code in _draw_samples(model, hidden, sequences, starts, scores.samples).items():
-        scores.errors[i] = why_not_finite() if code == NOT_FINITE else EVERYTHING_BANNED
+    for i, error in _draw_samples(model, hidden, sequences, starts, scores.samples).items():
+        scores.errors[i] = error if error is not None else why_not_finite()
     return scores
 
 
@@ -61,19 +64,42 @@ def _draw_samples(
     sequences: Sequence[ScheduledSequence],
     starts: Sequence[int],
     samples: list[list[Sample]],
-) -> dict[int, int]:
-    """Append the tokens of each sequence's `samples`. Returns the error codes of `sample`, by index of a sequence."""
+) -> dict[int, str | None]:
+    """Append the tokens of each sequence's `samples`. Returns errors by index of a sequence, None for logits that are
+    not finite.
+    """
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return {}
     last_rows = torch.tensor([starts[i] + len(sequences[i].token_ids) - 1 for i, _ in due])
     logits = model.compute_logits(hidden[upload(last_rows, hidden.device)])
-    tokens = sample(logits, [row for _, row in due])
-    failed = {i: token for (i, _), token in zip(due, tokens, strict=True) if token < 0}
+    rows = [row for _, row in due]
+    processed, errors = _processed(logits, rows)
+    tokens = sample(logits, rows, processed)
+    failed: dict[int, str | None] = {}
+    for position, ((i, row), token) in enumerate(zip(due, tokens, strict=True)):
+        error = errors.get(position) or (row.mask.error if row.mask is not None else None)
+        if token == NOT_FINITE:
+            failed[i] = None
+        elif error is not None or token < 0:
+            failed.setdefault(i, error or EVERYTHING_BANNED)
     logprobs = token_logprobs(logits, tokens, [None if i in failed else row.num_logprobs for i, row in due])
     for (i, _), token, found in zip(due, tokens, logprobs, strict=True):
         samples[i].append(Sample(token, TokenLogprobs(*found) if found is not None else None))
     return failed
+
+
+def _processed(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, Tensor], dict[int, str]]:
+    """Logits [vocab] and errors of the rows with logits processors, by row."""
+    found: dict[int, Tensor] = {}
+    errors: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        if row.processors is not None:
+            try:
+                found[index] = process(logits[index], row.processors)
+            except Exception as error:  # a caller's function may raise any type
+                errors[index] = f"a logits processor has failed: {told(error)}"
+    return found, errors
 
 
 def _measure_prompts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+    from nanovllm.engine.grammar import GrammarCompiler
     from nanovllm.engine.preemption import Preemption
     from nanovllm.engine.request import Request
     from nanovllm.engine.request import Sequence as TokenSequence
@@ -124,6 +125,14 @@ class Planner(Protocol):
     def engine_plan(self, spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan: ...
 
 
+class StructuredOutputs(Protocol):
+    """Keeps outputs to JSON schemas, regular expressions, choices and grammars. Without it they are refused."""
+
+    def GrammarCompiler(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> GrammarCompiler: ...
+
+
 class Trace(Protocol):
     """Writes a timeline of copies and kernels. Without it the engine argument `trace` is refused."""
 
@@ -156,6 +165,10 @@ def chat_templates() -> ChatTemplates | None:
 
 def planner() -> Planner | None:
     return cast("Planner | None", _find("nanovllm.planner.plan"))
+
+
+def structured_outputs() -> StructuredOutputs | None:
+    return cast("StructuredOutputs | None", _find("nanovllm.structured_outputs"))
 
 
 def trace() -> Trace | None:

@@ -1,14 +1,15 @@
-"""Changes of logits before a token is drawn: bans, biases and penalties of each request."""
+"""Changes of logits before a token is drawn: processors, masks, bans, biases and penalties of each request."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from nanovllm.errors import quoted
 from nanovllm.ops.upload import upload
 
 
@@ -31,6 +32,58 @@ class LogitAdjustments(Protocol):
     def prompt_tokens(self) -> array[int]: ...
     @property
     def output_tokens(self) -> array[int]: ...
+
+
+class TokenMask(Protocol):
+    """The tokens that one row may choose; see `engine.batch.TokenMask`."""
+
+    @property
+    def bits(self) -> bytes: ...
+
+
+class LogitsProcessors(Protocol):
+    """A caller's functions that change the logits of one row; see `engine.batch.LogitsProcessors`."""
+
+    @property
+    def functions(self) -> Sequence[tuple[Callable[..., Any], bool]]: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+
+
+def process(logits: Tensor, processors: LogitsProcessors) -> Tensor:
+    """What the functions make, one after the other, of the logits [vocab] of a row: fp32 [vocab].
+
+    logits: not modified; the functions get a copy in fp32. Raises what a function raises, and ValueError for a result
+    that is no such tensor or holds NaN or +infinity.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    for function, takes_prompt in processors.functions:
+        prompt = [list(processors.prompt_token_ids)] if takes_prompt else []
+        result = function(*prompt, list(processors.output_token_ids), scores)
+        if not isinstance(result, Tensor) or result.shape != logits.shape or not result.is_floating_point():
+            got = f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else quoted(result)
+            raise ValueError(f"it returned {got}, and must return logits of shape {list(logits.shape)}")
+        scores = result.to(logits.device, torch.float32)
+        if not bool((scores < float("inf")).all()):
+            raise ValueError("it returned NaN or +infinity: only finite logits and -infinity can be used")
+    return scores
+
+
+def mask_(logits: Tensor, masks: Sequence[TokenMask | None]) -> Tensor:
+    """Set the logits [rows, vocab] of tokens that a row's mask does not allow to -inf, in place, and return them.
+
+    The packed bits go to the device, and are unpacked there. An empty mask allows nothing.
+    """
+    if any(mask is not None for mask in masks):
+        vocab_size, num_bytes = logits.shape[1], -(-logits.shape[1] // 8)
+        everything = b"\xff" * num_bytes
+        parts = [everything if mask is None else mask.bits[:num_bytes].ljust(num_bytes, b"\0") for mask in masks]
+        packed = upload(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), logits.device)
+        bits = packed.view(len(masks), num_bytes, 1) >> torch.arange(8, dtype=torch.uint8, device=logits.device)
+        logits.masked_fill_((bits & 1).flatten(1)[:, :vocab_size] == 0, float("-inf"))
+    return logits
 
 
 def adjust_(logits: Tensor, adjustments: Sequence[LogitAdjustments | None]) -> Tensor:

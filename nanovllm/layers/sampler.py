@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanovllm.layers.logits import LogitAdjustments, adjust_
+from nanovllm.layers.logits import LogitAdjustments, TokenMask, adjust_, mask_
 from nanovllm.ops import torch_rows
 from nanovllm.ops.row_kernels import draw, softmax
 from nanovllm.ops.torch_rows import GOLDEN_GAMMA, as_int64, splitmix64
@@ -40,21 +41,25 @@ class SamplingRow(Protocol):
     def index(self) -> int: ...
     @property
     def adjustments(self) -> LogitAdjustments | None: ...
+    @property
+    def mask(self) -> TokenMask | None: ...
 
 
 # Takes fp32 logits [rows, vocab], which it may change, and returns int64 [rows].
 _Choice = Callable[[Tensor, Sequence[SamplingRow]], Tensor]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], processed: Mapping[int, Tensor] = MappingProxyType({})
+) -> list[int]:
     """The next token of each row, or NOT_FINITE or ALL_BANNED. logits: floating [rows, vocab], not modified.
 
-    The order is vLLM's: bans, biases and penalties (`adjust_`), temperature, min_p, top_k, then top_p of the remaining
-    tokens. The drawn token has the largest log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i).
-    Greedy rows without adjustments are neither copied nor sorted; rows with top_k or top_p sort their largest logits
-    only.
+    processed: by row, the logits [vocab] to use instead. The order is vLLM's: masks, bans, biases and penalties
+    (`adjust_`), temperature, min_p, top_k, then top_p of the remaining tokens. The drawn token has the largest
+    log-probability plus Gumbel noise (Gumbel-max: P(i is largest) = p_i). Greedy rows without adjustments are neither
+    copied nor sorted; rows with top_k or top_p sort their largest logits only.
     """
-    choices = [_choice(row) for row in rows]
+    choices = [_choice(row, index in processed) for index, row in enumerate(rows)]
     # NaN if any logit is NaN. On the CPU, the two calls take a fifth of the time of aminmax.
     is_finite = logits.amin(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()
     tokens = torch.argmax(logits, dim=-1) if None in choices else logits.new_zeros(len(rows), dtype=torch.int64)
@@ -64,7 +69,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         for start in range(0, len(chosen), at_once):
             part = chosen[start : start + at_once]
             index = upload(torch.tensor(part), logits.device)
-            scores = adjust_(logits[index].float(), [rows[i].adjustments for i in part])
+            scores = logits[index].float()
+            for place, i in enumerate(part):
+                if i in processed:
+                    scores[place] = processed[i]
+            adjust_(mask_(scores, [rows[i].mask for i in part]), [rows[i].adjustments for i in part])
             is_banned = scores.amax(dim=-1) == float("-inf")
             tokens[index] = choose(scores, [rows[i] for i in part]).masked_fill(is_banned, ALL_BANNED)
     # Sent with the tokens, for which the host waits anyway.
@@ -76,11 +85,11 @@ def rows_at_once(vocab_size: int, device: torch.device) -> int:
     return max(1, (CPU_PIECE if device.type == "cpu" else DEVICE_PIECE) // vocab_size)
 
 
-def _choice(row: SamplingRow) -> _Choice | None:
+def _choice(row: SamplingRow, is_processed: bool) -> _Choice | None:
     """How to choose the token of the row; None for the argmax of the original logits."""
     if row.temperature > 0:
         return draw_from_likeliest if row.top_k > 0 or row.top_p < 1.0 else draw_from_all
-    return _take_largest if row.adjustments is not None else None
+    return _take_largest if row.adjustments is not None or row.mask is not None or is_processed else None
 
 
 def _take_largest(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.chat_template import ChatTemplate
+from nanovllm.chat_template.template import ChatTemplate
 from nanovllm.errors import RequestError
 from nanovllm.llm import LLM
 from nanovllm.prompts import PromptParts

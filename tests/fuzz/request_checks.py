@@ -91,11 +91,14 @@ def check_output(output: RequestOutput, params: SamplingParams) -> None:
             assert output.error is not None
             check_message(output.error)
             continue
-        assert completion.finish_reason in ("stop", "length") and output.error is None and tokens
+        assert completion.finish_reason in ("stop", "length") and output.error is None
+        assert tokens or params.max_tokens == 0
+        assert params.allowed_token_ids is None or set(tokens) <= set(params.allowed_token_ids)
         banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
         assert not banned.intersection(tokens), "a banned token"
         is_stopped = completion.finish_reason == "stop"
-        assert not is_stopped or params.use_beam_search or len(tokens) > params.min_tokens or params.min_tokens == 0
+        may_be_short = params.use_beam_search or params.min_tokens == 0 or params.structured_outputs is not None
+        assert not is_stopped or may_be_short or len(tokens) > params.min_tokens
         values = [] if completion.cumulative_logprob is None else [completion.cumulative_logprob]
         values += [entry.logprob for row in completion.logprobs or [] for entry in row.values()]
         values += [entry.logprob for row in output.prompt_logprobs or [] if row for entry in row.values()]

@@ -58,12 +58,27 @@ _SENSIBLE: dict[str, Any] = {
     "early_stopping": st.sampled_from([True, False, "never"]),
     "stop": st.one_of(texts, st.lists(texts, max_size=4)),
     "stop_token_ids": token_lists,
-    "max_tokens": st.one_of(st.none(), st.integers(1, 80)),
+    "max_tokens": st.one_of(st.none(), st.integers(0, 80)),
     "min_tokens": st.integers(0, 10),
     "logprobs": st.integers(-1, 20),
     "prompt_logprobs": st.integers(-1, 20),
     "logit_bias": biases,
     "bad_words": st.lists(texts, max_size=4),
+    "allowed_token_ids": st.one_of(st.none(), token_lists),
+    "truncate_prompt_tokens": st.one_of(st.none(), st.integers(-1, 70)),
+    "structured_outputs": st.one_of(
+        st.none(),
+        st.sampled_from(
+            [
+                {"regex": "[a-z]{2}"},
+                {"choice": ["a", "日本"]},
+                {"grammar": 'start: "a" start | "b"'},
+                {"json_object": True},
+                {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+            ]
+        ),
+        st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar", "json_object"]), anything, max_size=2),
+    ),
 }
 
 

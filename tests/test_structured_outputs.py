@@ -1,0 +1,403 @@
+"""Structured outputs on real engines: random weights over a byte-level tokenizer, so that only the mask helps."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import offloaded, random_prompt
+from tokenizer_files import END, write_byte_fallback, write_byte_level
+
+from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.main import main
+from nanovllm.engine import sides
+from nanovllm.engine.batch import Batch, PackedMask, StepResult
+from nanovllm.errors import RequestError
+from nanovllm.structured_outputs import GrammarCompiler
+from nanovllm.structured_outputs.grammar_worker import close_objects
+from nanovllm.tokenizer import load_tokenizer
+
+VOCAB, EOS = 300, 277
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "role": {"enum": ["admin", "user"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "age", "role", "tags"],
+    "additionalProperties": False,
+}
+LIST = 'start: "[" item ("," item){0,4} "]"\nitem: /[a-z]{1,3}/ | "日本"'
+LIST_GBNF = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-c] | "(" item ")"'
+ENGINES: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 60},
+    "chunks": {"num_gpu_blocks": 60, "max_num_batched_tokens": 21},
+    "preempted": {"num_gpu_blocks": 14, "max_num_batched_tokens": 40, "preemption_mode": "recompute"},
+    "swapped": {"num_gpu_blocks": 16, "max_num_batched_tokens": 40, "preemption_mode": "swap", "swap_space": 0.01},
+    "offloaded": offloaded(16, 4, 60, max_num_batched_tokens=64),
+}
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    return (
+        list(person) == ["name", "age", "role", "tags"]
+        and 1 <= len(person["name"]) <= 8
+        and type(person["age"]) is int
+        and 0 <= person["age"] <= 120
+        and person["role"] in ("admin", "user")
+        and len(person["tags"]) <= 2
+        and all(type(tag) is bool for tag in person["tags"])
+    )
+
+
+def is_nested_list(text: str) -> bool:
+    items = text.removeprefix("[").removesuffix("]").split(",")
+    return text[:1] + text[-1:] == "[]" and all(
+        re.fullmatch(r"\(*[a-c]\)*", item) and item.count("(") == item.count(")") for item in items
+    )
+
+
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "schema": ({"json": PERSON, "disable_any_whitespace": True}, is_person),
+    "schema as text": ({"json": json.dumps(PERSON), "whitespace_pattern": "[ ]"}, is_person),
+    "object": (
+        {"json_object": True, "disable_any_whitespace": True},
+        lambda text: isinstance(json.loads(text), dict),
+    ),
+    "regex": ({"regex": r"(\d{2}|é){3}-[^x]?"}, lambda text: re.fullmatch(r"(\d{2}|é){3}-[^x]?", text)),
+    "choice": ({"choice": ['say "hi"\n', "日本", "a", ""]}, lambda text: text in ('say "hi"\n', "日本", "a", "")),
+    "grammar": ({"grammar": LIST}, lambda text: re.fullmatch(r"\[([a-z]{1,3}|日本)(,([a-z]{1,3}|日本)){0,4}\]", text)),
+    "GBNF": ({"grammar": LIST_GBNF}, is_nested_list),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_byte_level(path)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None and tokenizer.encode(END, add_special_tokens=False) == [EOS]
+    make_checkpoint(path, vocab=VOCAB, eos_token_id=EOS)  # more tokens than the tokenizer has
+    return path
+
+
+def engine(model_dir: Path, name: str, **others: Any) -> LLM:
+    return LLM(model_dir, **{"kvcache_block_size": 16, "max_logprobs": VOCAB, **ENGINES[name], **others})
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with engine(model_dir, "resident") as llm:
+        yield llm
+
+
+def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def structured(kind: str, **params: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 180, "structured_outputs": KINDS[kind][0], **params})
+
+
+# ---- what comes out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_output_matches(llm: LLM, kind: str) -> None:
+    matches = KINDS[kind][1]
+    params = [structured(kind, temperature=0.0), *(structured(kind, seed=seed, n=2) for seed in range(4))]
+    ended = 0
+    for output in run(llm, [random_prompt(5, VOCAB, seed) for seed in range(5)], params):
+        for completion in output.outputs:
+            assert completion.finish_reason in ("stop", "length"), output.error
+            if completion.finish_reason == "stop":
+                ended += 1
+                assert matches(completion.text), completion.text
+                assert completion.token_ids[-1] == EOS and EOS not in completion.token_ids[:-1]
+            else:
+                assert len(completion.token_ids) == 180 and kind in ("object", "GBNF"), "others are bounded"
+    assert ended >= (1 if kind in ("object", "GBNF") else 9)
+
+
+BESIDE = [structured(kind, seed=index, n=2, logprobs=3, max_tokens=30) for index, kind in enumerate(KINDS)]
+BESIDE += [SamplingParams(temperature=0.0, max_tokens=30), structured("regex", temperature=0.0, logprobs=1)]
+PROMPTS = [random_prompt(length, VOCAB, 2) for length in (5, 17, 32, 33, 3, 60, 16, 20, 21)]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[CompletionOutput]]:
+    """The outputs of requests that run one at a time."""
+    return [run(llm, [prompt], params)[0].outputs for prompt, params in zip(PROMPTS, BESIDE, strict=True)]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_outputs_do_not_depend_on_batch_or_memory(
+    model_dir: Path, name: str, alone: list[list[CompletionOutput]]
+) -> None:
+    """Tokens and log-probabilities to the bit."""
+    with engine(model_dir, name) as llm:
+        assert [output.outputs for output in run(llm, PROMPTS, BESIDE)] == alone
+        metrics = llm.metrics()
+    assert metrics.used_blocks == 0
+    assert name != "preempted" or metrics.preemptions_by_recompute > 0
+    assert name != "swapped" or metrics.preemptions_by_swap > 0
+
+
+def test_logprobs_are_of_the_raw_logits(llm: LLM) -> None:
+    prompt = random_prompt(9, VOCAB, 1)
+    free = SamplingParams(max_tokens=1, logprobs=VOCAB, temperature=0.0)
+    (raw,) = run(llm, [prompt], free)[0].outputs[0].logprobs or ()
+    (found,) = run(llm, [prompt], structured("schema", max_tokens=1, logprobs=VOCAB))[0].outputs[0].logprobs or ()
+    assert {token: entry.logprob for token, entry in found.items()} == {t: entry.logprob for t, entry in raw.items()}
+
+
+def test_a_cut_output_is_incomplete_and_says_so(llm: LLM) -> None:
+    (completion,) = run(llm, [[1, 2]], structured("schema", max_tokens=4, temperature=0.0))[0].outputs
+    assert (completion.text, completion.finish_reason) == ('{"na', "length")
+
+
+def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
+    (completion,) = run(llm, [[1, 2]], structured("schema", stop='"age"', seed=1))[0].outputs
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", '"age"') and '"age"' not in completion.text
+    # Without the model's own end token, a given one ends the output where the grammar allows that.
+    params = structured("regex", ignore_eos=True, stop_token_ids=[EOS + 1], seed=1)
+    (completion,) = run(llm, [[1, 2]], params)[0].outputs
+    assert completion.stop_reason == completion.token_ids[-1] == EOS + 1
+    assert KINDS["regex"][1](llm.get_tokenizer().decode(completion.token_ids[:-1]))
+
+
+def test_min_tokens_hold_the_end_back_while_others_may_follow(llm: LLM) -> None:
+    regex = {"regex": "a{1,12}"}
+    for least, expected in ((8, range(8, 13)), (13, [12])):
+        params = SamplingParams(structured_outputs=regex, min_tokens=least, max_tokens=20, seed=3, n=6)
+        for completion in run(llm, [[1, 2]], params)[0].outputs:
+            assert completion.finish_reason == "stop" and len(completion.text) in expected
+
+
+def test_with_allowed_tokens_processors_and_penalties(llm: LLM) -> None:
+    digits = [ord(digit) for digit in "0135"]
+    params = SamplingParams(
+        structured_outputs={"regex": "[a-z0-9]{10}"},
+        allowed_token_ids=[*digits, EOS],
+        logits_processors=[lambda token_ids, logits: logits * 0],
+        frequency_penalty=2.0,
+        temperature=0.0,
+        max_tokens=20,
+    )
+    (completion,) = run(llm, [[1, 2]], params)[0].outputs
+    assert re.fullmatch("[0135]{10}", completion.text) and completion.finish_reason == "stop"
+    assert max(map(completion.text.count, "0135")) == 3, "penalties choose among what the mask leaves"
+
+
+def test_a_ban_of_all_that_may_follow_ends_the_request_alone(llm: LLM) -> None:
+    banned = SamplingParams(structured_outputs={"regex": "ab"}, logit_bias={ord("b"): float("-inf")}, bad_words=[])
+    beside = structured("schema", seed=1)
+    alone = run(llm, [[1, 2]], beside)[0].outputs
+    failed, other = run(llm, [[1, 2], [1, 2]], [banned, beside])
+    assert failed.outputs[0].finish_reason == "error" and "structured_outputs" in (failed.error or "")
+    assert other.outputs == alone
+
+
+def test_a_stream_gives_the_output_in_pieces(llm: LLM) -> None:
+    params = structured("schema", seed=2, output_kind=RequestOutputKind.DELTA)
+    pieces = [completion.text for output in llm.stream([[1, 2]], params) for completion in output.outputs]
+    assert len(pieces) > 10 and is_person("".join(pieces))
+    assert "".join(pieces) == run(llm, [[1, 2]], params)[0].outputs[0].text
+
+
+def test_best_of_ranks_matching_outputs(llm: LLM) -> None:
+    output = run(llm, [[1, 2]], structured("schema", seed=2, n=2, best_of=4))[0]
+    assert len(output.outputs) == 2 and all(is_person(completion.text) for completion in output.outputs)
+
+
+# ---- masks
+
+
+def test_a_batch_with_masks_is_plain_data(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is pickled on its way to the executor gives the same tokens."""
+    params, prompts = [structured(kind, seed=1, n=2) for kind in KINDS], [[1, 2, 3]] * len(KINDS)
+    expected = [output.outputs for output in run(llm, prompts, params)]
+    execute, masks = llm.engine.executor.execute, []
+
+    def through_a_pipe(batch: Batch) -> StepResult:
+        received = pickle.loads(pickle.dumps(batch))
+        masks.extend(row.mask for seq in received.sequences for row in seq.samples)
+        return execute(received)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", through_a_pipe)
+    assert [output.outputs for output in run(llm, prompts, params)] == expected
+    assert masks and all(type(mask) is PackedMask and mask.error is None for mask in masks)
+
+
+def test_masks_are_made_in_other_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    from nanovllm.structured_outputs.grammars import MatcherState
+
+    make = MatcherState._make
+
+    def watch(self: MatcherState, *args: Any) -> PackedMask:
+        threads.add(threading.current_thread())
+        return make(self, *args)
+
+    monkeypatch.setattr(MatcherState, "_make", watch)
+    run(llm, [[1, 2]] * 4, structured("regex", seed=1))
+    assert threads and threading.main_thread() not in threads
+
+
+def test_an_end_token_is_allowed_exactly_where_the_output_may_end(model_dir: Path) -> None:
+    tokenizer = load_tokenizer(model_dir)
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS, EOS + 1])
+    grammar = compiler.compile(StructuredOutputsParams(regex="(ab)*c?"), [EOS, 290], None)
+    for text, ends in {"": True, "a": False, "ab": True, "aba": False, "abc": True}.items():
+        state = grammar.start()
+        mask = state.mask([ord(character) for character in text], hold_end=False)
+        allowed = {token for token in range(VOCAB) if mask.bits[token // 8] >> token % 8 & 1}
+        assert mask.error is None and state.num_read == len(text)
+        assert (EOS in allowed, 290 in allowed, EOS + 1 in allowed) == (ends, ends, False), text
+        assert {token for token in allowed if token < 256} == {
+            ord(c) for c in {"a": "b", "aba": "b", "abc": ""}.get(text, "ac")
+        }
+    compiler.close()
+
+
+def test_a_tokenizer_with_marks_for_spaces_and_bytes(tmp_path: Path) -> None:
+    """As SentencePiece makes them, with an end token that is not the tokenizer's."""
+    make_checkpoint(tmp_path, vocab=320, eos_token_id=310)
+    write_byte_fallback(tmp_path)
+    params = SamplingParams(structured_outputs={"regex": "( [a-f]{2,4}|é日?){3} x"}, max_tokens=60, seed=4, n=4)
+    with LLM(tmp_path, num_gpu_blocks=40, kvcache_block_size=16) as llm:
+        for completion in run(llm, "a prompt", params)[0].outputs:
+            assert re.fullmatch("( [a-f]{2,4}|é日?){3} x", completion.text) and completion.token_ids[-1] == 310
+
+
+def test_json_lines_hold_structured_outputs(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"prompt": "a", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 5},
+        {"prompt": "a", "structured_outputs": {"regex": "(("}},
+        {"prompt": "a", "structured_outputs": {"regexp": "a"}},
+        {"prompt": "a", "max_tokens": 0, "prompt_logprobs": 1},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ["--jsonl", str(tmp_path / "p.jsonl"), "--json", "--num-gpu-blocks", "40", "--kvcache-block-size", "16"]
+    assert main(["generate", "--model", str(model_dir), *files]) == 1
+    matched, invalid, unknown, scored = map(json.loads, capsys.readouterr().out.splitlines())
+    assert matched["outputs"][0]["text"] in ("yes", "no")
+    assert "unclosed group" in invalid["error"] and "did you mean 'regex'" in unknown["error"]
+    assert scored["outputs"][0]["token_ids"] == [] and scored["outputs"][0]["finish_reason"] == "length"
+
+
+def test_a_grammar_is_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = llm.engine._inputs.grammars
+    assert isinstance(compiler, GrammarCompiler)
+    run(llm, [[1]], structured("regex"))
+    monkeypatch.setattr(compiler._process, "read", lambda *_: pytest.fail("it is read again"))
+    run(llm, [[1]] * 3, structured("regex"))
+    with pytest.raises(BaseException, match="it is read again"):
+        run(llm, [[1]], SamplingParams(structured_outputs={"regex": "another"}))
+
+
+def test_schemas_are_closed_where_they_do_not_speak_of_other_properties() -> None:
+    schema: Any = {
+        "properties": {"a": {"properties": {}}, "b": {"items": [{"properties": {}, "additionalProperties": 1}]}}
+    }
+    close_objects(schema)
+    assert schema["additionalProperties"] is False and schema["properties"]["a"]["additionalProperties"] is False
+    assert schema["properties"]["b"]["items"][0]["additionalProperties"] == 1
+    assert "additionalProperties" not in schema["properties"]
+
+
+# ---- refusals
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema whose objects nest as deep as that, without brackets that do."""
+    parts: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)
+    }
+    return {"$defs": {**parts, f"d{length}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"regex": "(("}, r"regex='\(\(': cannot be used for structured outputs: .*unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "it matches nothing"),
+        ({"regex": "(" * 5000 + "a" + ")" * 5000}, "cannot be used for structured outputs"),
+        ({"json": {"type": "objekt"}}, "Invalid type: objekt"),
+        ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
+        ({"json": {"$ref": "#"}}, "it matches nothing"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
+        ({"json": chain(1000)}, "it is nested too deeply"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "json="),
+        ({"grammar": "start: missing"}, 'unknown name: "missing"'),
+        ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "grammar=.*cannot be used"),
+        (
+            {"grammar": "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(6_000)) + "\nr6000:"},
+            "too deep",
+        ),
+        ({"regex": "a" * (1 << 20) + "b"}, "regex has 1,048,577 bytes: give at most 1,048,576"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_grammars_that_cannot_be_used_are_refused(llm: LLM, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as refusal:
+        run(llm, [[1, 2]], SamplingParams(structured_outputs=given))
+    assert len(str(refusal.value)) < 1000 and "\n" not in str(refusal.value)
+    assert is_person(run(llm, [[1, 2]], structured("schema", seed=1))[0].outputs[0].text), "the engine goes on"
+
+
+@pytest.mark.slow
+def test_grammars_without_measure_are_bounded(llm: LLM) -> None:
+    long = {"regex": "".join(f"(x|y{i})*" for i in range(16_000))}
+    with pytest.raises(RequestError, match="reading it took more than"):
+        run(llm, [[1, 2]], SamplingParams(structured_outputs=long))
+    beside = structured("schema", seed=1)
+    exploding = SamplingParams(structured_outputs={"regex": "((a{1000}){1000}){1000}"}, max_tokens=50)
+    failed, other = run(llm, [[1, 2], [1, 2]], [exploding, beside])
+    assert "the structured output cannot go on" in (failed.error or "")
+    assert other.outputs == run(llm, [[1, 2]], beside)[0].outputs
+
+
+def test_what_is_missing_is_named(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    params = structured("regex")
+    with pytest.raises(RequestError, match=r"need a token that ends the output.*give stop_token_ids"):
+        run(llm, [[1]], structured("regex", ignore_eos=True))
+    make_checkpoint(tmp_path, vocab=VOCAB, eos_token_id=EOS)
+    with LLM(tmp_path, num_gpu_blocks=20, kvcache_block_size=16) as bare:
+        with pytest.raises(RequestError, match=r"need a tokenizer with a tokenizer.json"):
+            run(bare, [[1]], params)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "llguidance", None)
+            with pytest.raises(RequestError, match=re.escape("pip install 'nanovllm[structured]'")):
+                run(bare, [[1]], params)
+    monkeypatch.setattr(sides, "structured_outputs", lambda: None)
+    with (
+        LLM(model_dir, num_gpu_blocks=20, kvcache_block_size=16) as without,
+        pytest.raises(RequestError, match=r"structured_outputs need nanovllm.structured_outputs"),
+    ):
+        run(without, [[1]], params)
+
+
+def test_closing_ends_the_process_and_the_threads(model_dir: Path) -> None:
+    with engine(model_dir, "resident") as llm:
+        run(llm, [[1]], structured("regex"))
+        compiler = llm.engine._inputs.grammars
+        assert isinstance(compiler, GrammarCompiler)
+        process = compiler._process._process
+        assert process is not None and process.poll() is None
+    assert process.poll() is not None and compiler._pool._shutdown
+    llm.close()
