@@ -5,31 +5,52 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.choices import ChoiceScore
+    from nanovllm.engine_args import EngineArgs
     from nanovllm.llm import LLM
+    from nanovllm.model_engine import LLMEngine
     from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
+    from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "ChoiceScore",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOMES = {
-    "LLM": "nanovllm.llm",
+    "BeamSearchOutput": "nanovllm.beam_search",
+    "BeamSearchParams": "nanovllm.beam_search",
+    "BeamSearchSequence": "nanovllm.beam_search",
+    "ChoiceScore": "nanovllm.choices",
     "CompletionOutput": "nanovllm.outputs",
+    "EngineArgs": "nanovllm.engine_args",
+    "LLM": "nanovllm.llm",
+    "LLMEngine": "nanovllm.model_engine",
     "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "RequestOutputKind": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputsParams": "nanovllm.sampling_params",
+    "TextPrompt": "nanovllm.prompts",
+    "TokensPrompt": "nanovllm.prompts",
 }
 
 

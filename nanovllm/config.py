@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanovllm.errors import ConfigError, quoted, unknown_name_message
+from nanovllm.errors import ConfigError, quoted
+from nanovllm.hub import find_directories
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
+
+logger = logging.getLogger(__name__)
 
 # More than any machine has, and small enough for integer tensors.
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
@@ -20,10 +25,28 @@ MIN_BLOCK_SIZE = 16
 MIN_GPU_BLOCKS = 4  # always enough for a ring that loads, attends and stores at the same time
 
 DEVICES = ("cpu", "cuda")
+FLAGS = (
+    "enable_cpu_offload",
+    "cpu_attention",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "trust_remote_code",
+    "skip_tokenizer_init",
+)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 PreemptionMode = Literal["recompute", "swap"]
 PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
+# Arguments whose None stands for the default, as in vLLM.
+NONE_IS_DEFAULT = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "hf_overrides",
+    "override_generation_config",
+    *ENGINE_ALIASES,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +71,17 @@ class EngineConfig:
         start without such kernels, and False takes faster kernels if there are any.
     enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
     trace: file for a timeline of all copies and kernels, written when the engine is closed.
-    trust_remote_code: only False is allowed. Code in a model directory is never run.
+    trust_remote_code: True is accepted with a warning for models that need no code of their own. Code in a model
+        directory is never run.
+    tokenizer: a directory with the tokenizer files; None takes the model's. skip_tokenizer_init: no tokenizer at all;
+        prompts are token ids, and outputs have no text.
+    hf_overrides: fields that replace those of config.json. None is JSON's null; a field that the model family does not
+        read may be null.
+    generation_config: where the default sampling parameters come from: "auto" is the model directory, "vllm" is
+        nowhere, and everything else is a directory. override_generation_config: fields that replace those found there.
+    served_model_name: the model's name in metrics, or a list whose first name that is; None takes `model` as given.
+    revision, tokenizer_revision, download_dir, hf_token: of models that are named as on the Hugging Face hub; see
+        `nanovllm.hub.find_directory`.
     """
 
     model: str
@@ -75,14 +108,22 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     trace: str | Path | None = None
     trust_remote_code: bool = False
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    served_model_name: str | Sequence[str] | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    hf_token: str | None = None
 
     def __post_init__(self) -> None:
-        if not _is_dir(Path(self.model)):
-            raise ConfigError(
-                f"model={quoted(self.model)} is not a directory: give the path of a local checkpoint in Hugging Face "
-                "format"
-            )
-        for name in ("enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "enforce_eager"):
+        for name, directory in (("model", self.model), ("tokenizer", self.tokenizer)):
+            rule = "must be a directory: give the path of a local one in Hugging Face format"
+            _require(directory is None or _is_dir(directory), name, rule, directory)
+        for name in FLAGS:
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         invariant = self.batch_invariant
         is_option = invariant is None or isinstance(invariant, bool)
@@ -96,8 +137,30 @@ class EngineConfig:
         if self.trace is not None:
             possible = isinstance(self.trace, str | Path) and _can_be_file(Path(self.trace))
             _require(possible, "trace", "must be a file in a directory that exists", self.trace)
-        never = "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none"
-        _require(self.trust_remote_code is False, "trust_remote_code", never, self.trust_remote_code)
+        self._check_model_files()
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for users."""
+        if self.served_model_name is None:
+            return self.model
+        return self.served_model_name if isinstance(self.served_model_name, str) else self.served_model_name[0]
+
+    def _check_model_files(self) -> None:
+        for name in ("hf_overrides", "override_generation_config"):
+            value = getattr(self, name)
+            holds = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+            _require(holds, name, "must be a dict of fields and their values", value)
+        source = self.generation_config
+        rule = 'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json'
+        found = source in ("auto", "vllm") or (_is_dir(source) and (Path(source) / "generation_config.json").is_file())
+        _require(found, "generation_config", rule, source)
+        names = self.served_model_name
+        listed = isinstance(names, Sequence) and len(names) > 0 and all(isinstance(name, str) for name in names)
+        _require(names is None or listed, "served_model_name", "must be None, a name or a list of names", names)
+        for name in ("revision", "tokenizer_revision", "download_dir", "hf_token"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), name, "must be None or text", value)
 
     def _check_sizes(self) -> None:
         if self.max_model_len is not None:
@@ -135,17 +198,55 @@ class EngineConfig:
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:
-    """The checked configuration. An unknown argument is refused with the nearest valid name."""
-    known = [f.name for f in fields(EngineConfig) if f.name != "model"]
-    for name in engine_args:
-        if name not in known:
-            raise ConfigError(unknown_name_message("engine argument", name, known))
-    return EngineConfig(model=str(model), **engine_args)
+    """The checked configuration, from the engine's own arguments and from vLLM's.
+
+    Names of the hub become directories. vLLM's other names for an argument or a value are resolved; `vllm_names` says
+    which arguments of vLLM's are accepted without being this engine's. Raises ConfigError.
+    """
+    own = {f.name for f in fields(EngineConfig)} - {"model"}
+    given = {name: value for name, value in engine_args.items() if value is not None or name not in NONE_IS_DEFAULT}
+    given = own_arguments("engine argument", given, own | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS, ConfigError)
+    for alias, name in ENGINE_ALIASES.items():
+        _rename(given, alias, name)
+    _resolve_values(given)
+    config = EngineConfig(**find_directories(str(model), given))
+    if config.trust_remote_code:
+        logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
+    return config
 
 
-def _is_dir(path: Path) -> bool:
+def _rename(given: dict[str, Any], alias: str, name: str) -> None:
+    """Move the value of vLLM's name to the engine's own. Raises ConfigError if both are given and differ."""
+    if alias in given:
+        value, default = given.pop(alias), getattr(EngineConfig, name)
+        rule = f"is another name of {name}, which is {quoted(given.get(name))}: give only one of them"
+        _require(given.get(name, default) in (default, value), alias, rule, value)
+        given[name] = value
+
+
+def _resolve_values(given: dict[str, Any]) -> None:
+    """Replace vLLM's other spellings of a value."""
+    dtype = given.get("dtype")
+    if type(dtype).__module__ == "torch":  # torch.float16 itself
+        given["dtype"] = str(dtype).removeprefix("torch.")
+    elif isinstance(dtype, str):
+        given["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    if given.get("max_model_len") == -1:  # what fits
+        given["max_model_len"] = None
+    if given.get("hf_token") is True:  # the stored token, which is taken without being asked for
+        given["hf_token"] = None
+    overrides = given.get("hf_overrides")
+    if isinstance(overrides, Mapping) and "max_model_len" in overrides:  # as vLLM's example of context extension has it
+        given["hf_overrides"] = {name: value for name, value in overrides.items() if name != "max_model_len"}
+        longest = overrides["max_model_len"]
+        rule = f"hf_overrides has another max_model_len, {quoted(longest)}: give only one of them"
+        _require(given.get("max_model_len") in (None, longest), "max_model_len", rule, given.get("max_model_len"))
+        given["max_model_len"] = longest
+
+
+def _is_dir(path: object) -> bool:
     try:
-        return path.is_dir()
+        return isinstance(path, str | Path) and Path(path).is_dir()
     except (OSError, ValueError):  # such as a name that is too long
         return False
 

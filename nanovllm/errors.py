@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 MOST_QUOTED = 200  # characters of a value in a message
 MOST_TOLD = 500  # characters of another library's error in a message
+NEAR = 0.7  # similarity (difflib's ratio) from which on a valid name is a likely correction
 
 
 class ConfigError(ValueError):
@@ -34,10 +35,14 @@ class EngineError(RuntimeError):
         self.outputs = list(outputs)
 
 
-def unknown_name_message(what: str, name: str, known: list[str]) -> str:
-    """The message for an unknown name, with the most similar valid name."""
-    near = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(known))}"
+def unknown_name_message(what: str, name: str, known: Collection[str], listed: Collection[str] | None = None) -> str:
+    """The message for an unknown name, with the most similar valid name if one is near.
+
+    listed: the names to list where none is near; all that are known by default.
+    """
+    near = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1, cutoff=NEAR)
+    names = known if listed is None else listed
+    hint = f"did you mean {near[0]!r}?" if near else f"the valid names are {', '.join(sorted(names))}"
     return f"unknown {what} {quoted(name)}: {hint}"
 
 

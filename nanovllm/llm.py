@@ -8,26 +8,17 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanovllm.config import engine_config
 from nanovllm.engine import sides
-from nanovllm.engine.block_manager import BlockManager, PrefixCacheStats
+from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.input_processor import ModelFacts
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import EngineMetrics
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.base import KVStats
-from nanovllm.models.hf_config import (
-    load_decoder_spec,
-    load_eos_token_ids,
-    load_model_type,
-    load_sampling_defaults,
-)
+from nanovllm.model_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
 from nanovllm.progress_bar import ProgressBar
 from nanovllm.prompts import (
@@ -41,11 +32,14 @@ from nanovllm.prompts import (
     refuse_unknown,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from nanovllm.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:  # for annotations only: these are sides
+    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.chat_template.process import TemplateProcess
     from nanovllm.chat_template.template import ChatTemplate
+    from nanovllm.choices import ChoiceScore
+    from nanovllm.metrics_reader import Metric
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
 
@@ -53,12 +47,22 @@ CHAT_ARGUMENTS = (
     "messages",
     "sampling_params",
     "use_tqdm",
+    "priority",
     "chat_template",
     "add_generation_prompt",
     "continue_final_message",
     "tools",
     "chat_template_kwargs",
 )
+
+
+T = TypeVar("T")
+
+
+def _installed(side: T | None, method: str, module: str) -> T:
+    if side is None:
+        raise EngineError(f"{method}() needs nanovllm.{module}, which this installation does not have")
+    return side
 
 
 class _Call(NamedTuple):
@@ -104,49 +108,29 @@ class OutputStream(Iterator[RequestOutput]):
 class LLM:
     """A model ready to generate. One thread at a time may use it; a second one is refused with EngineError.
 
-    model: a local directory in Hugging Face format. Engine arguments: see `nanovllm.config.EngineConfig`; unknown ones
-    and values that cannot be honoured raise ConfigError, damaged or unsupported checkpoints ModelError.
+    model: a local directory in Hugging Face format, or the name of a model on the Hugging Face hub. Engine arguments:
+    see `nanovllm.config.EngineConfig`, and `nanovllm.vllm_names` for what becomes of vLLM's others. Unknown ones and
+    values that cannot be honoured raise ConfigError, damaged or unsupported checkpoints ModelError.
     """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        config = engine_config(model, engine_args)
-        load_decoder_spec(config.model)  # the smallest file first: no other is opened if it is damaged
-        eos_token_ids = frozenset(load_eos_token_ids(config.model))
-        load_sampling_defaults(config.model)
-        tokenizer = load_tokenizer(config.model, load_model_type(config.model))
-        self._runner = ModelRunner(config)
-        plan, spec, structured = self._runner.plan, self._runner.spec, sides.structured_outputs()
-        self.engine = LLMEngine(
-            SchedulerLimits(
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
-                plan.max_model_len,
-                eos_token_ids,
-                config.long_prefill_token_threshold,
-                config.preemption_mode,
-                num_layers=spec.num_layers,
-                layerwise_memory=plan.layerwise_memory,
-            ),
-            ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
-            BlockManager(
-                plan.split.resident_blocks,
-                plan.num_cpu_blocks,
-                self._runner.sizing.layout.block_size,
-                config.enable_prefix_caching,
-                self._runner.num_swap_blocks,
-            ),
-            self._runner,
-            tokenizer,
-            seed=config.seed,
-            max_logprobs=config.max_logprobs,
-            advise=self._runner.advise,
-            grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
-        )
-        self.config = config
-        self.max_model_len = plan.max_model_len
+        self.config = engine_config(model, engine_args)
+        self.engine = LLMEngine(self.config)
+        self._runner = self.engine.runner
+        self.max_model_len = self._runner.plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
         self._template_process: TemplateProcess | None = None
         self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls in progress, by request_id
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """The LLM that `EngineArgs` describe."""
+        return cls(**vars(engine_args))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LLM_METHODS:
+            raise AttributeError(f"LLM.{name}() is not supported: {LLM_METHODS[name]}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -159,14 +143,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Run prompts to their end. Returns their complete outputs, in the order of the prompts, for any `output_kind`.
 
         prompts: one or several; each is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the
         dicts optionally with a "cache_salt" (see `LLMEngine.add_request`). sampling_params: one for all prompts or one
-        for each; None takes `get_default_sampling_params`. priority: one for each prompt; lower values run first.
+        for each; None takes `get_default_sampling_params`. priority: one for all or for each; lower values run first.
 
         Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
         call's requests.
@@ -182,6 +166,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -205,7 +190,7 @@ class LLM:
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
-            calls = self._calls(lambda: template.prompts(messages), sampling_params, None, final_only_outputs=True)
+            calls = self._calls(lambda: template.prompts(messages), sampling_params, priority, final_only_outputs=True)
             return self._complete(calls, use_tqdm)
 
     def stream(
@@ -213,7 +198,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> OutputStream:
         """As `generate`, but yields the outputs of every step as they come, in the form of `output_kind`.
 
@@ -224,21 +209,44 @@ class LLM:
             calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, final_only_outputs=False)
         return OutputStream(self.engine.guard, self._outputs(calls))
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best beams of each prompt; see `nanovllm.beam_search`. concurrency_limit: most prompts at a time."""
+        refuse_unknown("beam_search", {"lora_request": lora_request}, ("prompts", "params", "use_tqdm"))
+        side = _installed(sides.beam_search(), "beam_search", "beam_search")
+        return side.beam_search(self, prompts, params, use_tqdm, concurrency_limit)
+
+    def score_choices(
+        self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
+    ) -> list[ChoiceScore]:
+        """How likely each choice is after the prompt, in the order of the choices; see `nanovllm.choices`."""
+        return _installed(sides.choices(), "score_choices", "choices").score_choices(self, prompt, choices, use_tqdm)
+
     def get_tokenizer(self) -> Any:
-        """The Hugging Face tokenizer itself. Raises RequestError where the model directory has none."""
-        if not isinstance(self.engine.tokenizer, HuggingFaceTokenizer):
-            raise RequestError("the model directory has no tokenizer files: add them, or work with token ids")
-        return self.engine.tokenizer.tokenizer
+        """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
+        return self.engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
-        return SamplingParams(**load_sampling_defaults(self.config.model))
+        return self.engine.get_default_sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
+        return self.engine.get_metrics()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """1: the engine runs on one device."""
+        return 1
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = sides.planner(), self._runner
-        if planner is None:
-            raise EngineError("plan() needs nanovllm.planner, which this installation does not have")
+        planner, runner = _installed(sides.planner(), "plan", "planner"), self._runner
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
@@ -258,9 +266,10 @@ class LLM:
         """Tokens looked up in the prefix cache so far, and how many of them were found."""
         return self.engine.scheduler.block_manager.stats
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache."""
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
         self.engine.reset_prefix_cache()
+        return True
 
     def metrics(self) -> EngineMetrics:
         """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""
@@ -308,7 +317,7 @@ class LLM:
         self,
         read_prompts: Callable[[], list[PromptParts]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         final_only_outputs: bool,
     ) -> list[_Call]:
         """Check the prompts. final_only_outputs: each request has one output, at its end."""

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
-from nanovllm.errors import RequestError, quoted, unknown_name_message
+from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
-# Arguments of vLLM for features that this engine does not have; they are accepted as None.
-VLLM_ONLY = frozenset({"lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs"})
+
+class TextPrompt(TypedDict):
+    """A prompt as text. cache_salt: only requests with the same salt share blocks of the prefix cache."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. prompt: their text, which outputs repeat."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+# Keys of vLLM's prompt dicts for other models; they are accepted if they are empty.
+UNUSED_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "token_type_ids"})
 
 
 class PromptParts(NamedTuple):
@@ -27,7 +44,7 @@ class PromptParts(NamedTuple):
 
 def prompt_parts(prompts: Prompt | Sequence[Prompt]) -> list[PromptParts]:
     """The parts of one prompt or many. Raises RequestError."""
-    return [_parts(prompt) for prompt in _as_list(prompts)]
+    return [prompt_part(prompt) for prompt in prompt_list(prompts)]
 
 
 def params_for_each(
@@ -49,10 +66,10 @@ def params_for_each(
     return params
 
 
-def priority_for_each(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
+def priority_for_each(priority: int | Sequence[int] | None, num_prompts: int) -> list[int]:
     """One priority for each prompt, 0 where none are given. Raises RequestError."""
-    if priority is None:
-        return [0] * num_prompts
+    if priority is None or isinstance(priority, int):
+        return [priority or 0] * num_prompts
     if isinstance(priority, str) or not isinstance(priority, Sequence):
         raise RequestError(f"priority must be a list with a whole number for each prompt, got {quoted(priority)}")
     if len(priority) != num_prompts:
@@ -68,12 +85,10 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 
 def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise RequestError for keyword arguments that `method` does not have."""
-    for name, value in arguments.items():
-        if name not in VLLM_ONLY or value is not None:
-            raise RequestError(unknown_name_message(f"argument of {method}", name, list(known)))
+    own_arguments(f"argument of {method}", arguments, known, CALL_ARGUMENTS, RequestError)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one or many; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -84,19 +99,24 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _parts(prompt: Prompt) -> PromptParts:
+def prompt_part(prompt: Prompt) -> PromptParts:
+    """The parts of one prompt. Raises RequestError."""
     if isinstance(prompt, str):
         return PromptParts(prompt, None)
     if isinstance(prompt, Mapping):
-        keys, salt = set(prompt) - {"cache_salt"}, prompt.get("cache_salt")
-        if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-            return PromptParts(prompt["prompt"], None, salt)
-        if keys == {"prompt_token_ids"}:
-            return PromptParts(None, prompt["prompt_token_ids"], salt)
-        raise RequestError(
-            "a prompt dict needs exactly one key, 'prompt' (text) or 'prompt_token_ids' (ids), besides 'cache_salt', "
-            f"got {quoted(prompt)}"
-        )
+        return _dict_part({name: value for name, value in prompt.items() if name not in UNUSED_KEYS or value})
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         return PromptParts(None, cast(Sequence[int], prompt))
     raise RequestError(f"a prompt must be text, a list of token ids or a dict, got {quoted(prompt)}")
+
+
+def _dict_part(prompt: Mapping[str, Any]) -> PromptParts:
+    keys, salt = set(prompt) - {"cache_salt"}, prompt.get("cache_salt")
+    if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+        return PromptParts(prompt["prompt"], None, salt)
+    if keys == {"prompt_token_ids"} or (keys == {"prompt_token_ids", "prompt"} and isinstance(prompt["prompt"], str)):
+        return PromptParts(prompt.get("prompt"), prompt["prompt_token_ids"], salt)
+    raise RequestError(
+        "a prompt dict needs 'prompt' (text), or 'prompt_token_ids' (ids) with or without their text as 'prompt', and "
+        f"nothing else but 'cache_salt', got {quoted(prompt)}"
+    )

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_rules import GREEDY_EPS, check, check_structured_outputs
+from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
 
 MOST_BIAS = 100.0  # that `SamplingParams.from_optional` passes on
 # (output token ids, logits) -> logits, or (prompt token ids, output token ids, logits) -> logits.
@@ -56,8 +57,17 @@ class StructuredOutputsParams:
             vars(self).update(choice=None if self.choice is None else tuple(self.choice))
 
 
+class _Named(type):
+    """Checks the names before an object is made. vLLM's parameters that mean nothing here are left out."""
+
+    def __call__(cls, **params: Any) -> Any:
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
+        return super().__call__(**own)
+
+
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(metaclass=_Named):
     """Sampling parameters of one request, with vLLM's names and rules.
 
     Invalid values raise RequestError, at construction and at assignment. Changes do not affect requests already added.
@@ -123,13 +133,6 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_clone: bool = False
-
-    def __new__(cls, **params: Any) -> Self:
-        known = [f.name for f in fields(cls)]
-        for name in params:
-            if name not in known:
-                raise RequestError(unknown_name_message("sampling parameter", name, known))
-        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if len(vars(self)) == len(fields(self)):  # after construction

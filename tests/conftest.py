@@ -18,6 +18,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _sees_cuda():
         os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -103,4 +103,4 @@ def test_what_is_no_value_costs_one_sentence(
 
 def test_a_type_without_a_flag_is_noticed() -> None:
     with pytest.raises(TypeError, match="no flag"):
-        arguments._options(bytes)
+        arguments.flag_options(bytes)

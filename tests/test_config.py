@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
@@ -37,6 +38,16 @@ DEFAULTS = {
     "tensor_parallel_size": 1,
     "trace": None,
     "trust_remote_code": False,
+    "tokenizer": None,
+    "skip_tokenizer_init": False,
+    "hf_overrides": {},
+    "generation_config": "auto",
+    "override_generation_config": {},
+    "served_model_name": None,
+    "revision": None,
+    "tokenizer_revision": None,
+    "download_dir": None,
+    "hf_token": None,
 }
 
 
@@ -88,9 +99,9 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "device": ("must be one of None, cpu, cuda", ["gpu", "cuda:0", "", 0]),
     "dtype": ("must be one of auto, bfloat16, float16, float32", ["int8", "fp16", None, "torch.float16"]),
     "load_format": ("must be one of auto, safetensors, dummy", ["pt", None, ""]),
-    "max_model_len": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
-    "max_num_seqs": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
-    "max_num_batched_tokens": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "max_model_len": ("must be a whole number of at least 1", [0, -2, *NOT_INTS]),
+    "max_num_seqs": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
+    "max_num_batched_tokens": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
     "kvcache_block_size": ("must be a whole number of at least 16", [15, 0, -1, *NOT_INTS]),
     "gpu_memory_utilization": (
         "must be a number above 0 and at most 1",
@@ -98,7 +109,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     ),
     "enable_cpu_offload": ("must be True or False", NOT_BOOLS),
     "cpu_attention": ("must be True or False", NOT_BOOLS),
-    "enable_prefix_caching": ("must be True or False", NOT_BOOLS),
+    "enable_prefix_caching": ("must be True or False", [0, 1, "True"]),
     "enforce_eager": ("must be True or False", NOT_BOOLS),
     "batch_invariant": ("must be None, True or False", [1, "yes", 0.5]),
     "num_gpu_blocks": (
@@ -112,10 +123,20 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "swap_space": ("must be None or a number of GiB of at least 0", [-1, -0.5, math.nan, math.inf, "4", True]),
     "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
-    "trust_remote_code": (
-        "code that a model directory holds is never run: leave it out, and use a checkpoint that needs none",
-        [True, 0, 1, None, "no"],
+    "trust_remote_code": ("must be True or False", [*NOT_BOOLS, "no"]),
+    "tokenizer": ("must be a directory or the name of a model on the hub", [5, True, ["a"]]),
+    "skip_tokenizer_init": ("must be True or False", NOT_BOOLS),
+    "hf_overrides": ("must be a dict of fields and their values", [5, "rope", ["a"], {1: 2}, len]),
+    "generation_config": (
+        'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json',
+        ["none", "", None, 5, "/no/such/directory"],
     ),
+    "override_generation_config": ("must be a dict of fields and their values", [5, "top_p", ["a"], {1: 2}]),
+    "served_model_name": ("must be None, a name or a list of names", ["", [], 5, [5]]),
+    "revision": ("must be None or text", []),  # with a directory, any is refused
+    "tokenizer_revision": ("must be None or text", []),
+    "download_dir": ("must be None or text", [5, True]),
+    "hf_token": ("must be None or text", [5, False]),
     "trace": ("must be a file in a directory that exists", ["", "/", "/no/such/directory/trace.json", 3, True]),
 }
 CASES = [(field, value) for field in REFUSED for value in REFUSED[field][1]]
@@ -171,3 +192,61 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path))
     with pytest.raises(FrozenInstanceError):
         config.seed = 3  # type: ignore[misc]
+
+
+# ---- vLLM's names and values
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"dtype": "half"}, "dtype", "float16"),
+        ({"dtype": "float"}, "dtype", "float32"),
+        ({"dtype": torch.bfloat16}, "dtype", "bfloat16"),
+        ({"block_size": 16}, "kvcache_block_size", 16),
+        ({"block_size": 16, "kvcache_block_size": 16}, "kvcache_block_size", 16),
+        ({"num_gpu_blocks_override": 40}, "num_gpu_blocks", 40),
+        ({"num_gpu_blocks_override": 40, "num_gpu_blocks": -1}, "num_gpu_blocks", 40),
+        ({"max_model_len": -1}, "max_model_len", None),
+        ({"max_num_seqs": None}, "max_num_seqs", 512),
+        ({"enable_prefix_caching": None}, "enable_prefix_caching", True),
+        ({"hf_overrides": None}, "hf_overrides", {}),
+        ({"hf_overrides": {"a": 1, "max_model_len": 64}}, "hf_overrides", {"a": 1}),
+        ({"hf_overrides": {"max_model_len": 64}}, "max_model_len", 64),
+        ({"hf_overrides": {"max_model_len": 64}, "max_model_len": 64}, "max_model_len", 64),
+        ({"hf_token": True}, "hf_token", None),
+    ],
+    ids=str,
+)
+def test_other_spellings_of_a_value(given: dict[str, Any], field: str, value: Any, tmp_path: Path) -> None:
+    assert getattr(engine_config(tmp_path, given), field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"block_size": 16, "kvcache_block_size": 32}, "block_size=16: is another name of kvcache_block_size"),
+        ({"block_size": 8}, "kvcache_block_size=8: must be a whole number of at least 16"),
+        ({"hf_overrides": {"max_model_len": 64}, "max_model_len": 32}, "max_model_len=32: hf_overrides has another"),
+        ({"revision": "main"}, "revision='main': .* is a directory, which has no revisions"),
+        ({"tokenizer_revision": "main"}, "tokenizer_revision='main': .* which has no revisions"),
+        ({"tokenizer": "/no/such/directory"}, "tokenizer='/no/such/directory' is not a directory"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_refused(given: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engine_config(tmp_path, given)
+
+
+def test_remote_code_is_never_run_and_asking_for_it_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        assert engine_config(tmp_path, {"trust_remote_code": True}).trust_remote_code is True
+    assert "code that a model directory holds is never run" in caplog.text
+
+
+def test_a_hint_is_given_only_for_a_name_that_is_near(tmp_path: Path) -> None:
+    for name in ("warp_factor", "kv_shape", "cache"):
+        with pytest.raises(ConfigError) as refusal:
+            engine_config(tmp_path, {name: 1})
+        assert "did you mean" not in str(refusal.value), name

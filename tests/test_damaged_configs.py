@@ -150,7 +150,7 @@ def test_a_window_beyond_every_position_works(window: int, model: Path) -> None:
 
 def test_fields_that_are_not_read_cost_nothing(model: Path) -> None:
     """Transformers would make a list of a billion labels."""
-    edit_config(model, num_labels=10**9, id2label=5, per_layer_config={"0": 5}, problem_type=[])
+    edit_config(model, num_labels=10**9, id2label=5, problem_type=[])
     assert load_decoder_spec(model).num_layers == 2
 
 

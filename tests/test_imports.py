@@ -61,7 +61,8 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files"},
+    {"memory_checks", "model_files", "vllm_names"},
+    {"hub"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
@@ -75,10 +76,13 @@ ROWS: tuple[set[str], ...] = (
     {"engine"},
     {"layerwise_prefill", "sequence_groups", "structured_outputs"},
     {"progress_bar"},
+    {"beam_search", "choices", "metrics_reader"},
+    {"model_engine"},
     {"llm", "recall"},
     {""},
     {"smollm2", "server"},
     {"demo", "cli"},
+    {"engine_args"},
     {"__main__"},
 )
 

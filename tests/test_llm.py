@@ -144,7 +144,7 @@ BAD_CHATS: list[tuple[Any, dict[str, Any], str]] = [
     (CONVERSATION, {"continue_final_message": True}, "continue_final_message=True: needs add_generation_prompt=False"),
     (CONVERSATION, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs='tokenize': must hold"),
     (CONVERSATION, {"chat_tempalte": "x"}, "unknown argument of chat 'chat_tempalte': did you mean 'chat_template'"),
-    (CONVERSATION, {"lora_request": object()}, "unknown argument of chat 'lora_request'"),
+    (CONVERSATION, {"lora_request": object()}, "lora_request=.*: not supported: the engine has no LoRA adapters"),
     ([CONVERSATION] * 2, {"sampling_params": [GREEDY]}, "2 prompts and 1 sampling_params"),
 ]
 
@@ -176,7 +176,7 @@ def test_without_tokenizer_or_template(bare: LLM, tmp_path: Path) -> None:
 # ---- arguments
 
 
-@pytest.mark.parametrize("name", ["lora_request", "prompt_token_ids", "guided_options_request", "use_tqmd"])
+@pytest.mark.parametrize("name", ["prompt_token_ids", "guided_options_request", "use_tqmd"])
 def test_arguments_that_do_not_exist_are_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(RequestError, match=f"unknown argument of generate '{name}': (did you mean|the valid names)"):
         llm.generate("Hello", GREEDY, **{name: [1]})
@@ -189,7 +189,8 @@ def test_prompts_run_in_the_order_of_their_priorities(model_dir: Path) -> None:
         starts = [output.metrics.first_scheduled_time or 0.0 for output in outputs]
         assert [output.prompt for output in outputs] == prompts
         assert starts[2] < starts[0] < starts[1]
-        for priority, says in ([[1]], "3 prompts and 1 priorities"), ([1], "priority must be a list"):
+        assert len(one_at_a_time.generate(prompts, GREEDY, use_tqdm=False, priority=1)) == 3
+        for priority, says in ([[1]], "3 prompts and 1 priorities"), (["x"], "priority must be a list"):
             with pytest.raises(RequestError, match=says):
                 one_at_a_time.generate(prompts, GREEDY, use_tqdm=False, priority=priority[0])
         with pytest.raises(RequestError, match="priority='x'"):

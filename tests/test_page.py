@@ -14,7 +14,7 @@ import httpx
 import pytest
 from server_helpers import CACHE, ask, eventually, listening, make_served_model, settings
 
-from nanovllm.server import kv_events
+from nanovllm.server import page
 from nanovllm.server.app import build_app
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.page import PAGE
@@ -147,7 +147,7 @@ def test_events_over_a_socket_while_a_prompt_is_answered(engine: AsyncLLM, monke
 
 
 def test_too_many_listeners_are_refused(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "MAX_LISTENERS", 0)
+    monkeypatch.setattr(page, "MAX_LISTENERS", 0)
     answer = ask(engine, "/v1/kv-cache/events")
     assert answer.status_code == 429 and "listen to the KV cache" in answer.json()["error"]["message"]
 

@@ -272,7 +272,7 @@ def test_it_runs_as_a_module(model_dir: Path) -> None:
 WRONG: dict[str, tuple[list[str], str]] = {
     "no command": ([], "COMMAND"),
     "no model": (["plan"], "--model"),
-    "a model of no such name": (["plan", "--model", "Qwen/Qwen3-8B"], "does not exist"),
+    "a model of no such name": (["plan", "--model", "Qwen/Qwen3-8B"], "is not a directory"),
     "no unit": (["plan", *QWEN_1M, "--gpu-mem", "80"], "'80' is not a size such as 80GB"),
     "a size for a rate": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--link", "50GB"], "a rate such as 50GB/s"),
     "an unknown unit": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--compute", "4TB/s"], "a rate such as 400TFLOPS"),

@@ -96,22 +96,33 @@ def test_an_architecture_of_the_directorys_own_is_refused(model: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("value", [True, 1, "yes", None])
-def test_asking_for_remote_code_is_refused_by_name(value: object, model: Path) -> None:
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_remote_code_is_asked_for_with_true_or_false(value: object, model: Path) -> None:
     message = refusal(lambda: LLM(model, trust_remote_code=value), ConfigError)
-    assert f"trust_remote_code={value!r}" in message and "never run" in message
+    assert f"trust_remote_code={value!r}" in message
 
 
-def test_declining_remote_code_changes_nothing(model: Path) -> None:
+def test_asking_for_remote_code_runs_none(model: Path) -> None:
+    marker = add_code(model, "Evil", "EvilForCausalLM")
+    edit_config(model, "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=AUTO_MAP)
+    assert "needs code of its own" in refusal(lambda: LLM(model, trust_remote_code=True))
+    edit_config(model, architectures=["EvilForCausalLM"], model_type="evil", auto_map=AUTO_MAP)
+    assert "EvilForCausalLM" in refusal(lambda: LLM(model, trust_remote_code=True))
+    assert not marker.exists()
+
+
+def test_asking_for_remote_code_that_is_not_needed_changes_nothing(model: Path) -> None:
+    marker = add_code(model, "Evil")
+    edit_config(model, auto_map=AUTO_MAP)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers = []
-    for arguments in ({}, {"trust_remote_code": False}):
+    for arguments in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
         with LLM(model, kvcache_block_size=16, num_gpu_blocks=80, **arguments) as llm:
             answers.append(llm.generate("a known question", params, use_tqdm=False)[0].outputs[0].token_ids)
-    assert answers[0] == answers[1] and len(answers[0]) == 4
+    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 4
+    assert not marker.exists()
 
 
-def test_the_flag_is_refused_too(model: Path) -> None:
+def test_the_flag_says_that_no_code_is_run(model: Path) -> None:
     run = run_cli(model, "--trust-remote-code", "hello", stdin=b"y\n")
-    assert run.returncode == 2 and "trust_remote_code=True" in run.stderr.decode()
-    assert len(run.stderr.splitlines()) == 1
+    assert run.returncode == 0 and "is never run" in run.stderr.decode()

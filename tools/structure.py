@@ -18,8 +18,9 @@ SIDES: dict[str, tuple[str, ...]] = {
     "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py",),
     "ordering check": ("device/ordering.py",),
-    "command line": ("cli", "__main__.py"),
     "server": ("server", "cli/serve.py"),
+    "command line": ("cli", "__main__.py"),
+    "vLLM's API": ("beam_search.py", "choices.py", "engine_args.py", "metrics_reader.py"),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
 }

@@ -7,6 +7,7 @@ as in vLLM, and the seed of a request is `--sampling-seed`.
 from __future__ import annotations
 
 import argparse
+import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ NO_SAMPLING_FLAGS = ("output_kind", "structured_outputs", "logits_processors", "
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+EXAMPLE_OBJECT = '{"top_p": 0.9}'
 HELP = {
     "device": "cpu or cuda (default: cuda if available)",
     "dtype": "of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's",
@@ -46,7 +48,17 @@ HELP = {
     "enforce_eager": "no CUDA graphs",
     "tensor_parallel_size": "only 1 is supported",
     "trace": "file for a timeline of all copies and kernels",
-    "trust_remote_code": "refused: code that a model directory holds is never run",
+    "trust_remote_code": "accepted for models that need no code of their own, which is never run",
+    "tokenizer": "directory or hub name of another tokenizer",
+    "skip_tokenizer_init": "no tokenizer: prompts are token ids, and outputs have no text",
+    "hf_overrides": "fields that replace those of config.json, such as another RoPE",
+    "generation_config": "auto, vllm (no recommended sampling parameters) or a directory",
+    "override_generation_config": "sampling parameters that replace the recommended ones",
+    "served_model_name": "the model's name in metrics",
+    "revision": "branch, tag or commit of a hub model",
+    "tokenizer_revision": "the same for the tokenizer",
+    "download_dir": "cache directory of hub models",
+    "hf_token": "access token of the hub",
     "n": "sequences to return for each prompt",
     "best_of": "sequences to generate, of which the n best are returned",
     "presence_penalty": "subtracted once from logits of generated tokens",
@@ -79,7 +91,9 @@ HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for e
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """--model, and a flag for every other engine argument."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint in Hugging Face format")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a checkpoint in Hugging Face format, or its name on the hub"
+    )
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
 
 
@@ -129,7 +143,7 @@ def _add_flags(group: Any, kind: str, described: type, names: Collection[str]) -
                 dest=f"{kind}.{field.name}",
                 default=argparse.SUPPRESS,
                 help=_help(kind, field),
-                **_options(hints[field.name]),
+                **flag_options(hints[field.name]),
             )
 
 
@@ -140,15 +154,17 @@ def _help(kind: str, field: Field[Any]) -> str:
     return f"{text} (default: {field.default})"
 
 
-def _options(hint: Any) -> dict[str, Any]:
+def flag_options(hint: Any) -> dict[str, Any]:
     """How argparse reads a value of this type. The engine itself checks ranges and choices."""
     kinds = set(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else {hint}
     origins = {typing.get_origin(kind): kind for kind in kinds}
     if Mapping in origins:
+        if typing.get_args(origins[Mapping])[0] is str:
+            return {"type": _json_object, "metavar": "JSON"}
         return {"type": _bias, "action": _Pairs, "metavar": "TOKEN=BIAS"}
     if Sequence in origins:
         (element,) = typing.get_args(origins[Sequence])
-        return {"action": "append"} | _options(element)
+        return {"action": "append"} | flag_options(element)
     if kinds == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     if bool in kinds:
@@ -187,6 +203,16 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a token id and a number, such as 42=-1.5") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object, such as {EXAMPLE_OBJECT}")
+    return found
 
 
 class _Pairs(argparse.Action):

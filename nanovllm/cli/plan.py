@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.cli.arguments import add_engine_group, engine_arguments, positive
-from nanovllm.config import EngineConfig, engine_config
+from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
 from nanovllm.errors import ConfigError
+from nanovllm.hub import find_directory
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
@@ -35,6 +36,7 @@ from nanovllm.planner.units import parse_byte_rate, parse_bytes, parse_compute_r
 T = TypeVar("T")
 ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "dtype",
+    "hf_overrides",
     "kvcache_block_size",
     "max_model_len",
     "max_num_batched_tokens",
@@ -55,7 +57,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         description=f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--model", required=True, help="a model directory, or a config file")
+    parser.add_argument("--model", required=True, help="a model directory, a config file, or a hub name")
     parser.add_argument("--prompt-len", type=positive, help="tokens (default: the longest that fits)")
     parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object")
@@ -86,8 +88,12 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    spec = read_decoder_spec(args.model)
-    network = Network.of(spec, engine_arguments(args).get("dtype", "auto"))
+    if not Path(args.model).is_file():
+        args.model = str(find_directory("model", args.model, content="config"))
+    given = engine_arguments(args)
+    spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
+    dtype = given.get("dtype", "auto")
+    network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype))
     if args.gpu_mem is not None:
         plan = _plan(args, network, None)
     elif args.host_mem is not None:

@@ -153,8 +153,8 @@ class InputProcessor:
             raise RequestError("a request needs a prompt: give text or token ids")
         if self.tokenizer is None:
             raise RequestError(
-                "the model directory has no tokenizer files, so a text prompt cannot be read: give token ids, or add "
-                "the tokenizer's files to the directory"
+                "the model directory has no tokenizer files (or skip_tokenizer_init=True left them out), so a text "
+                "prompt cannot be read: give token ids, or add the tokenizer's files to the directory"
             )
         with as_request_error("the tokenizer cannot read the prompt"):
             return self.tokenizer.encode(prompt)

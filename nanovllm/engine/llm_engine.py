@@ -28,8 +28,9 @@ class LLMEngine:
     """Adds, steps and aborts requests.
 
     Not thread-safe: using it in two threads at once, or from a callback of a step, raises EngineError. Calls that take
-    many steps hold the `guard`. `advise` returns advice for a prompt of more tokens than max_model_len.
-    grammars: compiles structured outputs; None refuses them.
+    many steps hold the `guard`. `advise` returns advice for a prompt of more tokens than max_model_len. `on_finish` is
+    called with every request that has ended.
+    `grammars` compiles structured outputs; None refuses them.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class LLMEngine:
         max_logprobs: int = 20,
         advise: Callable[[int], str] = lambda num_tokens: "shorten the prompt or raise max_model_len",
         grammars: GrammarCompiler | None = None,
+        on_finish: Callable[[Request], None] | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
@@ -51,6 +53,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.guard = EngineGuard()
         self.closed = False
+        self._on_finish = on_finish
         self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise, grammars)
         self._token_texts = TokenTexts(tokenizer)
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
@@ -201,4 +204,6 @@ class LLMEngine:
         outputs = self._requests[request.request_id]
         if request.finished:
             del self._requests[request.request_id]
+            if self._on_finish is not None:
+                self._on_finish(request)
         return outputs.output()

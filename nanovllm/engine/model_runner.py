@@ -40,7 +40,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         sides.check_arguments(config)
-        self.spec = load_decoder_spec(config.model)
+        self.spec = load_decoder_spec(config.model, config.hf_overrides)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False

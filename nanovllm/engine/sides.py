@@ -139,6 +139,28 @@ class Trace(Protocol):
     def TracedDevice(self, inner: Device, path: str | Path) -> Device: ...
 
 
+class BeamSearch(Protocol):
+    """Beam search with vLLM's parameters. Without it `LLM.beam_search` is refused."""
+
+    def beam_search(
+        self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
+    ) -> list[Any]: ...
+
+
+class Choices(Protocol):
+    """Scores answers to a prompt. Without it `LLM.score_choices` is refused."""
+
+    def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
+
+
+class MetricsReader(Protocol):
+    """The engine's metrics in vLLM's shapes. Without it `get_metrics` is refused."""
+
+    def RequestHistograms(self, max_model_len: int) -> Any: ...
+
+    def snapshot(self, engine: Any, requests: Any, model_name: str) -> list[Any]: ...
+
+
 def sequence_groups() -> SequenceGroups | None:
     return cast("SequenceGroups | None", _find("nanovllm.sequence_groups"))
 
@@ -173,6 +195,18 @@ def structured_outputs() -> StructuredOutputs | None:
 
 def trace() -> Trace | None:
     return cast("Trace | None", _find("nanovllm.device.trace"))
+
+
+def beam_search() -> BeamSearch | None:
+    return cast("BeamSearch | None", _find("nanovllm.beam_search"))
+
+
+def choices() -> Choices | None:
+    return cast("Choices | None", _find("nanovllm.choices"))
+
+
+def metrics_reader() -> MetricsReader | None:
+    return cast("MetricsReader | None", _find("nanovllm.metrics_reader"))
 
 
 def check_arguments(config: EngineConfig) -> None:

@@ -1,4 +1,8 @@
-"""Every field that is read of config.json and generation_config.json: its type and its range."""
+"""Every field that is read of config.json and generation_config.json: its type and its range.
+
+And the fields without effect: a field of config.json that a family does not read, and that is not one of them, may
+change the network and is refused.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,143 @@ OTHER_FIELDS: Mapping[str, Field] = MappingProxyType(
         "rope_theta": _THETA | NULL,
         "partial_rotary_factor": number(0, 1) | NULL,
         "original_max_position_embeddings": integer(1) | NULL,
+    }
+)
+
+# Fields that every family reads. `families.py` adds each family's own.
+COMMON_FIELDS = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "hidden_act",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "dtype",
+        "torch_dtype",
+        "eos_token_id",
+        *OTHER_FIELDS,
+    }
+)
+
+# Fields that describe a checkpoint or say how to train it, to export it or to sample from it. None changes the logits.
+FIELDS_WITHOUT_EFFECT = frozenset(
+    {
+        # where it comes from
+        "_name_or_path",
+        "_model_name_or_path",  # of a GGUF file, by Transformers' reader
+        "_commit_hash",
+        "name_or_path",
+        "transformers_version",
+        "transformers.js_config",
+        "auto_map",
+        "custom_pipelines",
+        "unsloth_version",
+        "unsloth_fixed",
+        "is_llama_config",
+        "model_name",
+        "quantization",  # MLX's copy of quantization_config, which is refused
+        "_pre_quantization_dtype",
+        # tokens and their texts
+        "bos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "mask_token_id",
+        "decoder_start_token_id",
+        "tokenizer_class",
+        "prefix",
+        # how long sequences were in training; the positions are max_position_embeddings
+        "max_sequence_length",
+        "max_seq_len",
+        "max_length",
+        "model_max_length",
+        "seq_length",
+        # training
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "dropout",
+        "use_cache",
+        "gradient_checkpointing",
+        "pretraining_tp",  # how products were split between devices; Transformers no longer follows it
+        "is_decoder",
+        "tie_encoder_decoder",
+        # how Transformers runs it
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_flash_attn_2_enabled",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "return_dict",
+        "return_dict_in_generate",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "chunk_size_feed_forward",
+        # classification
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
+        # sampling, which generation_config.json recommends now
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "num_return_sequences",
+        "min_length",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    }
+)
+
+# Values with which a field that a family does not read is off.
+OFF_VALUES: Mapping[str, object] = MappingProxyType(
+    {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "qkv_bias": False,
+        "use_qk_norm": False,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "rope_interleaved": False,
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "pruned_heads": {},
+        "embedding_multiplier": 1,
+        "residual_multiplier": 1,
+        "logits_scaling": 1,
+        "logit_scale": 1,
     }
 )
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanovllm.errors import ModelError, quoted
+from nanovllm.models.config_fields import COMMON_FIELDS
 from nanovllm.models.rope_config import rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
@@ -27,11 +28,18 @@ class FamilyFacts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: its name in config.json, Transformers' model type, and how to read its facts."""
+    """One architecture: its name in config.json, Transformers' model type, and how to read its facts.
+
+    own_fields: the fields of config.json that it reads besides COMMON_FIELDS.
+    """
 
     architecture: str
     model_type: str
     facts: Callable[[Any], FamilyFacts]
+    own_fields: frozenset[str]
+
+    def reads(self, field: str) -> bool:
+        return field in COMMON_FIELDS or field in self.own_fields
 
 
 # ---- the families
@@ -57,14 +65,16 @@ def _mistral(config: Any) -> FamilyFacts:
     return FamilyFacts((config.sliding_window,) * config.num_hidden_layers)
 
 
+_WINDOWS_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.architecture: family
         for family in (
-            Family("Qwen3ForCausalLM", "qwen3", _qwen3),
-            Family("Qwen2ForCausalLM", "qwen2", _qwen2),
-            Family("LlamaForCausalLM", "llama", _llama),
-            Family("MistralForCausalLM", "mistral", _mistral),
+            Family("Qwen3ForCausalLM", "qwen3", _qwen3, _WINDOWS_BY_LAYER | {"attention_bias"}),
+            Family("Qwen2ForCausalLM", "qwen2", _qwen2, _WINDOWS_BY_LAYER),
+            Family("LlamaForCausalLM", "llama", _llama, frozenset({"attention_bias", "mlp_bias"})),
+            Family("MistralForCausalLM", "mistral", _mistral, frozenset({"sliding_window", "layer_types"})),
         )
     }
 )

@@ -1,19 +1,28 @@
 """Reading a Hugging Face model directory's config: which network it is, and where its sequences end.
 
 Nothing in the directory is trusted. Transformers' config class supplies the family's defaults. It sees only fields that
-`config_fields.py` lists, after they were checked.
+`config_fields.py` lists, after they were checked. Fields that a family does not read are refused if they may have an
+effect.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
 
-from nanovllm.errors import ModelError, quoted, told
+from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
 from nanovllm.model_files import checked_fields, read_json_object
-from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS
+from nanovllm.models.config_fields import (
+    FIELDS_WITHOUT_EFFECT,
+    GENERATION_FIELDS,
+    NETWORK_FIELDS,
+    OFF_VALUES,
+    OTHER_FIELDS,
+)
 from nanovllm.models.families import FAMILIES, Family, decoder_spec
 from nanovllm.models.rope_config import rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
@@ -27,46 +36,67 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
+_NO_DEFAULT = object()
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 
 
-def load_decoder_spec(model_dir: str | Path) -> DecoderSpec:
-    """The network that `model_dir`/config.json describes.
+def load_decoder_spec(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
+    """The network that `model_dir`/config.json describes, with the fields of `overrides` in the place of its own.
 
-    Only the local directory is read; a name on a hub is refused. Raises ModelError on a missing directory or
-    file, broken JSON, and everything that is not supported, with what is.
+    Raises ModelError on a missing directory or file, broken JSON, and everything that is not supported, with what is.
     """
-    return _spec(_config_path(Path(model_dir)))
+    return _spec(_read_config(_config_path(Path(model_dir)), overrides))
 
 
-def read_decoder_spec(config: str | Path) -> DecoderSpec:
+def read_decoder_spec(config: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
     """The network that a model directory or a single config file describes. Raises ModelError as above."""
-    return _spec(Path(config)) if Path(config).is_file() else load_decoder_spec(config)
+    path = Path(config) if Path(config).is_file() else _config_path(Path(config))
+    return _spec(_read_config(path, overrides))
 
 
-def load_model_type(model_dir: str | Path) -> str:
+def load_model_type(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> str:
     """The family's name in Transformers, which selects its tokenizer class. Raises ModelError as above."""
-    path = _config_path(Path(model_dir))
-    return _family(path, read_json_object(path)).model_type
+    return _family(_read_config(_config_path(Path(model_dir)), overrides)).model_type
 
 
-def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
+def load_eos_token_ids(
+    model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES, generation_config: str | Path = "auto"
+) -> tuple[int, ...]:
     """Every end-of-sequence id of config.json and generation_config.json, in that order, each once.
 
-    If neither file has the key, the family's default applies (Llama and Mistral: 2).
+    generation_config: as the engine argument; with "vllm", the model's own file still counts here, as in vLLM. If
+    neither file has the key, the family's default applies (Llama and Mistral: 2).
     """
-    path = _config_path(Path(model_dir))
-    raw, generation = read_json_object(path), _generation_fields(path.parent)
-    sources = [checked_fields(path, raw, NETWORK_FIELDS), generation]
+    config = _read_config(_config_path(Path(model_dir)), overrides)
+    own = generation_config in ("auto", "vllm")
+    generation = _generation_fields(Path(model_dir if own else generation_config))
+    family = _family(config)
+    sources = [_network_fields(config, family), generation]
     if not any("eos_token_id" in source for source in sources):
-        sources = [{"eos_token_id": CONFIG_MAPPING[_family(path, raw).model_type]().eos_token_id}]
+        sources = [{"eos_token_id": CONFIG_MAPPING[family.model_type]().eos_token_id}]
     ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
     return tuple(dict.fromkeys(ids))
 
 
-def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
-    """What generation_config.json recommends, under the names of SamplingParams. do_sample is ignored, as in vLLM."""
-    recommended = _generation_fields(Path(model_dir))
+def load_sampling_defaults(
+    model_dir: str | Path, generation_config: str | Path = "auto", overrides: Mapping[str, Any] = NO_OVERRIDES
+) -> dict[str, Any]:
+    """What generation_config.json recommends, under the names of SamplingParams. do_sample is ignored, as in vLLM.
+
+    generation_config, overrides: as the engine arguments generation_config and override_generation_config. Raises
+    ModelError for damaged files and ConfigError for wrong overrides.
+    """
+    unknown = [name for name in overrides if name not in SAMPLING_DEFAULTS]
+    if unknown:
+        raise ConfigError(unknown_name_message("field of override_generation_config", unknown[0], SAMPLING_DEFAULTS))
+    try:
+        checked_fields("override_generation_config", overrides, GENERATION_FIELDS)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    directory = Path(model_dir if generation_config == "auto" else generation_config)
+    found = {} if generation_config == "vllm" else _generation_fields(directory)
+    recommended = {**found, **overrides}
     return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
 
 
@@ -75,24 +105,80 @@ def _generation_fields(directory: Path) -> dict[str, Any]:
     return checked_fields(path, read_json_object(path), GENERATION_FIELDS) if path.is_file() else {}
 
 
-def _spec(path: Path) -> DecoderSpec:
-    raw = read_json_object(path)
-    family = _family(path, raw)
-    fields = checked_fields(path, raw, NETWORK_FIELDS)
+class _Config(NamedTuple):
+    """The fields of a config.json, and where they come from, for messages."""
+
+    where: str
+    fields: dict[str, Any]
+
+
+def _read_config(path: Path, overrides: Mapping[str, Any]) -> _Config:
+    fields = read_json_object(path)
+    if not overrides:
+        return _Config(str(path), fields)
+    return _Config(f"{path} with hf_overrides", _overridden(fields, overrides))
+
+
+def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with those of `overrides` in their place.
+
+    RoPE has an older form and a newer one. A new one replaces both, except for the theta if it names none.
+    """
+    merged = {**fields, **overrides}
+    if not {"rope_scaling", "rope_parameters"} & overrides.keys():
+        return merged
+    for name in {"rope_scaling", "rope_parameters"} - overrides.keys():
+        merged.pop(name, None)
+    own = fields.get("rope_parameters")
+    theta = own.get("rope_theta") if isinstance(own, dict) else None
+    if theta is not None and overrides.get("rope_theta") is None:
+        merged["rope_theta"] = theta
+    return merged
+
+
+def _spec(config: _Config) -> DecoderSpec:
+    family = _family(config)
+    fields = _network_fields(config, family)
+    _refuse_unread(config, family)
     try:
-        config = _with_defaults(family, fields)
-        config.rope_parameters = rope_parameters(raw, config.max_position_embeddings, config.default_theta)
-        config.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        return decoder_spec(family, config)
+        defaults = _with_defaults(family, fields)
+        defaults.rope_parameters = rope_parameters(
+            config.fields, defaults.max_position_embeddings, defaults.default_theta
+        )
+        defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
+        return decoder_spec(family, defaults)
     except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
+        raise ModelError(f"{config.where}: {error}") from None
+
+
+def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
+    """The checked fields of the network that the family reads."""
+    rules = {name: field for name, field in NETWORK_FIELDS.items() if family.reads(name)}
+    return checked_fields(config.where, config.fields, rules)
+
+
+def _refuse_unread(config: _Config, family: Family) -> None:
+    """Raise ModelError for a field that may change the network and that the family does not read, unless it is off."""
+    defaults: Any = None
+    for name, value in config.fields.items():
+        if family.reads(name) or name in FIELDS_WITHOUT_EFFECT or value is None:
+            continue
+        if name in OFF_VALUES and value == OFF_VALUES[name]:
+            continue
+        defaults = defaults or CONFIG_MAPPING[family.model_type]()
+        if value != getattr(defaults, name, _NO_DEFAULT):
+            raise ModelError(
+                f"{config.where}: {quoted(name)}: {quoted(value)} is a field that a {family.architecture} does not "
+                "have, and it may change what the model computes. If it does not, leave it out with "
+                f"hf_overrides={{{quoted(name)}: None}}."
+            )
 
 
 def _config_path(directory: Path) -> Path:
     if not directory.is_dir():
         raise ModelError(
-            f"Model directory {str(directory)!r} does not exist; give the path of a local directory in "
-            "Hugging Face format (nothing is downloaded)."
+            f"Model directory {str(directory)!r} does not exist; give the path of a local directory in Hugging Face "
+            "format."
         )
     path = directory / "config.json"
     if not path.is_file():
@@ -100,21 +186,22 @@ def _config_path(directory: Path) -> Path:
     return path
 
 
-def _family(path: Path, raw: dict[str, Any]) -> Family:
-    fields = checked_fields(path, raw, OTHER_FIELDS)
+def _family(config: _Config) -> Family:
+    where = config.where
+    fields = checked_fields(where, config.fields, OTHER_FIELDS)
     named = fields.get("architectures") or []
     family = next((FAMILIES[name] for name in named if name in FAMILIES), None)
     if family is None:
         found = f"architectures={quoted(named)} is not supported" if named else "it names no architecture"
-        raise ModelError(f"{path}: {found}; supported: {', '.join(FAMILIES)}.")
+        raise ModelError(f"{where}: {found}; supported: {', '.join(FAMILIES)}.")
     if fields.get("model_type", family.model_type) != family.model_type:
         raise ModelError(
-            f"{path} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
+            f"{where} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
             f"not {quoted(fields['model_type'])}."
         )
     if fields.get("quantization_config") is not None:
         raise ModelError(
-            f"{path}: quantized weights are not supported (quantization_config="
+            f"{where}: quantized weights are not supported (quantization_config="
             f"{quoted(fields['quantization_config'])}); use a checkpoint in {', '.join(DTYPE_NAMES)}."
         )
     return family

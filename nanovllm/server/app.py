@@ -19,11 +19,11 @@ from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.chat import create_chat_completion
 from nanovllm.server.completions import create_completion
 from nanovllm.server.http_errors import respond_to_error
-from nanovllm.server.kv_events import KVCacheEvents, kv_cache_events
+from nanovllm.server.kv_events import KVCacheEvents
 from nanovllm.server.limits import Admission, Gate
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.openapi import openapi
-from nanovllm.server.page import show_page
+from nanovllm.server.page import kv_cache_events, show_page
 from nanovllm.server.serving import Serving
 from nanovllm.server.settings import ServerSettings
 

@@ -1,4 +1,4 @@
-"""`GET /v1/kv-cache/events`: where the KV cache is, as server-sent events.
+"""Where the KV cache is, as server-sent events: the stream of `GET /v1/kv-cache/events`.
 
 The engine's thread takes a snapshot when one is asked for, and one is asked for only while a client listens. All
 clients share it. A client that reads slowly gets the latest snapshot and misses those in between.
@@ -13,23 +13,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from nanovllm.errors import EngineError
-from nanovllm.server.events import EventStream, event
-from nanovllm.server.http_errors import RATE_LIMIT, ApiError
+from nanovllm.server.events import event
 from nanovllm.server.kv_snapshot import KVGeometry, KVSnapshot
-from nanovllm.server.limits import RETRY_SECONDS
 
 if TYPE_CHECKING:  # torch comes with it
     from nanovllm.llm import LLM
-    from nanovllm.server.serving import Serving
 
 INTERVAL = 0.25  # seconds between snapshots
 MAX_SHARE = 0.02  # of the engine's time for snapshots: those of a very large KV cache are taken less often
 KEEP_ALIVE = 15.0  # seconds without an event until a comment is sent
-MAX_LISTENERS = 32
 
 
 class Engine(Protocol):
@@ -147,11 +140,3 @@ class KVCacheEvents:
 def named(name: str, data: dict[str, Any]) -> bytes:
     """A server-sent event with a name."""
     return b"event: " + name.encode() + b"\n" + event(data)
-
-
-async def kv_cache_events(serving: Serving, request: Request) -> Response:
-    """The endpoint. Raises ApiError if too many clients listen."""
-    if serving.kv_events.num_listeners >= MAX_LISTENERS:
-        message = f"{MAX_LISTENERS} clients listen to the KV cache already: close one of them, or try again later"
-        raise ApiError(429, message, kind=RATE_LIMIT, retry_after=RETRY_SECONDS)
-    return EventStream(serving.kv_events.listen())

@@ -1,4 +1,4 @@
-"""The page at `/`: one file without a build step, which loads nothing from elsewhere."""
+"""The page at `/`, one file that loads nothing from elsewhere, and the events that it shows."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import base64
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
-
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-if TYPE_CHECKING:
-    from nanovllm.server.serving import Serving
+from nanovllm.server.events import EventStream
+from nanovllm.server.http_errors import RATE_LIMIT, ApiError
+from nanovllm.server.limits import RETRY_SECONDS
+from nanovllm.server.serving import Serving
 
+MAX_LISTENERS = 32
 PAGE = Path(__file__).with_name("page.html")
 
 
 async def show_page(serving: Serving, request: Request) -> Response:
-    """The endpoint."""
+    """`GET /`."""
     html = PAGE.read_text(encoding="utf-8")
     return HTMLResponse(html, headers=page_headers(html))
+
+
+async def kv_cache_events(serving: Serving, request: Request) -> Response:
+    """`GET /v1/kv-cache/events`. Raises ApiError if too many clients listen."""
+    if serving.kv_events.num_listeners >= MAX_LISTENERS:
+        message = f"{MAX_LISTENERS} clients listen to the KV cache already: close one of them, or try again later"
+        raise ApiError(429, message, kind=RATE_LIMIT, retry_after=RETRY_SECONDS)
+    return EventStream(serving.kv_events.listen())
 
 
 def page_headers(html: str) -> dict[str, str]:

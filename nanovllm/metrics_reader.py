@@ -1,0 +1,183 @@
+"""The engine's metrics in the shapes and under the names of vLLM's metrics reader, where they mean the same.
+
+Counters of tokens and requests, and histograms, count a request when it has ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nanovllm.engine.metrics import EngineMetrics
+from nanovllm.engine.request import Request
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+# Upper bounds of the buckets in seconds, as vLLM has them.
+LATENCIES = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+FIRST_TOKEN_LATENCIES = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_LATENCIES = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+SEQUENCES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+
+
+@dataclass
+class Metric:
+    """One metric. labels: what tells it from others of the same name."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counters in a row. vLLM has one, of speculative decoding, so this engine has none."""
+
+    values: list[int]
+
+
+@dataclass
+class Gauge(Metric):
+    """A number at this moment."""
+
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """How often values were at most as large as each bound.
+
+    buckets: by bound, as text, up to "+Inf", which counts all values.
+    """
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class _Buckets:
+    """Counts values by the smallest bound that is not below them."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float | None) -> None:
+        """Count a value; None is not known and not counted."""
+        if value is not None:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
+        total, buckets = 0, {}
+        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets[str(bound)] = total
+        return Histogram(name, labels, total, self._sum, buckets)
+
+
+class RequestHistograms:
+    """What requests took, counted when they end."""
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = tuple(_one_two_five(max_model_len))
+        self._buckets = {
+            "vllm:request_prompt_tokens": _Buckets(tokens),
+            "vllm:request_generation_tokens": _Buckets(tokens),
+            "vllm:request_max_num_generation_tokens": _Buckets(tokens),
+            "vllm:request_prefill_kv_computed_tokens": _Buckets(tokens),
+            "vllm:request_params_n": _Buckets(SEQUENCES),
+            "vllm:request_params_max_tokens": _Buckets(tokens),
+            "vllm:request_num_preemptions": _Buckets(PREEMPTIONS),
+            "vllm:time_to_first_token_seconds": _Buckets(FIRST_TOKEN_LATENCIES),
+            "vllm:request_time_per_output_token_seconds": _Buckets(TOKEN_LATENCIES),
+            "vllm:e2e_request_latency_seconds": _Buckets(LATENCIES),
+            "vllm:request_queue_time_seconds": _Buckets(LATENCIES),
+            "vllm:request_inference_time_seconds": _Buckets(LATENCIES),
+            "vllm:request_prefill_time_seconds": _Buckets(LATENCIES),
+            "vllm:request_decode_time_seconds": _Buckets(LATENCIES),
+        }
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    def observe(self, request: Request) -> None:
+        """Count a request that has ended."""
+        times, lengths = request.metrics, [seq.num_output_tokens for seq in request.sequences]
+        values: dict[str, float | None] = {
+            "vllm:request_prompt_tokens": request.prompt_len,
+            "vllm:request_generation_tokens": sum(lengths),
+            "vllm:request_max_num_generation_tokens": max(lengths, default=0),
+            "vllm:request_prefill_kv_computed_tokens": times.prefill_tokens,
+            "vllm:request_params_n": request.params.n,
+            "vllm:request_params_max_tokens": request.params.max_tokens,
+            "vllm:request_num_preemptions": times.preemptions,
+            "vllm:time_to_first_token_seconds": times.ttft,
+            "vllm:request_time_per_output_token_seconds": times.tpot,
+            "vllm:e2e_request_latency_seconds": _between(times.arrival_time, times.finished_time),
+            "vllm:request_queue_time_seconds": times.queue_time,
+            "vllm:request_inference_time_seconds": _between(times.first_scheduled_time, times.finished_time),
+            "vllm:request_prefill_time_seconds": _between(times.first_scheduled_time, times.first_token_time),
+            "vllm:request_decode_time_seconds": _between(times.first_token_time, times.finished_time),
+        }
+        for name, value in values.items():
+            self._buckets[name].add(value)
+        self._prompt_tokens += request.prompt_len
+        self._generated_tokens += sum(lengths)
+        for seq in request.sequences:
+            reason = seq.finish_reason or "abort"
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    def metrics(self, labels: dict[str, str]) -> Iterator[Metric]:
+        yield Counter("vllm:prompt_tokens", labels, self._prompt_tokens)
+        yield Counter("vllm:generation_tokens", labels, self._generated_tokens)
+        for reason, count in self._finished.items():
+            yield Counter("vllm:request_success", {**labels, "finished_reason": reason}, count)
+        for name, buckets in self._buckets.items():
+            yield buckets.histogram(name, labels)
+
+
+def snapshot(engine: EngineMetrics, requests: RequestHistograms, model_name: str) -> list[Metric]:
+    """All metrics as they are now, labelled with the model's name."""
+    labels = {"model_name": model_name, "engine": "0"}
+    blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
+    waiting = engine.waiting_requests + engine.swapped_requests
+    preemptions = engine.preemptions_by_recompute + engine.preemptions_by_swap
+    return [
+        Gauge("vllm:num_requests_running", labels, engine.running_requests),
+        Gauge("vllm:num_requests_waiting", labels, waiting),
+        Gauge("vllm:kv_cache_usage_perc", labels, engine.used_blocks / max(blocks, 1)),
+        Counter("vllm:prefix_cache_queries", labels, engine.prefix_cache_queried_tokens),
+        Counter("vllm:prefix_cache_hits", labels, engine.prefix_cache_hit_tokens),
+        Counter("vllm:num_preemptions", labels, preemptions),
+        *requests.metrics(labels),
+    ]
+
+
+def _one_two_five(most: int) -> Iterator[int]:
+    """1, 2, 5, 10, 20, ... up to `most`."""
+    scale = 1
+    while scale <= most:
+        yield from (scale * digit for digit in (1, 2, 5) if scale * digit <= most)
+        scale *= 10
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,138 @@
+"""The engine of a model directory: its tokenizer, executor and scheduler, assembled from the engine arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine import llm_engine, sides
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.input_processor import ModelFacts
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted
+from nanovllm.models.hf_config import (
+    load_decoder_spec,
+    load_eos_token_ids,
+    load_model_type,
+    load_sampling_defaults,
+)
+from nanovllm.prompts import Prompt, prompt_part
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
+    from nanovllm.metrics_reader import Metric
+
+
+class MakesConfig(Protocol):
+    """What `LLMEngine.from_engine_args` needs of EngineArgs."""
+
+    def create_engine_config(self) -> EngineConfig: ...
+
+
+class LLMEngine(llm_engine.LLMEngine):
+    """Adds, steps and aborts requests, with vLLM's names: `add_request`, `step`, `has_unfinished_requests`.
+
+    Raises ConfigError for arguments that cannot be honoured, and ModelError for damaged or unsupported checkpoints.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        load_decoder_spec(config.model, config.hf_overrides)  # the smallest file first: no other is opened if it fails
+        eos_token_ids = frozenset(load_eos_token_ids(config.model, config.hf_overrides, config.generation_config))
+        _sampling_defaults(config)
+        tokenizer = _tokenizer(config)
+        self.config = config
+        self.runner = ModelRunner(config)
+        plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
+        self._reader = sides.metrics_reader()
+        self._histograms = None if self._reader is None else self._reader.RequestHistograms(plan.max_model_len)
+        super().__init__(
+            SchedulerLimits(
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+                plan.max_model_len,
+                eos_token_ids,
+                config.long_prefill_token_threshold,
+                config.preemption_mode,
+                num_layers=spec.num_layers,
+                layerwise_memory=plan.layerwise_memory,
+            ),
+            ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
+            BlockManager(
+                plan.split.resident_blocks,
+                plan.num_cpu_blocks,
+                self.runner.sizing.layout.block_size,
+                config.enable_prefix_caching,
+                self.runner.num_swap_blocks,
+            ),
+            self.runner,
+            tokenizer,
+            seed=config.seed,
+            max_logprobs=config.max_logprobs,
+            advise=self.runner.advise,
+            grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
+            on_finish=None if self._histograms is None else self._histograms.observe,
+        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: MakesConfig) -> LLMEngine:
+        """The engine that `EngineArgs` describe."""
+        return cls(engine_args.create_engine_config())
+
+    def add_request(self, request_id: str, prompt: Prompt | None = None, *args: Any, **arguments: Any) -> None:
+        """Queue a request; see `engine.llm_engine.LLMEngine.add_request`.
+
+        prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
+        """
+        if "params" in arguments:
+            arguments["sampling_params"] = arguments.pop("params")
+        if prompt is None or isinstance(prompt, str):
+            super().add_request(request_id, prompt, *args, **arguments)
+            return
+        with as_request_error("the request cannot be taken"):
+            part = prompt_part(prompt)
+            for name, value in (("prompt_token_ids", part.token_ids), ("cache_salt", part.cache_salt)):
+                if value is not None and arguments.get(name) is not None:
+                    raise RequestError(f"{name} is given twice, in the prompt and as an argument: give it once")
+                if value is not None:
+                    arguments[name] = value
+            super().add_request(request_id, part.text, *args, **arguments)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            raise RequestError(
+                "no tokenizer was loaded: the model directory has no tokenizer files, or skip_tokenizer_init=True left "
+                "them out; add them, or work with token ids"
+            )
+        return self.tokenizer.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
+        return _sampling_defaults(self.config)
+
+    def get_metrics(self) -> list[Metric]:
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
+        if self._reader is None or self._histograms is None:
+            raise EngineError("get_metrics() needs nanovllm.metrics_reader, which this installation does not have")
+        return self._reader.snapshot(self.metrics(), self._histograms, self.config.model_name)
+
+
+def _sampling_defaults(config: EngineConfig) -> SamplingParams:
+    overrides = config.override_generation_config
+    return SamplingParams(**load_sampling_defaults(config.model, config.generation_config, overrides))
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The tokenizer that the arguments name; None if the model has none, or if it is not wanted."""
+    if config.skip_tokenizer_init:
+        return None
+    directory = config.tokenizer if config.tokenizer is not None else config.model
+    tokenizer = load_tokenizer(directory, load_model_type(config.model, config.hf_overrides))
+    if tokenizer is None and config.tokenizer is not None:
+        raise ConfigError(f"tokenizer={quoted(config.tokenizer)}: the directory holds no tokenizer files")
+    return tokenizer

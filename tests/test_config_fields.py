@@ -1,0 +1,210 @@
+"""Which fields of config.json a family reads, which have no effect, and that all others are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES as TINY
+from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
+from engines import greedy, token_ids
+from tokenizer_files import write_byte_level
+
+from nanovllm import LLM
+from nanovllm.errors import ConfigError
+from nanovllm.models.config_fields import COMMON_FIELDS, FIELDS_WITHOUT_EFFECT, NETWORK_FIELDS, OFF_VALUES, OTHER_FIELDS
+from nanovllm.models.families import FAMILIES
+from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids, load_sampling_defaults, read_decoder_spec
+
+SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+# Fields of config.json as public checkpoints have them, with small sizes.
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "transformers_version": "4.43.0"}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "tie_word_embeddings": False,
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, **TOKENS, "pretraining_tp": 1}
+LLAMA_3 = {**LLAMA, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "rope_theta": 500000.0}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES, **TOKENS, "rope_theta": 1e6}
+QWEN = {**SIZES, **TOKENS, "attention_dropout": 0.0, "rope_theta": 1e6, "use_sliding_window": False}
+QWEN_2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **QWEN, "max_window_layers": 21}
+QWEN_3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **QWEN, "max_window_layers": 28}
+LLAMA_3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "rope_type": "llama3",
+}
+PUBLIC: dict[str, dict[str, Any]] = {
+    "Llama 2": {**LLAMA, "_name_or_path": "x", "pad_token_id": 0, "rope_scaling": None, "max_length": 4096},
+    "Llama 3": LLAMA_3,
+    "Llama 3.2": {**LLAMA_3, "head_dim": 16, "rope_scaling": LLAMA_3_ROPE, "eos_token_id": [5, 6, 7]},
+    "SmolLM2": {
+        **LLAMA_3,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "pad_token_id": 2,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    },
+    "SmolLM2 from GGUF": {**LLAMA_3, "_model_name_or_path": "Smollm2 135M", "unk_token_id": 0, "problem_type": None},
+    "Mistral v0.1": {**MISTRAL, "sliding_window": 64},
+    "Mistral v0.3": {**MISTRAL, "sliding_window": None, "attention_dropout": 0.0},
+    "Mistral Nemo": {**MISTRAL, "head_dim": 32, "sliding_window": None},
+    "Qwen2.5": {**QWEN_2, "sliding_window": 131072, "use_mrope": False},
+    "Qwen3": {**QWEN_3, "attention_bias": False, "head_dim": 32, "rope_scaling": None, "sliding_window": None},
+}
+
+
+def write_config(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_configs_of_public_checkpoints_are_read(name: str, tmp_path: Path) -> None:
+    spec = load_decoder_spec(write_config(tmp_path, PUBLIC[name]))
+    assert (spec.num_layers, spec.vocab_size, spec.dtype) == (2, 199, "bfloat16")
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_what_transformers_itself_writes_is_read(family: str, tmp_path: Path) -> None:
+    config_class, _ = TINY[family]
+    config_class(architectures=[TINY[family][1].__name__]).save_pretrained(tmp_path)
+    everything = {**config_class().to_dict(), "architectures": [TINY[family][1].__name__], "dtype": "float16"}
+    assert load_decoder_spec(tmp_path).num_layers == 32
+    assert load_decoder_spec(write_config(tmp_path, everything)).dtype == "float16"
+
+
+WITH_EFFECT = [
+    ("LlamaForCausalLM", {"embedding_multiplier": 12.0}),
+    ("LlamaForCausalLM", {"residual_multiplier": 0.22}),
+    ("LlamaForCausalLM", {"logits_scaling": 8.0}),
+    ("LlamaForCausalLM", {"attention_multiplier": 0.015}),
+    ("LlamaForCausalLM", {"final_logit_softcapping": 30.0}),
+    ("LlamaForCausalLM", {"rope_interleaved": True}),
+    ("LlamaForCausalLM", {"no_rope_layers": [1, 0]}),
+    ("LlamaForCausalLM", {"sliding_window": 4096}),
+    ("LlamaForCausalLM", {"use_qk_norm": True}),
+    ("LlamaForCausalLM", {"a_field_of_tomorrow": 1}),
+    ("MistralForCausalLM", {"attention_bias": True}),
+    ("MistralForCausalLM", {"mlp_bias": True}),
+    ("MistralForCausalLM", {"llama_4_scaling_beta": 0.1}),
+    ("Qwen2ForCausalLM", {"attention_bias": True}),
+    ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 262144}}),
+    ("Qwen2ForCausalLM", {"use_mrope": True}),
+    ("Qwen3ForCausalLM", {"mlp_bias": True}),
+    ("Qwen3ForCausalLM", {"is_encoder_decoder": True}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "field"), WITH_EFFECT, ids=str)
+def test_a_field_that_the_family_does_not_read_is_refused_by_name(
+    architecture: str, field: dict[str, Any], tmp_path: Path
+) -> None:
+    config = next(config for config in PUBLIC.values() if config["architectures"] == [architecture])
+    ((name, value),) = field.items()
+    message = refusal(lambda: load_decoder_spec(write_config(tmp_path, {**config, **field})))
+    assert f"{name!r}: {value!r}" in message and architecture in message and "\n" not in message
+    assert f"hf_overrides={{{name!r}: None}}" in message
+    spec = load_decoder_spec(tmp_path, {name: None})
+    assert spec == load_decoder_spec(write_config(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    "field", [{"hidden_act": "gelu"}, {"partial_rotary_factor": 0.5}, {"quantization_config": {"bits": 4}}], ids=str
+)
+def test_fields_that_are_read_keep_their_own_messages(field: dict[str, Any], tmp_path: Path) -> None:
+    message = refusal(lambda: load_decoder_spec(write_config(tmp_path, {**LLAMA_3, **field})))
+    assert "hf_overrides" not in message and "not supported" in message
+
+
+def test_the_lists_name_each_field_once() -> None:
+    read = COMMON_FIELDS.union(*(family.own_fields for family in FAMILIES.values()))
+    assert read == NETWORK_FIELDS.keys() | OTHER_FIELDS.keys(), "every field that is read has a type and a range"
+    assert not FIELDS_WITHOUT_EFFECT & (read | OFF_VALUES.keys())
+
+
+# ---- hf_overrides and generation_config
+
+
+def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    assert load_decoder_spec(tmp_path).max_model_len == 256
+    spec = load_decoder_spec(tmp_path, {"rope_parameters": {"rope_theta": 1e6, **YARN}})
+    assert (spec.max_model_len, spec.rope.kind, spec.rope.theta) == (1024, "yarn", 1e6)
+    assert load_decoder_spec(tmp_path, {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
+    assert read_decoder_spec(tmp_path / "config.json", {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
+    assert load_eos_token_ids(tmp_path, {"eos_token_id": [3, 4]}) == (3, 4)
+
+
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_rope_in_either_form_replaces_one_in_either_form(form: str, old: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", rope={**ROPES["llama3"], "rope_theta": 7e4})
+    if old:
+        write_old_style_rope(tmp_path)
+    spec = load_decoder_spec(tmp_path, {form: YARN})
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.theta) == ("yarn", 4.0, 7e4), (
+        "the theta stays unless it is given"
+    )
+    assert load_decoder_spec(tmp_path, {form: {**YARN, "rope_theta": 5e5}}).rope.theta == 5e5
+
+
+def test_overrides_are_checked_as_the_file_is(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    message = refusal(lambda: load_decoder_spec(tmp_path, {"hidden_size": "wide"}))
+    assert f"{tmp_path / 'config.json'} with hf_overrides: hidden_size='wide'" in message
+    assert "'a_field'" in refusal(lambda: load_decoder_spec(tmp_path, {"a_field": 1}))
+
+
+def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", write_config(tmp_path / "other", {})
+    make_checkpoint(model, vocab=300, eos_token_id=9)
+    write_byte_level(model)
+    edit_config(model, "generation_config.json", temperature=0.6, top_k=20)
+    (other / "generation_config.json").write_text(json.dumps({"temperature": 0.1, "eos_token_id": 7}))
+    assert load_sampling_defaults(model) == {"temperature": 0.6, "top_k": 20}
+    assert load_sampling_defaults(model, "vllm") == {}
+    assert load_sampling_defaults(model, other) == {"temperature": 0.1}
+    assert load_sampling_defaults(model, "auto", {"top_k": 5, "max_new_tokens": 4})["top_k"] == 5
+    assert load_eos_token_ids(model, {}, "vllm") == (9,) and load_eos_token_ids(model, {}, str(other)) == (9, 7)
+    for overrides, says in (({"top_p": 2}, "top_p=2"), ({"topk": 5}, "did you mean 'top_k'")):
+        assert says in refusal(lambda given=overrides: load_sampling_defaults(model, "auto", given), ConfigError)
+    arguments = {"generation_config": str(other), "override_generation_config": {"max_new_tokens": 3}}
+    with LLM(model, **arguments, **SMALL) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.1, 0, 3)
+
+
+def test_another_tokenizer_or_none(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    make_checkpoint(model, vocab=300)
+    other.mkdir()
+    assert "holds no tokenizer files" in refusal(lambda: LLM(model, tokenizer=str(other), **SMALL), ConfigError)
+    write_byte_level(other)
+    with LLM(model, tokenizer=other, **SMALL) as llm:
+        expected = token_ids(llm, "text", greedy(4))
+        ids = llm.get_tokenizer().encode("text")
+    write_byte_level(model)
+    with LLM(model, skip_tokenizer_init=True, **SMALL) as llm:
+        (output,) = llm.generate(ids, greedy(4), use_tqdm=False)
+        assert [output.outputs[0].token_ids] == expected and output.outputs[0].text == ""
+        with pytest.raises(ValueError, match="skip_tokenizer_init"):
+            llm.generate("text", use_tqdm=False)

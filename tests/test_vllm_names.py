@@ -1,0 +1,128 @@
+"""The tables of vLLM's names: each name is this engine's own, accepted where it means the same, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_api
+
+from nanovllm import LLM, EngineArgs, SamplingParams
+from nanovllm.config import EngineConfig, engine_config
+from nanovllm.errors import ConfigError, RequestError
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS, VllmName
+
+ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
+
+
+class Strange:
+    """A value that means nothing anywhere."""
+
+
+def accepted(table: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for name, known in table.items() for value in known.same]
+
+
+def test_every_name_of_vllm_stands_in_exactly_one_place() -> None:
+    for names, own, table in (
+        (vllm_api.ENGINE_ARGS.split(), ENGINE_FIELDS | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS),
+        (vllm_api.SAMPLING_PARAMS.split(), SAMPLING_FIELDS, SAMPLING_PARAMETERS),
+        (vllm_api.LLM_METHODS.split(), {name for name in dir(LLM) if not name.startswith("_")}, LLM_METHODS),
+    ):
+        assert [name for name in names if (name in own) + (name in table) != 1] == []
+        assert not own & table.keys()
+    assert ENGINE_ALIASES.keys() & ENGINE_FIELDS == set() and set(ENGINE_ALIASES.values()) <= ENGINE_FIELDS
+
+
+@pytest.mark.parametrize("table", [ENGINE_ARGUMENTS, SAMPLING_PARAMETERS], ids=["engine", "sampling"])
+def test_every_entry_has_values_that_mean_the_same_and_a_reason(table: dict[str, VllmName]) -> None:
+    for name, known in table.items():
+        assert known.same and known.reason and "\n" not in known.reason, name
+        assert known.reason[-1] != "." and not known.accepts(Strange()), name
+
+
+def test_values_that_mean_what_the_engine_does_anyway_are_accepted(tmp_path: Path) -> None:
+    plain, plain_params = engine_config(tmp_path, {}), SamplingParams()
+    for name, value in accepted(ENGINE_ARGUMENTS):
+        assert engine_config(tmp_path, {name: value}) == plain, name
+    for name, value in accepted(SAMPLING_PARAMETERS):
+        assert SamplingParams(**{name: value}) == plain_params, name
+
+
+def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
+    for name, known in ENGINE_ARGUMENTS.items():
+        with pytest.raises(ConfigError) as refusal:
+            engine_config(tmp_path, {name: Strange()})
+        assert str(refusal.value).startswith(f"{name}=<") and f": not supported: {known.reason}" in str(refusal.value)
+    for name, known in SAMPLING_PARAMETERS.items():
+        with pytest.raises(RequestError) as refusal:
+            SamplingParams(**{name: Strange()})
+        assert str(refusal.value).startswith(f"{name}=<") and f": not supported: {known.reason}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("quantization", "awq", "quantization='awq': not supported: quantised weights"),
+        ("enable_chunked_prefill", False, "enable_chunked_prefill=False: not supported: long prompts are always"),
+        ("kv_cache_dtype", "fp8", "kv_cache_dtype='fp8': not supported: K and V are stored in the dtype of the model"),
+        ("pipeline_parallel_size", 2, "pipeline_parallel_size=2: not supported: the engine runs one model"),
+        ("enable_lora", True, "enable_lora=True: not supported: the engine has no LoRA"),
+        ("cpu_offload_gb", 4, "cpu_offload_gb=4: not supported: weights stay on the device: enable_cpu_offload=True"),
+        ("rope_scaling", {"rope_type": "yarn"}, "give the RoPE of the model as hf_overrides="),
+        ("enable_lora", 0, "enable_lora=0: not supported"),  # not False
+    ],
+)
+def test_the_refusals_that_users_meet_first(name: str, value: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        engine_config(tmp_path, {name: value})
+    assert says in str(refusal.value) and "did you mean" not in str(refusal.value)
+
+
+def test_a_method_that_only_vllm_has_is_refused_with_the_reason() -> None:
+    llm = LLM.__new__(LLM)
+    for name, reason in LLM_METHODS.items():
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError) as refusal:
+            getattr(llm, name)
+        assert str(refusal.value) == f"LLM.{name}() is not supported: {reason}"
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nothing'"):
+        _ = llm.nothing
+
+
+# ---- EngineArgs
+
+
+def test_engine_args_are_a_dataclass_of_all_names(tmp_path: Path) -> None:
+    names = {field.name for field in fields(EngineArgs)}
+    assert is_dataclass(EngineArgs)
+    assert names == ENGINE_FIELDS | ENGINE_ALIASES.keys() | ENGINE_ARGUMENTS.keys() >= set(vllm_api.ENGINE_ARGS.split())
+    args = EngineArgs(str(tmp_path), max_model_len=64, block_size=16)
+    args.seed = 3
+    config = args.create_engine_config()
+    assert (config.max_model_len, config.kvcache_block_size, config.seed) == (64, 16, 3)
+    assert engine_config(tmp_path, {k: v for k, v in asdict(args).items() if k != "model"}) == config
+    assert EngineArgs(model=str(tmp_path)).create_engine_config() == engine_config(tmp_path, {})
+
+
+def test_engine_args_refuse_unknown_names_at_once_and_values_when_they_are_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown engine argument 'max_model_length': did you mean 'max_model_len'"):
+        EngineArgs(model=str(tmp_path), max_model_length=64)
+    with pytest.raises(ConfigError, match="quantization='awq': not supported"):
+        EngineArgs(model=str(tmp_path), quantization="awq").create_engine_config()
+
+
+def test_flags_of_engine_args(tmp_path: Path) -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(model=str(tmp_path))
+    assert EngineArgs.from_cli_args(parser.parse_args([])) == EngineArgs(model=str(tmp_path))
+    flags = ["--max-model-len", "64", "--dtype", "half", "--block-size", "32", "--enforce-eager", "--disable-log-stats"]
+    flags += ["--hf-overrides", '{"rope_theta": 5.0}', "--served-model-name", "a", "--quantization", "awq"]
+    args = EngineArgs.from_cli_args(parser.parse_args(flags))
+    assert (args.max_model_len, args.dtype, args.block_size, args.enforce_eager) == (64, "half", 32, True)
+    assert (args.hf_overrides, args.served_model_name, args.disable_log_stats) == ({"rope_theta": 5.0}, ["a"], True)
+    assert args.quantization == "awq"
