@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from pathlib import Path
+
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
