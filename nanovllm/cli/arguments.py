@@ -54,7 +54,7 @@ HELP = {
     "hf_overrides": "fields that replace those of config.json, such as another RoPE",
     "generation_config": "auto, vllm (no recommended sampling parameters) or a directory",
     "override_generation_config": "sampling parameters that replace the recommended ones",
-    "served_model_name": "the model's name in metrics",
+    "served_model_name": "the model's name in requests and metrics; repeat it for several",
     "revision": "branch, tag or commit of a hub model",
     "tokenizer_revision": "the same for the tokenizer",
     "download_dir": "cache directory of hub models",

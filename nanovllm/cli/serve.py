@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive, text_argument
+from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive
 from nanovllm.cli.boundary import Interrupt, say
 from nanovllm.cli.templates import read_template
 from nanovllm.errors import ConfigError
@@ -37,8 +37,6 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 def _add_server_flags(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
-    name = "the model's name in requests; repeat it for several (default: the directory's name)"
-    group.add_argument("--served-model-name", action="append", type=text_argument, metavar="NAME", help=name)
     key = f"ask clients for this key; repeat it for several. {KEY_VARIABLE} in the environment is one too"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
     group.add_argument("--api-key-file", metavar="FILE", help="keys, one on each line")
@@ -83,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.server.settings import ServerSettings
 
     settings = ServerSettings(
-        served_model_names=tuple(args.served_model_name or _own_names(args.model)),
+        served_model_names=tuple(engine_arguments(args).get("served_model_name") or _own_names(args.model)),
         api_keys=_api_keys(args.api_key, args.api_key_file),
         allowed_origins=tuple(args.allow_origin),
         chat_template=read_template(args.chat_template),
