@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanovllm.config import engine_config
+from nanovllm.device import Busy
 from nanovllm.engine import sides
 from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.client import EngineClient
@@ -261,6 +262,10 @@ class LLM:
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far."""
         return self._runner.kv_stats()
+
+    def link_busy(self) -> Busy:
+        """Bytes copied to the device so far, or in a sample of the copies, and the seconds during which they ran."""
+        return self._runner.link_busy()
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Tokens looked up in the prefix cache so far, and how many of them were found."""

@@ -179,6 +179,63 @@ def test_other_fields_reach_the_engine(engine: AsyncLLM) -> None:
     assert bytes(tokens).decode() == "<user>q<assistant>The"
 
 
+END = {"stop_token_ids": [298]}  # the checkpoint names no end token
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"enum": [1, 20, 300]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+            }
+        },
+        {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}},
+    ],
+)
+def test_answers_fit_a_schema(engine: AsyncLLM, structure: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "max_tokens": 200, "seed": 1, "temperature": 0, **structure, **END}
+    body["logit_bias"] = {str(space): -100 for space in b" \t\r\n"}  # random weights may write spaces for ever
+    (choice,) = ok(engine, CHAT, **body)["choices"]
+    person = json.loads(choice["message"]["content"])
+    assert person["name"] in ("Ann", "Bo") and person["age"] in (1, 20, 300) and choice["finish_reason"] == "stop"
+    parts = [part for chunk in ok(engine, CHAT, **body, stream=True)[:-1] for part in chunk["choices"]]
+    assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+
+
+def test_other_structures(engine: AsyncLLM) -> None:
+    chosen = ok(engine, COMPLETIONS, prompt="a", max_tokens=20, structured_outputs={"choice": ["yes", "no"]}, **END)
+    assert chosen["choices"][0]["text"] in ("yes", "no")
+    matched = ok(engine, COMPLETIONS, prompt="a", max_tokens=20, structured_outputs={"regex": "[ab]{3}"}, **END)
+    assert len(matched["choices"][0]["text"]) == 3
+    for wrong in ({}, {"regex": "a", "choice": ["b"]}, {"regex": "("}, {"json": {"type": "nothing"}}):
+        found = error(engine, COMPLETIONS, {"prompt": "a", "structured_outputs": wrong, **END})
+        assert found["type"] == "invalid_request_error"
+    both = {"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    assert "exclude each other" in error(engine, COMPLETIONS, both)["message"]
+
+
+def test_scoring_a_prompt_generates_nothing(engine: AsyncLLM) -> None:
+    for more in ({}, {"stream": True}):
+        answer = ok(engine, COMPLETIONS, prompt="hello", echo=True, max_tokens=0, logprobs=1, **more)
+        parts = answer[:-1] if more else [answer]
+        choices = [choice for part in parts for choice in part["choices"]]
+        assert "".join(choice["text"] for choice in choices) == "hello"
+        assert sum(len(choice["logprobs"]["token_logprobs"]) for choice in choices) == 5
+    assert "prompt_logprobs" in error(engine, COMPLETIONS, {"prompt": "a", "max_tokens": 0})["message"]
+    cut = ok(engine, COMPLETIONS, prompt="hello", max_tokens=1, truncate_prompt_tokens=2)
+    assert cut["usage"]["prompt_tokens"] == 2
+    allowed = ok(engine, COMPLETIONS, prompt="hello", max_tokens=3, allowed_token_ids=[66])
+    assert allowed["choices"][0]["text"] == "BBB"
+
+
 def test_tokenize_and_detokenize(engine: AsyncLLM, offline: LLM) -> None:
     answer = ok(engine, "/tokenize", prompt="the 日本", return_token_strs=True)
     assert answer["tokens"] == offline.engine.check_prompt("the 日本", None)
@@ -208,6 +265,7 @@ def test_models_health_version_and_metrics(engine: AsyncLLM) -> None:
     assert f'vllm:generation_tokens_total{{model_name="{NAME}"}} 8.0' in metrics
     assert 'finished_reason="length"' in metrics and "vllm:time_to_first_token_seconds_bucket" in metrics
     assert 'nanovllm:kv_transfer_bytes_total{direction="h2d"' in metrics and "vllm:kv_cache_usage_perc" in metrics
+    assert "nanovllm:kv_link_bytes_per_second" in metrics
 
 
 # ---- errors
@@ -240,7 +298,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": HELLO, "chat_template": "x"}, "chat_template", "no templates from requests"),
     (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities.0", "text"),
     (CHAT, {"messages": HELLO, "audio": {"voice": "a"}}, "audio", "unknown field"),
-    (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens", "max_tokens"),
+    (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens", "prompt_logprobs"),
     (CHAT, {"messages": HELLO, "tool_choice": "auto"}, "tool_choice", "needs tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format", "schema"),
 ]

@@ -1,6 +1,7 @@
 """`nanovllm serve` as a process: load, memory, floods, signals. Slow.
 
-NANOVLLM_LOAD_REQUESTS is the number of requests that memory is watched over.
+NANOVLLM_LOAD_REQUESTS is the number of requests that memory is watched over, NANOVLLM_LOAD_LONG the length of the long
+prompts in tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ OFFLOADED = {
     "num_cpu_blocks": 400,
     "max_num_batched_tokens": 2048,
 }
-LONG = 30_000
+LONG = int(os.environ.get("NANOVLLM_LOAD_LONG", "30000"))
 DOCUMENTS = 2
 BODY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
 

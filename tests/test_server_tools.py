@@ -185,6 +185,36 @@ def test_a_request_with_tools_is_answered(engine: AsyncLLM) -> None:
     assert "not in tools" in ask(engine, CHAT, {**body, "tool_choice": unknown}).json()["error"]["message"]
 
 
+def test_a_forced_tool_is_called(engine: AsyncLLM) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "pick",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"enum": [1, 2]}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    spaces = {str(space): -100 for space in b" \t\r\n"}  # random weights may write them for ever
+    body = {
+        "messages": HELLO,
+        "tools": [tool],
+        "max_tokens": 200,
+        "seed": 3,
+        "logit_bias": spaces,
+        "stop_token_ids": [298],
+    }
+    named = {"type": "function", "function": {"name": "pick"}}
+    for choice, reason in (("required", "tool_calls"), (named, "stop")):
+        (answer,) = ask(engine, CHAT, {**body, "tool_choice": choice, "parallel_tool_calls": False}).json()["choices"]
+        assert answer["finish_reason"] == reason and answer["message"]["content"] in (None, "")
+        (call,) = answer["message"]["tool_calls"]
+        assert call["function"]["name"] == "pick" and json.loads(call["function"]["arguments"])["x"] in (1, 2)
+
+
 def test_tools_that_the_model_would_not_see_are_refused(tmp_path: Any) -> None:
     with AsyncLLM(make_served_model(tmp_path, template=CHAT_TEMPLATE), **CACHE) as engine:
         body = {"messages": HELLO, "tools": [TOOL], "max_tokens": 2}

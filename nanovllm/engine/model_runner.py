@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.device import Device, create_device
+from nanovllm.device import Busy, Device, create_device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
@@ -101,6 +101,10 @@ class ModelRunner:
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
+
+    def link_busy(self) -> Busy:
+        """Bytes copied to the device so far, or in a sample of the copies, and the seconds during which they ran."""
+        return self.device.link_busy()
 
     def close(self) -> None:
         """End the device's streams, release weights and KV cache. Safe to call twice."""

@@ -14,12 +14,13 @@ from starlette.responses import Response
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.prompts import PromptParts
+from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server.events import DONE, EventStream, answer, event, to_json
 from nanovllm.server.generation import Generation
 from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest, NamedTool
 from nanovllm.server.request_prompts import chat_prompt, check_length, template_text
-from nanovllm.server.sampling import chat_params, structured
+from nanovllm.server.sampling import chat_params
 from nanovllm.server.serving import Serving
 from nanovllm.server.tool_calls import Call, Parser, Piece, check_tools, detect_format, forced_schema, make_parser
 from nanovllm.server.usage import Envelope, new_id
@@ -32,16 +33,16 @@ async def create_chat_completion(serving: Serving, request: Request) -> Response
 
 async def _respond(serving: Serving, body: ChatRequest) -> Response:
     llm, settings = serving.engine.llm, serving.settings
-    template = body.chat_template or template_text(llm, settings)
+    template = body.chat_template or template_text(serving)
     form = detect_format(template) if settings.tool_call_parser == "auto" else settings.tool_call_parser
     check_tools(body, template, form)
     schema = forced_schema(body)
-    forced = {} if schema is None else {"structured_outputs": structured(json=schema)}
+    forced = {} if schema is None else {"structured_outputs": StructuredOutputsParams(json=schema)}
     params = chat_params(body, serving.defaults, **forced)
     request_id = new_id("chatcmpl", body.request_id)
 
     def prompt() -> PromptParts:
-        tokens = chat_prompt(llm, body, settings)
+        tokens = chat_prompt(serving, body)
         if body.truncate_prompt_tokens is None:
             check_length(llm, tokens, "messages")
         return PromptParts(None, tokens, body.cache_salt)

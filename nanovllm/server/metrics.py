@@ -132,6 +132,10 @@ class EngineCollector(Collector):
         )
         self._with(copied, ["h2d"], moved.h2d_bytes)
         yield self._with(copied, ["d2h"], moved.d2h_bytes)
+        busy = self._llm.link_busy()
+        text = "Speed of the copies to the device while they run; bytes per second over this is the share of the link"
+        speed = GaugeMetricFamily("nanovllm:kv_link_bytes_per_second", text, labels=["model_name"])
+        yield self._with(speed, [], busy.num_bytes / busy.seconds if busy.seconds else 0.0)
         text = "KV bytes in host memory that the CPU attended to instead"
         attended = CounterMetricFamily("nanovllm:cpu_attention_bytes", text, labels=["model_name"])
         yield self._with(attended, [], moved.cpu_attention_bytes)

@@ -37,13 +37,16 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's field: exactly one of these."""
+    """vLLM's field: one of the first five."""
 
     json_: Json | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 class SamplingFields(Body):

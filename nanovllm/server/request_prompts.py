@@ -12,7 +12,7 @@ from nanovllm.llm import LLM
 from nanovllm.prompts import PromptParts
 from nanovllm.server.http_errors import ApiError, invalid
 from nanovllm.server.protocol import ChatFields, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest, Tool
-from nanovllm.server.settings import ServerSettings
+from nanovllm.server.serving import Serving
 from nanovllm.tokenizer import HuggingFaceTokenizer
 
 
@@ -26,8 +26,9 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     return [entry for entry in prompt if not isinstance(entry, int)]
 
 
-def completion_prompt(llm: LLM, prompt: str | list[int], request: CompletionRequest) -> PromptParts:
+def completion_prompt(serving: Serving, prompt: str | list[int], request: CompletionRequest) -> PromptParts:
     """Tokenize and check one prompt. Raises RequestError and ApiError."""
+    llm = serving.engine.llm
     tokens = prompt if isinstance(prompt, list) else encode(llm, prompt, request.add_special_tokens is not False)
     if request.truncate_prompt_tokens is None:
         check_length(llm, tokens, "prompt")
@@ -51,8 +52,9 @@ def check_length(llm: LLM, tokens: Sequence[int], param: str) -> None:
             raise invalid(str(error), param, "context_length_exceeded") from None
 
 
-def chat_prompt(llm: LLM, request: ChatFields | TokenizeRequest, settings: ServerSettings) -> list[int]:
+def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list[int]:
     """Render the messages with the chat template and tokenize them. Raises RequestError and ApiError."""
+    settings = serving.settings
     if request.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(
             "chat_template: this server takes no templates from requests; --trust-request-chat-template allows them",
@@ -60,8 +62,9 @@ def chat_prompt(llm: LLM, request: ChatFields | TokenizeRequest, settings: Serve
         )
     tools = None if isinstance(request, ChatRequest) and request.tool_choice == "none" else request.tools or None
     template = ChatTemplate(
-        llm.engine.tokenizer,
+        serving.engine.llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
+        process=serving.templates,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         tools=None if tools is None else [_as_template_expects(tool) for tool in tools],
@@ -73,12 +76,12 @@ def chat_prompt(llm: LLM, request: ChatFields | TokenizeRequest, settings: Serve
         raise invalid(str(error), "messages") from None
 
 
-def template_text(llm: LLM, settings: ServerSettings) -> str:
+def template_text(serving: Serving) -> str:
     """The text of all chat templates that answers may be made with."""
-    tokenizer = llm.engine.tokenizer
+    tokenizer = serving.engine.llm.engine.tokenizer
     own = tokenizer.tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
     texts = own.values() if isinstance(own, Mapping) else [own or ""]
-    return settings.chat_template or "\n".join(map(str, texts))
+    return serving.settings.chat_template or "\n".join(map(str, texts))
 
 
 def _documents(request: ChatFields | TokenizeRequest) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import nanovllm
 from nanovllm.outputs import RequestOutputKind
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.server.http_errors import invalid
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 
@@ -70,7 +69,7 @@ def _params(request: SamplingFields, defaults: SamplingParams, given: dict[str, 
         given["logit_bias"] = _logit_bias(request.logit_bias)
     structure = _structured_outputs(request)
     if structure is not None and "structured_outputs" not in given:
-        given["structured_outputs"] = structured(**structure)
+        given["structured_outputs"] = StructuredOutputsParams(**structure)
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     if given.get("use_beam_search"):  # which does not sample
         defaults = SamplingParams(temperature=0.0)
@@ -86,27 +85,13 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 def _structured_outputs(request: SamplingFields) -> dict[str, Any] | None:
     """The one structure that the text must have, as arguments of StructuredOutputsParams."""
-    wanted = {}
-    if request.structured_outputs is not None:
-        fields = request.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        if len(fields) != 1:
-            raise invalid("structured_outputs must have exactly one of its fields", "structured_outputs")
-        wanted = fields
-    kind = request.response_format
+    wanted, kind = request.structured_outputs, request.response_format
     if kind is None or kind.type == "text":
-        return wanted or None
-    if wanted:
+        return None if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
+    if wanted is not None:
         raise invalid("response_format and structured_outputs exclude each other: leave one out", "response_format")
     if kind.type == "json_object":
         return {"json_object": True}
     if kind.json_schema is None or not isinstance(kind.json_schema.schema_, dict):
         raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
     return {"json": kind.json_schema.schema_}
-
-
-def structured(**structure: Any) -> Any:
-    """`StructuredOutputsParams` with these arguments."""
-    try:
-        return nanovllm.StructuredOutputsParams(**structure)
-    except AttributeError:
-        raise invalid("structured outputs are not supported: leave the field out", "response_format") from None

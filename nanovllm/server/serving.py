@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from nanovllm.chat_template.process import TemplateProcess
 from nanovllm.errors import quoted, unknown_name_message
 from nanovllm.prompts import PromptParts
 from nanovllm.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Serving:
     metrics: ServerMetrics
     kv_events: KVCacheEvents
     defaults: SamplingParams  # those that the checkpoint recommends
+    templates: TemplateProcess = field(default_factory=TemplateProcess)  # renders chat templates
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[Body]) -> Body:

@@ -21,7 +21,7 @@ async def tokenize(serving: Serving, request: Request) -> Response:
 
     def token_ids() -> list[int]:
         if body.prompt is None:
-            return chat_prompt(llm, body, serving.settings)
+            return chat_prompt(serving, body)
         return encode(llm, body.prompt, body.add_special_tokens is not False) if body.prompt else []
 
     tokens = await serving.in_text_thread(token_ids)
