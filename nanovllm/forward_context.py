@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from nanovllm.ops.attention import SequenceMetadata
@@ -49,13 +48,3 @@ class ForwardContext:
     rope_lengths: Tensor  # int64 [tokens]: max(prompt length, position + 1), which dynamic RoPE scales by
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
-
-
-def positions_of(sequence: SequenceMetadata) -> Tensor:
-    """Positions of one sequence's rows, int64 [query_len], on the host."""
-    return torch.arange(sequence.context_len, sequence.total_len, dtype=torch.int64)
-
-
-def flat_positions(sequences: Sequence[SequenceMetadata]) -> Tensor:
-    """Positions of a flat batch of at least one sequence, int64 [tokens], in batch order, on the host."""
-    return torch.cat([positions_of(sequence) for sequence in sequences])

@@ -28,7 +28,7 @@ class StructuredOutputsParams:
     choice: a list of texts, one of which is the output.
     grammar: a context-free grammar in Lark's or GBNF's (EBNF's) notation.
     disable_any_whitespace: JSON without spaces and line breaks between its parts. whitespace_pattern: a regular
-        expression for what may stand between them instead.
+        expression for what may stand between them instead of up to 64 spaces, tabs and line breaks.
     disable_additional_properties: an object of the JSON schema has no properties but those that the schema names.
     """
 
@@ -60,7 +60,9 @@ class StructuredOutputsParams:
 class _Named(type):
     """Checks the names before an object is made. vLLM's parameters that mean nothing here are left out."""
 
-    def __call__(cls, **params: Any) -> Any:
+    def __call__(cls, *values: Any, **params: Any) -> Any:
+        if values:
+            raise TypeError(f"{cls.__name__} takes its parameters by name, such as temperature=0.8")
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
         return super().__call__(**own)
@@ -91,7 +93,8 @@ class SamplingParams(metaclass=_Named):
     bad_words: strings whose last token is never sampled when the output ends with the tokens before it.
     allowed_token_ids: the only tokens that are sampled; None for all.
     structured_outputs: what every output matches, see StructuredOutputsParams. An end token comes exactly where the
-        output may end; an output that max_tokens cuts is incomplete, and its finish_reason is "length".
+        output may end, before min_tokens only if nothing else may follow. An output that max_tokens cuts is incomplete,
+        and its finish_reason is "length".
     logits_processors: functions that change the logits [vocab] of each sampled token, fp32 and on the engine's device,
         before everything else does. Called as (output token ids, logits), or with the prompt's token ids in front.
     detokenize: False leaves the text empty and log-probabilities without text.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import SequenceMetadata
@@ -90,7 +90,10 @@ class ChunkOrder:
     def run(self) -> ComputedRows | None:
         if not self._sequences:
             return None
-        inputs, sequences, kv_cache = _inputs(self._sequences, self._metadata), self._metadata, self._watched_cache()
+        inputs, sequences = _inputs(self._sequences, self._metadata), self._metadata
+        kv_cache: KVCache = self._kv_cache
+        if self.on_layer is not None:
+            kv_cache = WatchedKVCache(kv_cache, self._model.spec.num_layers, self._report_layer)
         if self._decode_runner is not None and self._decode_runner.take(sequences):
             hidden = self._decode_runner.run(inputs, sequences, kv_cache)
         else:
@@ -100,11 +103,6 @@ class ChunkOrder:
 
     def abandon_step(self) -> None:
         self._kv_cache.abandon_step()
-
-    def _watched_cache(self) -> KVCache:
-        if self.on_layer is None:
-            return self._kv_cache
-        return WatchedKVCache(self._kv_cache, self._model.spec.num_layers, self._report_layer)
 
     def _report_layer(self, share: float) -> None:
         """Call `on_layer`. An error in it is logged and does not fail the step."""
@@ -131,6 +129,6 @@ def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceM
     token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
     prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
     query_lens = torch.tensor([sequence.query_len for sequence in metadata])
-    positions = flat_positions(metadata)
+    positions = torch.cat([sequence.positions() for sequence in metadata])
     rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
     return torch.stack((token_ids, positions, rope_lengths))

@@ -14,16 +14,16 @@ from nanovllm.device import Busy, Device, create_device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.execution_order import ChunkOrder, ComputedRows, DecodeRunner, ExecutionOrder
+from nanovllm.engine.execution_order import ChunkOrder, DecodeRunner, ExecutionOrder
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import block_size_of
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
@@ -80,7 +80,8 @@ class ModelRunner:
             with self.device.compute():
                 traffic = [order.begin_step(batch) for order in self._orders]
                 for order in self._orders:
-                    scores.extend(self._score(order.run()))
+                    if (rows := order.run()) is not None:
+                        scores.extend(score(self.model, rows, lambda: self._why_not_finite))
                 self.kv_cache.end_step()
         except BaseException:
             for order in self._orders:
@@ -115,9 +116,6 @@ class ModelRunner:
                 self.device.close()
             finally:
                 del self.model, self.kv_cache, self._orders, self._chunks, self._graphs
-
-    def _score(self, rows: ComputedRows | None) -> Scores:
-        return Scores([], [], {}) if rows is None else score(self.model, rows, lambda: self._why_not_finite)
 
     @cached_property
     def _why_not_finite(self) -> str:

@@ -20,6 +20,7 @@ from nanovllm.structured_outputs.grammar_process import GrammarProcess
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 MOST_BYTES = 1 << 20  # of a grammar's text
+WHITESPACE = r"[ \t\n\r]{1,64}"  # without a bound, small models go on with it for ever
 MOST_KEPT = 32  # compiled grammars, the least recently used is dropped first
 MOST_THREADS = 4
 # llguidance's own bounds of one mask stay as they are: about 20 ms. Its automata may have 250,000 states of 2 kB.
@@ -117,8 +118,8 @@ class GrammarCompiler:
 def _source(params: StructuredOutputsParams) -> tuple[str, str, dict[str, Any]]:
     """Kind, text and options of the grammar."""
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
+    if not params.disable_any_whitespace:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
     if params.json is not None:
         text = params.json if isinstance(params.json, str) else json.dumps(params.json)
         return "json", text, options | {"disable_additional_properties": params.disable_additional_properties}
