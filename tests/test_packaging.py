@@ -36,7 +36,8 @@ def sdist_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_an_sdist_has_all_that_a_build_and_the_tests_need(sdist_files: set[str]) -> None:
     wanted = [path for path in ROOT.glob("csrc/*") if path.suffix in (".cpp", ".cu", ".h")]
-    wanted += [path for path in ROOT.glob("nanovllm/**/*") if path.suffix in (".py", ".pyi", ".txt", ".typed", ".json")]
+    endings = (".py", ".pyi", ".txt", ".typed", ".json", ".html")
+    wanted += [path for path in ROOT.glob("nanovllm/**/*") if path.suffix in endings]
     wanted += [
         *ROOT.glob("tests/**/*.py"),
         *ROOT.glob("examples/*.*"),

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from enum import Enum
+from enum import Enum, IntEnum
 
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
@@ -28,6 +28,14 @@ class AllocStatus(Enum):
     OK = "ok"
     LATER = "later"
     NEVER = "never"
+
+
+class BlockState(IntEnum):
+    """What a physical block is used for, see above. Fits a byte."""
+
+    FREE = 0
+    CACHED = 1
+    USED = 2
 
 
 class BlockManager:
@@ -262,6 +270,13 @@ class BlockManager:
         """Physical ids of the blocks that hold the sequence's first `num_tokens` tokens."""
         return [self.tiers.physical_id(block_id) for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
 
+    def block_states(self) -> bytes:
+        """The `BlockState` of every physical block, in the order of the physical ids; swapped blocks are used."""
+        states = bytearray(self.num_blocks + self.tiers.num_swap_blocks)
+        for block_id, block in self._blocks.items():
+            states[self.tiers.physical_id(block_id)] = BlockState.USED if block.ref_count else BlockState.CACHED
+        return bytes(states)
+
     def promote(self, sequences: Iterable[Sequence]) -> None:
         """Move full host blocks of these sequences to device blocks that are free or cached.
 
@@ -393,6 +408,10 @@ class BlockManager:
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent. For tests."""
         assert self.num_free + self.num_cached + self.num_used == self.num_blocks
+        states = self.block_states()
+        counts = [states[: self.num_blocks].count(state) for state in BlockState]
+        assert counts == [self.num_free, self.num_cached, self.num_used]
+        assert states[self.num_blocks :].count(BlockState.USED) == self.num_swapped
         assert self.tiers.num_assigned == len(self._blocks)
         for tier, evictor in self._evictors.items():
             for block_id in evictor:

@@ -57,6 +57,8 @@ class EngineMetrics:
     blocks_swapped_out: int
     blocks_swapped_in: int
     blocks_copied_on_write: int
+    prompt_tokens_computed: int
+    tokens_generated: int
     prefix_cache_queried_tokens: int
     prefix_cache_hit_tokens: int
     prefix_cache_hit_rate: float
@@ -80,6 +82,8 @@ def engine_metrics(scheduler: Scheduler) -> EngineMetrics:
         blocks_swapped_out=preemption.blocks_swapped_out,
         blocks_swapped_in=preemption.blocks_swapped_in,
         blocks_copied_on_write=manager.num_copied_blocks,
+        prompt_tokens_computed=scheduler.prompt_tokens_computed,
+        tokens_generated=scheduler.tokens_generated,
         prefix_cache_queried_tokens=manager.stats.queried_tokens,
         prefix_cache_hit_tokens=manager.stats.hit_tokens,
         prefix_cache_hit_rate=manager.stats.hit_rate,

@@ -45,6 +45,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.swapped: list[Request] = []
         self.running: list[Request] = []
+        self.prompt_tokens_computed = self.tokens_generated = 0  # since it was created
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.swapped or self.running)
@@ -262,11 +263,14 @@ class Scheduler:
         if self._layerwise is not None and scheduled.layerwise is not None:
             computed = self._layerwise.advance(seq, scheduled.layerwise, self.limits.num_layers)
         seq.num_computed += computed
-        seq.request.metrics.prefill_tokens += max(0, min(computed, seq.prompt_len - scheduled.context_len))
+        prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
+        seq.request.metrics.prefill_tokens += prefilled
+        self.prompt_tokens_computed += prefilled
         self.block_manager.register_computed(seq, scheduled.context_len)
 
     def _append_samples(self, request: Request, samples: list[Sample], now: float) -> None:
         """Append `samples`, none or one per live sequence, and end the sequences that they complete."""
+        self.tokens_generated += len(samples)
         metrics = request.metrics
         if samples and metrics.first_token_time is None:
             metrics.first_token_time = now

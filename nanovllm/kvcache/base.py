@@ -59,6 +59,7 @@ class KVStats:
     transfers: TransferCount
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
     layer_buffer_bytes: int = 0  # allocated for it, beyond num_gpu_blocks
+    blocks_in_flight: tuple[int, ...] = ()  # physical ids of the blocks that the step in progress has in ring slots
 
 
 class KVCacheBase(ABC):
@@ -109,4 +110,5 @@ class KVCacheBase(ABC):
             transfers=engine.transfers,
             layerwise_memory=engine.layerwise_memory,
             layer_buffer_bytes=engine.layer_buffer.nbytes,
+            blocks_in_flight=engine.blocks_in_flight,
         )

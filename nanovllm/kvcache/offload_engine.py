@@ -117,6 +117,12 @@ class OffloadEngine:
         """Copies and bytes since the engine was created, counted where they are issued."""
         return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
 
+    @property
+    def blocks_in_flight(self) -> tuple[int, ...]:
+        """Physical ids of the host blocks in ring slots: of the acquired group and of those that are being loaded."""
+        groups = self._groups[self._next : self._next + self._num_groups]
+        return tuple(self.split.resident_blocks + use.host_block for group in groups for use in group)
+
     def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
         """Count copies, or host blocks, one layer of each, that the CPU attended to."""
         self._counts[kind][0] += number

@@ -19,9 +19,11 @@ from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.chat import create_chat_completion
 from nanovllm.server.completions import create_completion
 from nanovllm.server.http_errors import respond_to_error
+from nanovllm.server.kv_events import KVCacheEvents
 from nanovllm.server.limits import Admission, Gate
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.openapi import openapi
+from nanovllm.server.page import kv_cache_events, show_page
 from nanovllm.server.serving import Serving
 from nanovllm.server.settings import ServerSettings
 
@@ -33,7 +35,8 @@ def build_app(engine: AsyncLLM, settings: ServerSettings, admission: Admission |
     admission = Admission(engine, settings.max_queue) if admission is None else admission
     defaults = engine.llm.get_default_sampling_params()
     metrics = ServerMetrics(engine.llm, settings.model_name)
-    serving = Serving(engine, settings, admission, metrics, defaults)
+    kv_events = KVCacheEvents(engine, is_over=lambda: admission.draining or engine.error is not None)
+    serving = Serving(engine, settings, admission, metrics, kv_events, defaults)
     middleware = [Middleware(Gate, settings=settings, admission=admission)]
     if settings.allowed_origins:
         origins = settings.allowed_origins
@@ -57,6 +60,8 @@ def _routes(serving: Serving) -> list[BaseRoute]:
         return Route(path, respond, methods=[method])
 
     return [
+        *([route("/", "GET", show_page)] if serving.settings.ui else []),
+        route("/v1/kv-cache/events", "GET", kv_cache_events),
         route("/v1/completions", "POST", create_completion),
         route("/v1/chat/completions", "POST", create_chat_completion),
         route("/v1/models", "GET", models.list_models),

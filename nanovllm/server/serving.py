@@ -18,6 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.generation import Generation
 from nanovllm.server.http_errors import ApiError, invalid
+from nanovllm.server.kv_events import KVCacheEvents
 from nanovllm.server.limits import Admission, check_model, read_body
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.settings import ServerSettings
@@ -34,6 +35,7 @@ class Serving:
     settings: ServerSettings
     admission: Admission
     metrics: ServerMetrics
+    kv_events: KVCacheEvents
     defaults: SamplingParams  # those that the checkpoint recommends
     templates: TemplateProcess = field(default_factory=TemplateProcess)  # renders chat templates
     started: int = field(default_factory=lambda: int(time.time()))

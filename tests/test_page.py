@@ -1,0 +1,162 @@
+"""The page at `/` and the events beside it, as the server sends them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+import pytest
+from server_helpers import CACHE, ask, eventually, listening, make_served_model, settings
+
+from nanovllm.server import page
+from nanovllm.server.app import build_app
+from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.page import PAGE
+
+HTML = PAGE.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    with AsyncLLM(make_served_model(tmp_path_factory.mktemp("model")), **CACHE) as engine:
+        yield engine
+
+
+# ---- the file
+
+
+class Markup(HTMLParser):
+    """All tags with their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def markup() -> Markup:
+    parser = Markup()
+    parser.feed(HTML)
+    assert len(parser.tags) > 50
+    return parser
+
+
+def test_nothing_is_loaded_from_elsewhere(markup: Markup) -> None:
+    for tag, attributes in markup.tags:
+        for name in ("src", "href", "action", "srcset", "poster", "data"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+    addresses = set(re.findall(r"\w+://[^\s'\"]+", HTML))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "the name of SVG, in the icon"
+    assert "@import" not in HTML and "url(" not in HTML
+
+
+def test_no_text_becomes_markup_and_no_script_is_made(markup: Markup) -> None:
+    sinks = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc|createContextualFragment"
+    )
+    assert not re.findall(sinks, HTML)
+    for tag, attributes in markup.tags:
+        assert not [name for name in attributes if name.startswith("on") or name == "style"], (tag, attributes)
+
+
+def test_every_field_and_picture_has_a_name(markup: Markup) -> None:
+    labelled = {attributes.get("for") for tag, attributes in markup.tags if tag == "label"}
+    within = re.findall(
+        r"<label[^>]*>(?:(?!</label>).)*<(?:input|select|textarea)[^>]*id=\"([^\"]+)\"", HTML, re.DOTALL
+    )
+    for tag, attributes in markup.tags:
+        if tag in ("input", "select", "textarea"):
+            named = attributes.get("aria-label") or attributes["id"] in labelled or attributes["id"] in within
+            assert named, attributes
+    ids = [attributes["id"] for _, attributes in markup.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r"\$\(\"([a-z-]+)\"\)", HTML))
+    assert used and used <= set(ids)
+
+
+# ---- what the server sends
+
+
+def test_the_policy_allows_the_script_and_style_of_the_file_alone(engine: AsyncLLM) -> None:
+    answer = ask(engine, "/")
+    assert answer.status_code == 200 and answer.text == HTML
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'" and policy["require-trusted-types-for"] == "'script'"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+
+
+def test_the_page_can_be_turned_off(engine: AsyncLLM) -> None:
+    answer = ask(engine, "/", ui=False)
+    assert answer.status_code == 404 and answer.json()["error"]["message"] == "there is no /"
+    paths = {getattr(route, "path", None) for route in build_app(engine, settings(ui=False)).routes}
+    assert "/v1/kv-cache/events" in paths
+
+
+def test_the_page_is_free_and_the_events_need_the_key(engine: AsyncLLM) -> None:
+    assert ask(engine, "/", api_keys=("secret",)).status_code == 200
+    refused = ask(engine, "/v1/kv-cache/events", api_keys=("secret",))
+    assert refused.status_code == 401 and "API key" in refused.json()["error"]["message"]
+
+
+def read_events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    for line in answer.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_events_over_a_socket_while_a_prompt_is_answered(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[object] = []
+    watch_steps = engine.llm.watch_steps
+    monkeypatch.setattr(engine.llm, "watch_steps", lambda on_layer: (watched.append(on_layer), watch_steps(on_layer)))
+    with listening(engine) as (_, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with client.stream("GET", "/v1/kv-cache/events") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            found = read_events(answer)
+            name, layout = next(found)
+            assert name == "layout" and layout["tiers"]["device"] == 160
+            cells = bytearray(sum(layout["tiers"].values()))
+            body = {"model": "tiny", "prompt": "a b c " * 60, "max_tokens": 8, "ignore_eos": True}
+            client.post("/v1/completions", json=body).raise_for_status()
+            for name, snapshot in found:
+                assert name == "snapshot"
+                for first, count, state in snapshot["runs"]:
+                    cells[first : first + count] = bytes([state]) * count
+                if snapshot["totals"]["output_tokens"] >= 8 and not snapshot["requests"]["running"]:
+                    break
+            assert cells.count(layout["states"].index("cached")) >= 240 // 16
+            assert watched[-1] is not None
+        assert eventually(lambda: watched[-1] is None), "without a client the steps are watched no longer"
+
+
+def test_too_many_listeners_are_refused(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MAX_LISTENERS", 0)
+    answer = ask(engine, "/v1/kv-cache/events")
+    assert answer.status_code == 429 and "listen to the KV cache" in answer.json()["error"]["message"]
+
+
+def test_a_draining_server_ends_the_streams(engine: AsyncLLM) -> None:
+    with listening(engine) as (server, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with client.stream("GET", "/v1/kv-cache/events") as answer:
+            found = read_events(answer)
+            next(found)
+            server.handle_exit(15, None)
+            assert len(list(found)) <= 2
+        assert eventually(lambda: server.should_exit)

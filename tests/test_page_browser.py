@@ -1,0 +1,332 @@
+"""The page in headless Chromium: a document is dropped, asked about and answered. Needs Playwright and Chromium."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from server_helpers import listening, make_served_model, nothing_left
+
+from nanovllm.server.async_llm import AsyncLLM
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'nanovllm[server-test]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+OFFLOADED = {
+    "device": "cpu",
+    "enable_cpu_offload": True,
+    "kvcache_block_size": 16,
+    "num_gpu_blocks": 6,
+    "num_cpu_blocks": 80,
+    "max_num_batched_tokens": 32,
+}
+DOCUMENT = "The label on the bottle says DRINK ME. " * 10
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><b>bold</b> & done"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    with AsyncLLM(make_served_model(tmp_path_factory.mktemp("model"), layers=4), **OFFLOADED) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def address(engine: AsyncLLM) -> Iterator[str]:
+    with listening(engine) as (_, port):
+        yield f"http://127.0.0.1:{port}/"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    yield from opened(browser, address)
+
+
+def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
+    """The page at this address. Errors of its script fail the test."""
+    page = browser.new_page(viewport={"width": 1360, "height": 900}, **options)
+    page.set_default_timeout(60_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(address)
+    yield page
+    page.close()
+    assert errors == []
+
+
+def live(page: Any) -> Any:
+    page.wait_for_selector("#live.on")
+    return page
+
+
+def drop(page: Any, name: str, content: str | bytes) -> None:
+    """Drop a file onto the page, as from a folder."""
+    content = list(content.encode() if isinstance(content, str) else content)
+    script = """([name, content]) => {
+        const moved = new DataTransfer();
+        moved.items.add(new File([new Uint8Array(content)], name));
+        for (const kind of ["dragover", "drop"])
+            document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: moved, bubbles: true, cancelable: true }));
+    }"""
+    page.evaluate(script, [name, content])
+
+
+def picture(page: Any) -> str:
+    script = "() => [...document.querySelectorAll('.tier canvas')].map(canvas => canvas.toDataURL()).join()"
+    return str(page.evaluate(script))
+
+
+def count(page: Any, state: str, tier: int) -> int:
+    """Blocks in a state, as the table says; tier 0 is the device."""
+    return int(page.locator(f"#counts tr[data-state={state}] td").nth(tier).inner_text().replace(",", ""))
+
+
+def ask(page: Any, question: str, longest: int = 12) -> None:
+    page.evaluate("longest => { document.querySelector('#max-tokens').value = longest; }", longest)
+    page.fill("#question", question)
+    page.keyboard.press("Enter")
+
+
+def answered(page: Any) -> Any:
+    page.wait_for_selector(".answer[aria-busy=false]")
+    return page.locator(".answer").last
+
+
+# ---- a document
+
+
+def test_a_dropped_document_is_asked_about_and_answered(page: Any, engine: AsyncLLM) -> None:
+    live(page)
+    free, before = count(page, "free", 0) + count(page, "free", 1), picture(page)
+    drop(page, "bottle.txt", DOCUMENT)
+    size = page.locator(".document .number", has_text="% of the context")
+    size.wait_for()
+    tokens = int(size.inner_text().split()[0])
+    assert tokens == len(engine.llm.get_tokenizer().encode(DOCUMENT))
+    ask(page, "What does the label say?")
+    first = answered(page)
+    page.wait_for_selector("#requests:has-text('0 running')")
+    assert re.search(r"\d+ tokens read · first token after [\d.]+ s · 12 tokens at", first.inner_text())
+    assert "cut at the longest answer" in first.inner_text()
+    assert picture(page) != before
+    cached = count(page, "cached", 0) + count(page, "cached", 1)
+    assert cached >= tokens // 16 and count(page, "free", 0) + count(page, "free", 1) == free - cached
+    ask(page, "And the bottle?")  # its document and the first turn are in the prefix cache
+    page.locator(".answer").nth(1).get_by_text("of them cached").wait_for()
+
+
+def test_files_that_are_no_texts_are_refused_in_words(page: Any) -> None:
+    for name, content, told in (
+        ("picture.png", b"\x89PNG\xff\xfe", "“picture.png” is not a text in UTF-8"),
+        ("zeros.txt", b"a\0b", "“zeros.txt” is not a text in UTF-8"),
+        ("empty.txt", b" \n", "“empty.txt” is empty"),
+    ):
+        drop(page, name, content)
+        page.locator("#notice", has_text=told).wait_for()
+        assert page.locator(".document").count() == 0
+
+
+def test_what_the_server_refuses_is_told_in_its_words(page: Any) -> None:
+    live(page)
+    drop(page, "long.txt", "many words and more " * 80)
+    page.locator(".document .number", has_text="tokens").wait_for()
+    ask(page, "What is it about?")
+    answer = answered(page)
+    assert re.search(r"\d[\d,]* tokens", answer.locator(".failure").inner_text())
+    assert page.input_value("#question") == "What is it about?", "the question can be asked again"
+    assert page.locator("#documents .document").count() == 1
+
+
+# ---- what the model writes
+
+
+def chunks(*texts: str) -> str:
+    sent = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]} for text in texts]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in sent) + "data: [DONE]\n\n"
+
+
+def test_what_the_model_writes_stays_text(page: Any) -> None:
+    live(page)
+    body = chunks(*(HOSTILE[i : i + 7] for i in range(0, len(HOSTILE), 7)))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    drop(page, HOSTILE.replace("/", "") + ".txt", HOSTILE)
+    page.locator(".document .number", has_text="tokens").wait_for()
+    ask(page, HOSTILE)
+    answer = answered(page)
+    assert answer.locator(".words").inner_text() == HOSTILE
+    assert page.locator(".question .words").inner_text() == HOSTILE
+    assert page.locator("#turns").locator("script, img, b").count() == 0
+    assert page.evaluate("() => window.hacked") is None
+
+
+def test_markup_in_errors_stays_text(page: Any) -> None:
+    live(page)
+    body = json.dumps({"error": {"message": HOSTILE, "type": "server_error", "param": None, "code": None}})
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=500, body=body))
+    ask(page, "Hello")
+    assert answered(page).locator(".failure").inner_text() == HOSTILE
+    page.unroute("**/v1/chat/completions")
+    broken = chunks("So far")[: -len("data: [DONE]\n\n")] + f"data: {body}\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=broken, content_type="text/event-stream"))
+    ask(page, "Hello again")
+    page.locator(".answer").nth(1).locator(".failure").wait_for()
+    assert page.locator(".answer").nth(1).locator(".words").inner_text() == "So far"
+    assert page.evaluate("() => window.hacked") is None
+
+
+# ---- stopping
+
+
+def test_escape_stops_the_answer_and_the_engine(page: Any, engine: AsyncLLM) -> None:
+    live(page)
+    ask(page, "Tell me everything", longest=900)
+    page.locator(".answer .words:not(:empty)").wait_for()
+    page.keyboard.press("Escape")
+    assert "stopped" in answered(page).inner_text()
+    with ThreadPoolExecutor(1) as other:  # Playwright's event loop is this thread's
+        assert other.submit(nothing_left, engine).result()
+
+
+# ---- without a mouse, in the dark
+
+
+def focused(page: Any) -> str:
+    return str(page.evaluate("() => document.activeElement.id || document.activeElement.className"))
+
+
+def test_everything_can_be_done_by_keyboard(page: Any) -> None:
+    live(page)
+    assert focused(page) == "question"
+    drop(page, "bottle.txt", DOCUMENT)
+    page.locator(".document .number", has_text="tokens").wait_for()
+    reached = []
+    for _ in range(14):
+        page.keyboard.press("Tab")
+        reached.append(focused(page))
+    assert {"new", "turns", "question", "add", "more", "send"} <= set(reached)
+    page.locator("#more").focus()
+    page.keyboard.press("Enter")
+    for field in ("system", "temperature", "max-tokens"):
+        page.keyboard.press("Tab") if field != "system" else page.locator("#system").focus()
+        assert focused(page) == field
+    page.locator("#max-tokens").fill("8")
+    page.get_by_role("button", name="Remove bottle.txt").focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".document").count() == 0 and focused(page) == "question"
+    page.keyboard.type("Hello")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("there")
+    page.keyboard.press("Enter")
+    answered(page)
+    assert page.locator(".question .words").inner_text() == "Hello\nthere"
+    assert focused(page) == "question"
+    assert page.locator("#spoken").inner_text() == "The answer is complete."
+
+
+CONTRAST = """(selectors) => {
+    const light = text => {
+        const [r, g, b] = text.match(/[\\d.]+/g).map(value => value / 255)
+            .map(value => value <= .03928 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4);
+        return .2126 * r + .7152 * g + .0722 * b;
+    };
+    const ground = element => {
+        for (let at = element; at; at = at.parentElement) {
+            const colour = getComputedStyle(at).backgroundColor;
+            if (!/, 0\\)$|transparent/.test(colour)) return colour;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    return selectors.map(selector => {
+        const element = document.querySelector(selector);
+        const [a, b] = [light(getComputedStyle(element).color), light(ground(element))].sort((x, y) => y - x);
+        return (a + .05) / (b + .05);
+    });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_in_dark_and_light(scheme: str, browser: Any, address: str) -> None:
+    for page in opened(browser, address, color_scheme=scheme):
+        live(page)
+        ask(page, "Hello")
+        answered(page)
+        page.evaluate("() => { document.querySelector('#notice').hidden = false; }")
+        texts = [".answer .words", ".question .words", ".figures", "#sizes", "#send", "#add", "#more", "#notice", "th"]
+        contrasts = page.evaluate(CONTRAST, texts)
+        assert min(contrasts) >= 4.5, dict(zip(texts, contrasts, strict=True))
+        ground = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        brightness = sum(int(part) for part in re.findall(r"\d+", ground)[:3]) / 3
+        assert (brightness > 128) == (scheme == "light")
+
+
+def test_the_page_fits_a_phone(browser: Any, address: str) -> None:
+    for page in opened(browser, address):
+        page.set_viewport_size({"width": 360, "height": 740})
+        live(page)
+        width = page.evaluate("() => document.documentElement.scrollWidth")
+        assert width <= 360
+
+
+# ---- keys
+
+
+def test_the_key_is_asked_for_and_kept_for_the_tab(browser: Any, engine: AsyncLLM) -> None:
+    with listening(engine, api_keys=("right-key",)) as (_, port):
+        for page in opened(browser, f"http://127.0.0.1:{port}/"):
+            page.wait_for_selector("#key-dialog[open]")
+            page.keyboard.type("wrong-key")
+            page.keyboard.press("Enter")
+            page.locator("#key-error", has_text="a valid API key is needed").wait_for()
+            page.fill("#key-value", "right-key")
+            page.keyboard.press("Enter")
+            live(page)
+            ask(page, "Hello")
+            assert answered(page).locator(".failure").count() == 0
+            page.reload()
+            live(page)
+            assert page.evaluate("() => [localStorage.length, document.cookie]") == [0, ""]
+
+
+# ---- a large cache
+
+
+def test_the_picture_of_100_000_blocks_is_drawn_quickly(page: Any) -> None:
+    live(page)
+    seconds = page.evaluate(
+        """async () => {
+            listening.abort();
+            layout = { ...layout, tiers: { device: 20000, host: 80000, swap: 0 } };
+            makeTiers();
+            drawNow();
+            const runs = [];
+            for (let cell = 0; cell < 100000; cell += 7) runs.push([cell, 3, 1 + cell % 4]);
+            let best = Infinity;
+            for (let round = 0; round < 5; round++) {
+                const begin = performance.now();
+                applyRuns(runs.map(([cell, count, state]) => [cell, count, 1 + (state + round) % 4]));
+                drawNow();
+                best = Math.min(best, performance.now() - begin);
+            }
+            return best / 1000;
+        }"""
+    )
+    total = sum(
+        count(page, state, tier) for state in ("used", "filling", "in_flight", "cached", "free") for tier in (0, 1)
+    )
+    assert total == 100_000 and count(page, "free", 0) + count(page, "free", 1) == 100_000 - 3 * 14_286
+    assert seconds < 1.5  # far less where nothing else runs
