@@ -21,7 +21,7 @@ import torch
 from benchmarks.report import machine_facts
 from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import attend_batch
-from nanovllm.ops.cpu_isa import instruction_sets
+from nanovllm.ops.cpu_kernels import instruction_sets
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 CONTEXT, PREFILL_ROWS, BLOCK_SIZE = 32768, 2048, 4096

@@ -28,7 +28,7 @@ from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops import cpu_isa, cpu_linear
+from nanovllm.ops import cpu_kernels
 
 MANY_ROWS = 64  # with at least this many, a pass takes one copy of the weights, since it is limited by computing
 
@@ -82,7 +82,7 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
             narrow = torch.randn(count, in_features).to(shape.dtype)
             wide = weights[: max(1, copies // 2)].float()  # as many bytes
             works = (
-                partial(seconds, cpu_linear.cpu_linear, narrow, weights),
+                partial(seconds, cpu_kernels.cpu_linear, narrow, weights),
                 partial(seconds, F.linear, narrow, weights),
                 partial(seconds, F.linear, narrow.float(), wide),
                 peaks.read_gb_s,
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
     with open_shape(args.model, 1, args.dtype) as shape:
         facts, load = machine_facts("cpu"), OtherLoad()
-        isa = cpu_isa.choose()
+        isa = cpu_kernels.choose()
         machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
         print(f"{shape.name} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
         print(f"{'in x out':>24} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9}"

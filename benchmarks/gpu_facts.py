@@ -24,7 +24,7 @@ from typing import Any
 
 # Imported by the parts of the GPU check; the last ones are optional.
 NEEDED = ("torch", "triton", "pybind11", "setuptools", "pytest", "hypothesis", "transformers", "safetensors")
-NEEDED += ("tokenizers", "xxhash", "numpy", "tqdm")
+NEEDED += ("tokenizers", "xxhash", "numpy")
 USEFUL = ("xdist", "flash_attn", "flash_attn_interface")
 DISTRIBUTIONS = {"xdist": "pytest-xdist"}
 MEMINFO = ("MemTotal", "MemFree", "MemAvailable", "SwapTotal", "HugePages_Total", "Mlocked")

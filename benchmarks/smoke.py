@@ -198,7 +198,7 @@ class Smoke:
     def backends(self) -> list[AttentionBackend]:
         if self.device == "cuda":
             return cuda_backends(torch.device("cuda", torch.cuda.current_device()), HEAD_DIM)
-        from nanovllm.ops.native_attention import NativeAttention
+        from nanovllm.ops.cpu_attention import NativeAttention
 
         return [NativeAttention()]
 

@@ -28,7 +28,8 @@ from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.planner.measure import in_groups
 
 LAYOUTS = {"streams for groups of slots": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}
@@ -67,14 +68,13 @@ class Ring:
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():
             engine.begin(runs)
-            for run in runs:
-                slots, _ = engine.acquire(run[0])
+            for index, run in enumerate(runs):
+                engine.acquire(run[0].layer, run[0].host_block)
                 for _ in run if computes else ():
                     torch.mm(self._matrix, self._matrix)
-                if stores:
-                    tokens = layout.block_size
-                    written = zip(slots, run, strict=True)
-                    engine.store([SlotTokens(slot, use.layer, use.host_block, 0, tokens) for slot, use in written])
+                if stores:  # all tokens, though the blocks were loaded with all of theirs
+                    written = [RingUse(use.layer, use.host_block, 0, layout.block_size) for use in run]
+                    engine.offload_slot_layer(index % (engine.split.ring_slots // engine.group_slots), written)
                 engine.release()
         engine.synchronize()
         moved = engine.transfers - before

@@ -1,6 +1,6 @@
 // A decoder layer on few rows, but for its attention: what comes before in one call, what comes after in another. The
 // kernels are those of cpu_linear and cpu_rows, in the order in which nanovllm/models/decoder.py calls them; saved is the
-// way through Python between them. nanovllm/ops/cpu_layer.py checks shapes and dtypes before it comes here.
+// way through Python between them. nanovllm/ops/cpu_kernels.py checks shapes and dtypes before it comes here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

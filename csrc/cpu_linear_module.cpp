@@ -1,4 +1,4 @@
-// Linear layers as Python calls them: addresses in, nothing kept. nanovllm/ops/cpu_linear.py checks shapes and dtypes
+// Linear layers as Python calls them: addresses in, nothing kept. nanovllm/ops/cpu_kernels.py checks shapes and dtypes
 // before it comes here.
 #include <pybind11/pybind11.h>
 #if defined(__linux__)

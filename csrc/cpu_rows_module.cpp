@@ -1,4 +1,4 @@
-// Row-wise work as Python calls it: addresses in, nothing kept. nanovllm/ops/cpu_rows.py checks shapes and dtypes
+// Row-wise work as Python calls it: addresses in, nothing kept. nanovllm/ops/cpu_kernels.py checks shapes and dtypes
 // before it comes here. Sources and targets are (address, stride in elements).
 #include "cpu_rows.h"
 

@@ -130,9 +130,9 @@ def show_speed(first: RequestOutput) -> None:
     """Print the first question's rates and the process's peak memory."""
     metrics = first.metrics
     prefill_seconds = (metrics.ttft or 0.0) - (metrics.queue_time or 0.0)
-    _row("prefill", f"{metrics.prefill_tokens / prefill_seconds:,.0f} tok/s", f"{prefill_seconds:.1f} s")
-    if metrics.tpot:
-        _row("decode", f"{1 / metrics.tpot:,.0f} tok/s")
+    _row("prefill", f"{metrics.prefill_rate or 0.0:,.0f} tok/s", f"{prefill_seconds:.1f} s")
+    if metrics.decode_rate:
+        _row("decode", f"{metrics.decode_rate:,.0f} tok/s")
     _row("peak process memory", _mib(peak_rss_bytes()))
 
 
@@ -154,9 +154,9 @@ def run(model_dir: str, args: argparse.Namespace) -> bool:
     with open_llm(model_dir, args, len(exam.positions)) as llm:
         before = llm.kv_stats()
         # The first question runs alone, since the prediction is for one request. The others reuse its prefix.
-        outputs = llm.generate([first], params, use_tqdm=False)
+        outputs = llm.generate([first], params, use_tqdm=sys.stderr.isatty())
         after = llm.kv_stats()
-        outputs += llm.generate(others, params, use_tqdm=False)
+        outputs += llm.generate(others, params, use_tqdm=sys.stderr.isatty())
     answers_right = show_answers(exam, outputs)
     show_sizes(outputs[0], after)
     predicted = predict(after, len(outputs[0].prompt_token_ids), args.max_num_batched_tokens)

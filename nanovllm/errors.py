@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 MOST_QUOTED = 200  # characters of a value in a message
 MOST_TOLD = 500  # characters of another library's error in a message
 NEAR = 0.7  # similarity (difflib's ratio) from which on a valid name is a likely correction
 
 
-class ConfigError(ValueError):
+class RefusedError(ValueError):
+    """Something that cannot be served. changes: sets of engine arguments, each of which would make it possible."""
+
+    def __init__(self, message: str, changes: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.changes = tuple(changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do about a prompt that is too long: the end of a sentence, and `changes` as of RefusedError."""
+
+    text: str
+    changes: Sequence[Mapping[str, Any]] = ()
+
+
+class ConfigError(RefusedError):
     """An engine argument that cannot be honoured."""
 
 
-class RequestError(ValueError):
+class RequestError(RefusedError):
     """A prompt or a sampling parameter that cannot be served. Nothing was added to the engine."""
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from nanovllm.ops.attention import SequenceMetadata
@@ -26,18 +25,17 @@ class KVCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WatchedKVCache:
-    """A KV cache that reports the progress of a step: the share of the layers that have begun.
+    """A KV cache that reports the progress of a step: before each layer's attention, the number of its tokens.
 
     On a GPU a layer begins when it is issued, ahead of its computation.
     """
 
     kv_cache: KVCache
-    num_layers: int
-    on_layer: Callable[[float], None]
+    on_attend: Callable[[int], None]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `KVCache`."""
-        self.on_layer(layer / self.num_layers)
+        self.on_attend(q.shape[0])
         return self.kv_cache.attend(layer, q, k, v, ctx)
 
 
@@ -49,13 +47,3 @@ class ForwardContext:
     rope_lengths: Tensor  # int64 [tokens]: max(prompt length, position + 1), which dynamic RoPE scales by
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
-
-
-def positions_of(sequence: SequenceMetadata) -> Tensor:
-    """Positions of one sequence's rows, int64 [query_len], on the host."""
-    return torch.arange(sequence.context_len, sequence.total_len, dtype=torch.int64)
-
-
-def flat_positions(sequences: Sequence[SequenceMetadata]) -> Tensor:
-    """Positions of a flat batch of at least one sequence, int64 [tokens], in batch order, on the host."""
-    return torch.cat([positions_of(sequence) for sequence in sequences])

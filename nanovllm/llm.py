@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,7 +20,6 @@ from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.base import KVStats
 from nanovllm.model_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
-from nanovllm.progress_bar import ProgressBar
 from nanovllm.prompts import (
     Message,
     Prompt,
@@ -250,13 +249,13 @@ class LLM:
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
-    def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
-        """Call `on_layer` before every layer of every step with the share of the layers that are done; None ends that.
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
+        """Call `on_layer` before every layer of every step with the share of the step that is done; None ends that.
 
-        The function may read `metrics` and the like, and may not run requests. If it raises, the error is logged and
-        the function is not called again.
+        Returns the function that was called before. The function may read `metrics`, `engine.progress(share)` and the
+        like, and may not run requests. If it raises, the error is logged and the function is not called again.
         """
-        self._runner.watch_steps(on_layer)
+        return self._runner.watch_steps(on_layer)
 
     def kv_stats(self) -> KVStats:
         """Sizes of the KV memory and bytes copied between its tiers so far."""
@@ -307,10 +306,13 @@ class LLM:
     def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
         """The final outputs of the calls, in order."""
         finished: dict[str, RequestOutput] = {}
-        with ProgressBar(len(calls), use_tqdm) as bar, closing(self._steps(calls)) as steps:
+        side = sides.progress_bar() if use_tqdm else None
+        bar = side.ProgressBar(len(calls), self.engine.progress, self.watch_steps) if side is not None else None
+        with bar or nullcontext(), closing(self._steps(calls)) as steps:
             for outputs in steps:
                 finished.update((output.request_id, output) for output in outputs)
-                bar.update(outputs, self.engine.progress)
+                if bar is not None:
+                    bar.update(outputs)
         return [finished[call.request_id] for call in calls]
 
     def _calls(

@@ -34,8 +34,11 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on the `time.monotonic` clock, counts in tokens, and KV bytes copied between the tiers.
+    """When a request arrived, ran and ended, and what it took. `as_dict` has all of it.
 
+    Times are in seconds since the epoch, as of `time.time()`; their differences are exact even if the system's clock
+    is set meanwhile (`engine.clock`). Durations are in seconds, rates in tokens per second; None until they are known.
+    Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
     prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
     prefix cache when the request first ran. decode_tokens: generated tokens without the first of each sequence.
     preemptions: by swap (`swaps`) or by recompute. A block that several sequences share is loaded once per step, and
@@ -56,21 +59,56 @@ class RequestMetrics:
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds from arrival to the first step that computed something."""
+        """From arrival to the first step that computed something."""
         return _between(self.arrival_time, self.first_scheduled_time)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first generated token."""
+        """Time to first token, from arrival."""
         return _between(self.arrival_time, self.first_token_time)
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per generated token after the first; None if there is none."""
+        """Time per generated token after the first; None if there is none."""
         decode_time = _between(self.first_token_time, self.finished_time)
         if decode_time is None or self.decode_tokens == 0:
             return None
         return decode_time / self.decode_tokens
+
+    @property
+    def e2e_latency(self) -> float | None:
+        """From arrival to the end."""
+        return _between(self.arrival_time, self.finished_time)
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Computed prompt tokens per second, from the first step to the first token."""
+        seconds = _between(self.first_scheduled_time, self.first_token_time)
+        return self.prefill_tokens / seconds if seconds else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Generated tokens per second after the first, of all sequences of the request together."""
+        return 1 / self.tpot if self.tpot else None
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Everything by a name with its unit, as the command line writes it: _s seconds, _tok_s tokens per second."""
+        return {
+            "arrival_time_s": self.arrival_time,
+            "queue_time_s": self.queue_time,
+            "ttft_s": self.ttft,
+            "tpot_s": self.tpot,
+            "e2e_latency_s": self.e2e_latency,
+            "prefill_tok_s": self.prefill_rate,
+            "decode_tok_s": self.decode_rate,
+            "prefill_tokens": self.prefill_tokens,
+            "decode_tokens": self.decode_tokens,
+            "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
+            "swaps": self.swaps,
+            "h2d_bytes": self.h2d_bytes,
+            "d2h_bytes": self.d2h_bytes,
+        }
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -60,7 +60,9 @@ class StructuredOutputsParams:
 class _Named(type):
     """Checks the names before an object is made. vLLM's parameters that mean nothing here are left out."""
 
-    def __call__(cls, **params: Any) -> Any:
+    def __call__(cls, *values: Any, **params: Any) -> Any:
+        if values:
+            raise TypeError(f"{cls.__name__} takes its parameters by name, such as temperature=0.8")
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
         return super().__call__(**own)

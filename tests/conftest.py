@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests that use the fixture `instruction_set` run once for each that this machine has; fast ones on the best."""
     if "instruction_set" in metafunc.fixturenames:
-        from nanovllm.ops.cpu_isa import instruction_sets
+        from nanovllm.ops.cpu_kernels import instruction_sets
 
         best, *others = instruction_sets()
         slow = [pytest.param(isa, marks=pytest.mark.slow) for isa in others]
@@ -50,10 +50,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes this machine, to the kernels that choose at run time, one whose best instruction set is this one."""
-    from nanovllm.ops import cpu_isa
+    from nanovllm.ops import cpu_kernels
 
-    own = cpu_isa.instruction_sets()
-    monkeypatch.setattr(cpu_isa, "instruction_sets", lambda: own[own.index(request.param) :])
+    own = cpu_kernels.instruction_sets()
+    monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: own[own.index(request.param) :])
     return str(request.param)
 
 

@@ -16,8 +16,8 @@ from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import model_runner
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
-from nanovllm.ops.host_attention import HostAttention
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
+from nanovllm.ops.cpu_attention import HostAttention
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 

@@ -23,10 +23,10 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
-from nanovllm.ops import cpu_linear, cpu_rows
+from nanovllm.ops import cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
-from nanovllm.ops.cpu_layer import FewRowLayer
-from nanovllm.ops.native_attention import NativeAttention
+from nanovllm.ops.cpu_attention import NativeAttention
+from nanovllm.ops.cpu_kernels import FewRowLayer
 from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB = 16, 97
@@ -154,8 +154,8 @@ class RowsOnCpu(NativeAttention):
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
-    norm, add_norm, gate = cpu_rows.rms_norm, cpu_rows.add_rms_norm_, cpu_rows.silu_and_mul
-    angles, power, product = cpu_rows.cos_sin, cpu_rows.powers, cpu_linear.cpu_linear
+    norm, add_norm, gate = cpu_kernels.rms_norm, cpu_kernels.add_rms_norm_, cpu_kernels.silu_and_mul
+    angles, power, product = cpu_kernels.cos_sin, cpu_kernels.powers, cpu_kernels.cpu_linear
 
     def into(function: Callable[..., Any]) -> Callable[..., None]:
         """`function` with its results written into tensors that are given first."""
@@ -197,13 +197,13 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         into(product)((y,), x, weight, bias)
         return y
 
-    monkeypatch.setattr(cpu_rows, "rms_norm", normed)
-    monkeypatch.setattr(cpu_rows, "add_rms_norm_", added_and_normed)
-    monkeypatch.setattr(cpu_rows, "silu_and_mul", gated)
-    monkeypatch.setattr(cpu_rows, "cos_sin", cos_sin)
-    monkeypatch.setattr(cpu_rows, "powers", powers)
-    monkeypatch.setattr(cpu_linear, "cpu_linear", multiplied)
-    monkeypatch.setattr(cpu_rows, "place_heads", device.kernel(cpu_rows.place_heads))
+    monkeypatch.setattr(cpu_kernels, "rms_norm", normed)
+    monkeypatch.setattr(cpu_kernels, "add_rms_norm_", added_and_normed)
+    monkeypatch.setattr(cpu_kernels, "silu_and_mul", gated)
+    monkeypatch.setattr(cpu_kernels, "cos_sin", cos_sin)
+    monkeypatch.setattr(cpu_kernels, "powers", powers)
+    monkeypatch.setattr(cpu_kernels, "cpu_linear", multiplied)
+    monkeypatch.setattr(cpu_kernels, "place_heads", device.kernel(cpu_kernels.place_heads))
     for name in ("project", "finish_"):
         method = getattr(FewRowLayer, name)
         recorded = device.kernel(method)

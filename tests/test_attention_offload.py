@@ -25,12 +25,12 @@ from nanovllm.device.ordering import OrderingCheck
 from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.budget import TransferCount, predict_transfers, split_device
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.ops import torch_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
-from nanovllm.ops.native_attention import NativeAttention
+from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 

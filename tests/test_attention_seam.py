@@ -16,8 +16,8 @@ from triton_mode import DEVICE, NARROW, TRITON_MARKS
 from nanovllm.errors import ConfigError
 from nanovllm.ops.attention import FEW_ROWS, AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.backends import cuda_backends, first_right, select_backend
+from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.flash_attention import FlashAttention
-from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_attention import TritonAttention

@@ -26,6 +26,7 @@ from nanovllm.cli.main import Parser
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 
+MILLIONS = {"max_model_len": 1_500_000, "max_num_batched_tokens": 8192}
 KINDS = {ENGINE: (EngineConfig, NO_ENGINE_FLAGS), SAMPLING: (SamplingParams, NO_SAMPLING_FLAGS)}
 
 
@@ -62,6 +63,8 @@ def test_what_is_not_given_is_left_to_the_engine(parser: argparse.ArgumentParser
         ("--enable-cpu-offload", {"enable_cpu_offload": True}, {}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}, {}),
         ("--dtype bfloat16 --device cpu --trace t.json", {"dtype": "bfloat16", "device": "cpu", "trace": "t.json"}, {}),
+        ("--max-model-len 32K --max-tokens 1Ki", {"max_model_len": 32_000}, {"max_tokens": 1024}),
+        ("--max-model-len 1.5m --max-num-batched-tokens 8ki", MILLIONS, {}),
         ("--max-model-len none", {"max_model_len": None}, {}),
         ("--gpu-memory-utilization .5", {"gpu_memory_utilization": 0.5}, {}),
         ("--temperature 0.5 --top-p=0.9 --top-k -1", {}, {"temperature": 0.5, "top_p": 0.9, "top_k": -1}),
@@ -82,7 +85,9 @@ def test_values(parser: argparse.ArgumentParser, words: str, engine: dict[str, A
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--max-model-len", "32K"], "--max-model-len: '32K' is not a whole number or none"),
+        (["--max-model-len", "32Q"], "--max-model-len: '32Q' is not a whole number or none"),
+        (["--max-model-len", "0.0001K"], "'0.0001K' is not a whole number or none"),
+        (["--max-model-len", "1.5"], "'1.5' is not a whole number or none"),
         (["--max-num-seqs", "none"], "--max-num-seqs: 'none' is not a whole number"),
         (["--top-p", "much"], "--top-p: 'much' is not a number"),
         (["--early-stopping", "maybe"], "'maybe' is not one of true, false, never"),

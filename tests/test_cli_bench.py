@@ -34,10 +34,10 @@ def test_rates_are_of_the_phases() -> None:
         metrics = RequestMetrics(0.0, 1 + offset, 4 + offset, 8 + offset, decode_tokens=tokens - 1)
         outputs.append(RequestOutput("", None, [1] * 30, [CompletionOutput(0, "", [1] * tokens)], True, metrics))
     run = Run.of(outputs)
-    assert run.prefill_rate == 60 / (5 - 1) and run.decode_rate == 6 / (9 - 4)
-    assert (run.ttft, run.tpot) == (4.5, (4 / 2 + 4 / 4) / 2)
+    assert run.prefill_tok_s == 60 / (5 - 1) and run.decode_tok_s == 6 / (9 - 4)
+    assert (run.ttft_s, run.tpot_s) == (4.5, (4 / 2 + 4 / 4) / 2)
     alone = RequestOutput("", None, [1], [], True, RequestMetrics(0.0, 1.0, 2.0, 2.0))
-    assert Run.of([alone]).decode_rate is None and Run.of([alone]).tpot is None
+    assert Run.of([alone]).decode_tok_s is None and Run.of([alone]).tpot_s is None
 
 
 def test_figures_for_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,12 +48,14 @@ def test_figures_for_programs(model: str, capsys: pytest.CaptureFixture[str]) ->
     assert [result["prompt_len"] for result in report["results"]] == [40, 90]
     for result in report["results"]:
         assert len(result["runs"]) == 2
-        for name in ("prefill_rate", "decode_rate", "ttft", "tpot"):
+        for name in ("prefill_tok_s", "decode_tok_s", "ttft_s", "tpot_s"):
             figures = [run[name] for run in result["runs"]]
             assert 0 < result[name]["low"] == min(figures) <= result[name]["median"] <= max(figures)
 
 
-def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.progress_bar.DELAY", 0.0)
+    monkeypatch.setattr("nanovllm.progress_bar.REPRINT", 0.0)
     assert bench(model, "--output-len", "1", "--progress", "--warmup", "0") == 0
     printed = capsys.readouterr()
     assert "2 x 40 tokens in, 1 out\nprefill " in printed.out and "2 x 90 tokens in" in printed.out
@@ -66,7 +68,7 @@ def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str]) -> N
     ("options", "told"),
     [
         (["--prompt-len", "5000"], "--prompt-len 5000 and --output-len 4 make 5004 tokens, and max_model_len is 256"),
-        (["--prompt-len", "0"], "'0' is not a whole number of at least 1"),
+        (["--prompt-len", "0"], "'0' is not a number of tokens of at least 1"),
         (["--repeats", "x"], "'x' is not a whole number"),
         (["--warmup", "-1"], "--warmup: '-1' is not a whole number of at least 0"),
         (["--temperature", "1"], "unknown argument '--temperature'"),

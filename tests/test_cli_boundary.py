@@ -205,7 +205,7 @@ def test_counts_of_plan_and_bench(model: str, value: str, capsys: pytest.Capture
         with pytest.raises(SystemExit) as stopped:
             main([word, "--model", model, "--prompt-len", value])
         told = capsys.readouterr().err
-        assert stopped.value.code == 2 and "--prompt-len: " in told and "is not a whole number" in told
+        assert stopped.value.code == 2 and "--prompt-len: " in told and "is not a number of tokens" in told
         assert len(told) < 600
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.cli import status
+from nanovllm import LLM, SamplingParams, progress_bar
+from nanovllm.cli.chat import Conversation
 from nanovllm.cli.main import main
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.model_runner import ModelRunner
 
 OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
@@ -65,7 +67,8 @@ def test_a_conversation_about_a_document(
     assert told[1][0] == document_blocks, "the document is computed once"
     assert told[2][0] > document_blocks and sum(told[2]) == lengths[1], "and so is the first turn"
     assert sum(told[3]) == sum(told[1]) and told[3][0] == (sum(told[1]) - 1) // 16 * 16, "as it was asked before"
-    assert re.search(r"8 generated at [\d.,]+ tok/s, length\]", printed.err)
+    cut = "length: the answer was cut at 8 tokens: raise --max-tokens, or ask it to go on]"
+    assert re.search(r"8 generated at [\d.,]+ tok/s, " + cut, printed.err)
     assert "/restart is not a command" in printed.err
 
 
@@ -152,13 +155,59 @@ def test_an_interrupt_while_the_document_is_read_or_twice_ends_it(
 def test_progress_of_a_long_document(
     model: str, document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "REPRINT", 0.0)
-    monkeypatch.setattr("nanovllm.progress_bar.LONG_PROMPT", 100)
+    monkeypatch.setattr(progress_bar, "REPRINT", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     options = ["--document", document, "--progress", "--max-num-batched-tokens", "150"]
     assert talk(monkeypatch, model, "", *options) == 0
     told = capsys.readouterr().err.splitlines()
-    shares = [int(line.split("prefill ")[1].split("%")[0]) for line in told if line.startswith("prefill")]
-    assert shares == sorted(shares) and shares[0] == 0 and len(shares) == 4
+    done = [int(line.split()[1]) for line in told if line.startswith("prefill")]
+    assert done == sorted(done) and done[0] == 0 and len(done) == 4, "two chunks in two layers"
+    assert told[0].startswith("loading ") and " tok/s in" in told[2] and " left" in told[2]
+
+
+def test_a_question_of_several_lines(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    prompt = Conversation.prompt
+    monkeypatch.setattr(Conversation, "prompt", lambda self, question: asked.append(question) or prompt(self, question))
+    lines = 'one\n"""\n  two\n\nthree \n"""\n"""four"""\n"""five\n/quit\nsix"""\n"""not ended\n'
+    assert talk(monkeypatch, model, lines, "--max-tokens", "1") == 0
+    assert asked == ["one", "two\n\nthree", "four", "five\n/quit\nsix", "not ended"]
+    assert capsys.readouterr().err.count("1 generated") == 5
+
+
+def test_an_answer_is_bounded_by_default_and_starts_from_what_the_checkpoint_recommends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[SamplingParams] = []
+    add = EngineClient.add
+
+    def noted(self: EngineClient, name: str, text: Any, params: SamplingParams, **others: Any) -> None:
+        used.append(params)
+        add(self, name, text, params, **others)
+
+    monkeypatch.setattr(EngineClient, "add", noted)
+    make_model(tmp_path)
+    for recommended, options, expected in (
+        ({}, [], (1024, 1.0)),
+        ({"temperature": 0.5, "top_k": 3}, [], (1024, 0.5)),
+        ({"temperature": 0.5, "max_new_tokens": 7}, ["--temperature", "0"], (7, 0.0)),
+        ({"max_new_tokens": 7}, ["--max-tokens", "none"], (None, 1.0)),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+        set_stdin(monkeypatch, b"hi\n")
+        command = ["chat", "--model", str(tmp_path), *SMALL_CACHE, "--max-model-len", "40", *options]
+        assert main(command) == 0
+        assert (used[-1].max_tokens, used[-1].temperature) == expected
+        assert used[-1].top_k == recommended.get("top_k", 0)
+
+
+def test_help_names_the_bound_of_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--max-tokens N most tokens to generate; none: up to max_model_len (default: 1024)" in said
 
 
 def test_at_a_terminal_there_is_a_prompt_and_an_interrupt_ends_it(

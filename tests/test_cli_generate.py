@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, generate, json_lines, make_model, set_stdin, write_jsonl
 
+import nanovllm
 import nanovllm.llm
-from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.cli import status
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, progress_bar
+from nanovllm.cli.main import main
 from nanovllm.cli.results import text_result
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.outputs import RequestMetrics
@@ -74,7 +77,9 @@ def test_prompts_come_from_everywhere_in_the_order_that_they_were_named(
     assert results[6]["source"] == f"{jsonl} line 3" and results[6]["num_prompt_tokens"] == 3
     assert [len(row) for row in results[6]["outputs"][0]["logprobs"]] >= [2] * 6
     assert results[6]["prompt_logprobs"][0] is None and results[5]["prompt_logprobs"] is None
-    assert results[0]["metrics"]["ttft"] > 0 and "arrival_time" not in results[0]["metrics"]
+    metrics = results[0]["metrics"]
+    assert metrics["e2e_latency_s"] >= metrics["ttft_s"] >= metrics["queue_time_s"] >= 0
+    assert abs(time.time() - metrics["arrival_time_s"]) < 600 and metrics["prefill_tok_s"] > 0
 
 
 def test_text_goes_to_a_file_a_line_for_each_prompt(
@@ -244,34 +249,106 @@ def test_a_failed_step_ends_its_requests_and_no_others(
     assert "out of luck" in printed.err and "2 of 3 prompts failed" in printed.err
 
 
+# ---- chat templates, and what the checkpoint recommends
+
+
+def test_prompts_as_messages(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rendered = ["<user>one<assistant>", "<system>be<user>one<assistant>", "<system>be<user>two<assistant>"]
+    assert generate(model, *rendered, "--json") == 0
+    texts = [result["outputs"][0]["text"] for result in json_lines(capsys.readouterr().out)]
+    assert generate(model, "--chat", "one") == 0
+    assert capsys.readouterr().out == f"{texts[0]}\n"
+    lines = write_jsonl(
+        tmp_path / "requests.jsonl",
+        {"prompt": "one"},
+        {"messages": [{"role": "user", "content": "two"}]},
+        {"prompt_token_ids": [1]},
+    )
+    assert generate(model, "--chat", "--system", "be", "--jsonl", lines, "--json") == 1
+    one, two, ids = json_lines(capsys.readouterr().out)
+    assert one["outputs"][0]["text"] == texts[1]
+    assert two["outputs"][0]["text"] == texts[2]
+    assert ids["error"] == "prompt_token_ids are no message, and --chat needs one: give prompt or messages"
+    assert generate(model, "--system", "be", "one") == 2
+    assert "--system is a message of a conversation: add --chat" in capsys.readouterr().err
+
+
+def test_sampling_starts_from_what_the_checkpoint_recommends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+    command = ["generate", "--model", str(tmp_path), *SMALL_CACHE, "--ignore-eos", "--json", "one"]
+    assert main(command) == 0
+    (recommended,) = json_lines(capsys.readouterr().out)
+    assert main([*command, "--max-tokens", "5", "--temperature", "0"]) == 0
+    (named,) = json_lines(capsys.readouterr().out)
+    tokens = [result["outputs"][0]["token_ids"] for result in (recommended, named)]
+    assert [len(of) for of in tokens] == [3, 5] and tokens[1][:3] == tokens[0]
+
+
+# ---- what it says of itself
+
+
+def test_version_and_verbose(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("nanovllm"), "propagate", False)  # to pytest, which has configured logging
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
+    assert generate(model, "one") == 0
+    assert capsys.readouterr().err == ""
+    assert generate(model, "one", "--verbose") == 0
+    said = capsys.readouterr().err
+    assert "# device blocks: 80, # host blocks: 0; longest prompt: 1024 tokens" in said
+    assert "stay on the device" in said and logging.getLogger("nanovllm").level == logging.NOTSET
+
+
+def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--num-gpu-blocks", "10"]
+    assert generate(model, "x" * 300, *few) == 1
+    *_, sentence, flags = capsys.readouterr().err.splitlines()
+    assert "as things are, prompts of up to 160 tokens fit" in sentence and flags.startswith("--")
+    assert generate(model, "x" * 300, *few, *flags.split()) == 0
+    assert capsys.readouterr().err == ""
+    assert generate(model, "x" * 300, *few, "--json") == 1
+    (result,) = json_lines(capsys.readouterr().out)
+    assert result["error"].endswith("prompts of up to 160 tokens fit")
+    assert generate(model, "one", *few, "--max-model-len", "200") == 2
+    assert capsys.readouterr().err.splitlines()[1] == "--max-model-len 160"
+
+
 # ---- progress
 
 
 def test_progress_says_where_a_long_prefill_is(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.progress_bar.LONG_PROMPT", 100)
-    monkeypatch.setattr(status, "REPRINT", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    monkeypatch.setattr(progress_bar, "REPRINT", 0.0)
     (tmp_path / "doc.txt").write_text("x" * 800)
     options = ["--file", str(tmp_path / "doc.txt"), "--progress", "--max-num-batched-tokens", "400"]
     assert generate(model, *options) == 0
     lines = capsys.readouterr().err.splitlines()
-    shares = [int(line.split("prefill ")[1].split("%")[0]) for line in lines if "prefill" in line]
-    assert shares == [0, 25, 50, 50, 75], "also within a step: two layers, two chunks"
-    assert "prefill 25% of 800 tokens" in lines[1] and lines[1].startswith("0 of 1 prompts, 1 running")
-    assert lines[-1].startswith("1 prompts, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
+    done = [int(line.split()[1]) for line in lines if line.startswith("prefill")]
+    assert done == [0, 200, 400, 600], "also within a step: two layers, two chunks"
+    assert lines[0].startswith("loading ") and lines[2].startswith("prefill 200 of 800 tokens (25%), ")
+    rate, left = lines[2].split(", ")[1:4:2]
+    assert rate.endswith(" tok/s in") and float(rate.split()[0].replace(",", "")) > 0 and left.startswith("about 0:")
+    assert lines[-1].startswith("1 prompt, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
+    assert lines[-1].endswith("; 1 of 1 cut at --max-tokens or max_model_len")
 
 
 def test_on_a_terminal_the_line_is_redrawn_and_erased(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "REDRAW", 0.0)
+    monkeypatch.setattr(progress_bar, "REDRAW", 0.0)
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     assert generate(model, "one") == 0
     shown = capsys.readouterr().err
     *drawn, last = shown.split("\r\x1b[K")
     assert len(drawn) > 3 and all("\n" not in line for line in drawn)
-    assert last.startswith("1 prompts, 3 tokens computed"), "the line is gone before the summary"
+    assert last.startswith("1 prompt, 3 tokens computed"), "the line is gone before the summary"
 
 
 # ---- Ctrl-C and closed pipes

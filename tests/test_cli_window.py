@@ -17,6 +17,7 @@ from nanovllm import CompletionOutput, RequestOutput, SamplingParams
 from nanovllm.cli import generate as command
 from nanovllm.cli.main import main
 from nanovllm.cli.prompts import Feed, Source
+from nanovllm.engine.progress import Progress
 from nanovllm.outputs import RequestMetrics
 
 
@@ -30,7 +31,7 @@ class SlowestFirst:
 
     def __init__(self) -> None:
         self.tokenizer = object()
-        self.scheduler = SimpleNamespace(running=[])
+        self.progress = Progress
         self.waiting: dict[str, str] = {}
         self.most = 0
         self.random = random.Random(0)
@@ -60,6 +61,12 @@ class FakeLLM:
     def __init__(self, engine: SlowestFirst) -> None:
         self.engine = engine
         self.config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=100)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
+    def watch_steps(self, on_layer: object) -> None:
+        raise AssertionError("progress is for terminals")
 
     def __enter__(self) -> FakeLLM:
         return self

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanovllm.ops import cpu_isa
+from nanovllm.ops import cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import attend_batch
 from nanovllm.ops.reference_attention import reference_attention
 
-ISAS = cpu_isa.instruction_sets()
+ISAS = cpu_kernels.instruction_sets()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OUTPUT_BOUND = {torch.bfloat16: 1e-2, torch.float16: 1e-5, torch.float32: 1e-5}
 LSE_BOUND = 1e-4

@@ -71,7 +71,7 @@ def test_the_host_runs_while_bytes_are_copied(device: CpuDevice) -> None:
     copy(device, torch.empty_like(big), big, stream)
     stream.record(done)
     counted = 0
-    while not done.flag.is_set():  # type: ignore[attr-defined]
+    while not done.reached.done():  # type: ignore[attr-defined]
         counted += 1
     assert counted > 100
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.layers.linear import linear
-from nanovllm.ops.cpu_layer import MAX_ROWS, FewRowLayer, few_row_layer
+from nanovllm.ops.cpu_kernels import MAX_LAYER_ROWS, FewRowLayer, few_row_layer
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
@@ -87,7 +87,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**30), st.integers(0, MAX_ROWS), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
+@given(st.integers(0, 2**30), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
 def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_norm: bool, dtype: torch.dtype) -> None:
     norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm))
     layer = few_row_layer(norms, products, EPS, HEAD_DIM)
@@ -114,7 +114,7 @@ def test_rows_that_are_not_taken() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
     layer = few_row_layer(norms, products, EPS, HEAD_DIM)
     assert layer is not None
-    assert not layer.takes(bf16(0, MAX_ROWS + 1, HIDDEN))
+    assert not layer.takes(bf16(0, MAX_LAYER_ROWS + 1, HIDDEN))
     assert not layer.takes(bf16(0, 1, HIDDEN).float())
     assert not layer.takes(bf16(0, 1, HIDDEN // 2))
     assert not layer.takes(bf16(0, HIDDEN, 2).T)

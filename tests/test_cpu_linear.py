@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import linear
-from nanovllm.ops import _cpu_kernels, cpu_isa
-from nanovllm.ops.cpu_linear import cpu_linear
+from nanovllm.ops import _cpu_kernels, cpu_kernels
+from nanovllm.ops.cpu_kernels import cpu_linear
 
-ISAS = cpu_isa.instruction_sets()
+ISAS = cpu_kernels.instruction_sets()
 FUSED = [isa for isa in ISAS if isa in ("avx512", "avx2")]
 SUM_INPUTS = 384  # of a sum block, twice as many where pairs of bf16 are multiplied
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -280,4 +280,4 @@ def test_the_environment_names_the_best_instruction_set(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="NANOVLLM_CPU_ISA=sse9 does not run on this machine; choose one of"):
         _cpu_kernels.instruction_sets()
     with pytest.raises(ConfigError, match="NANOVLLM_CPU_ISA=sse9"):
-        cpu_isa.instruction_sets.__wrapped__()  # what was asked before is not remembered
+        cpu_kernels.instruction_sets.__wrapped__()  # what was asked before is not remembered

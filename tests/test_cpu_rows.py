@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.layers import sampler
-from nanovllm.ops import cpu_rows
+from nanovllm.ops import cpu_kernels
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.torch_rows import rotate
 
@@ -181,7 +181,7 @@ def test_norms_and_heads_in_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_angles_are_cosines_and_sines() -> None:
     angles = torch.cat((torch.linspace(-7, 7, 999), torch.logspace(-6, 6, 1001))).view(20, 100)
-    cos, sin = cpu_rows.cos_sin(angles, 1.25)
+    cos, sin = cpu_kernels.cos_sin(angles, 1.25)
     exact = angles.double()
     torch.testing.assert_close(cos.double(), 1.25 * exact.cos().repeat(1, 2), rtol=0, atol=2.0**-22)
     torch.testing.assert_close(sin.double(), 1.25 * exact.sin(), rtol=0, atol=2.0**-22)
@@ -189,7 +189,7 @@ def test_angles_are_cosines_and_sines() -> None:
 
 def test_powers() -> None:
     bases, exponents = torch.logspace(-3, 7, 11, dtype=torch.float64), torch.linspace(-1, 2, 7, dtype=torch.float64)
-    torch.testing.assert_close(cpu_rows.powers(bases, exponents), bases[:, None] ** exponents, rtol=1e-15, atol=0)
+    torch.testing.assert_close(cpu_kernels.powers(bases, exponents), bases[:, None] ** exponents, rtol=1e-15, atol=0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -198,7 +198,7 @@ def test_softmax_is_torchs(seed: int, rows: int, width: int, size: float, log: b
     x = size * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
     x[:, 1::7] = -torch.inf
     exact = torch.log_softmax(x.double(), dim=-1) if log else torch.softmax(x.double(), dim=-1)
-    torch.testing.assert_close(cpu_rows.softmax(x, log=log).double(), exact, rtol=1e-5, atol=1e-5 if log else 1e-37)
+    torch.testing.assert_close(cpu_kernels.softmax(x, log=log).double(), exact, rtol=1e-5, atol=1e-5 if log else 1e-37)
 
 
 def test_a_draw_takes_the_largest_score_with_its_noise() -> None:
@@ -207,7 +207,7 @@ def test_a_draw_takes_the_largest_score_with_its_noise() -> None:
     scores[:, ::3] = -torch.inf
     tokens = torch.randperm(1000)[:333]
     expected = torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
-    assert torch.equal(cpu_rows.draw(scores, tokens, sampler.noise_starts(rows)), expected)
+    assert torch.equal(cpu_kernels.draw(scores, tokens, sampler.noise_starts(rows)), expected)
 
 
 # ---- rounding
@@ -278,10 +278,10 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
         return torch.cat((q, k, v), dim=1)
 
     found: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-        "angles": (lambda x: torch.cat(cpu_rows.cos_sin(x, 1.5), dim=1), [100 * wide]),
-        "softmax": (cpu_rows.softmax, [wide]),
-        "log softmax": (lambda x: cpu_rows.softmax(x, log=True), [wide]),
-        "draw": (lambda x, starts: cpu_rows.draw(x, tokens, starts), [wide, starts]),
+        "angles": (lambda x: torch.cat(cpu_kernels.cos_sin(x, 1.5), dim=1), [100 * wide]),
+        "softmax": (cpu_kernels.softmax, [wide]),
+        "log softmax": (lambda x: cpu_kernels.softmax(x, log=True), [wide]),
+        "draw": (lambda x, starts: cpu_kernels.draw(x, tokens, starts), [wide, starts]),
     }
     for dtype in DTYPES:
         x, y = (bf16(seed + i, rows, 200).to(dtype) for i in range(2))
@@ -347,10 +347,10 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     x, heads, cos = bf16(0, 2, 8), bf16(0, 2, 4, 8), torch.ones(2, 1, 8)
     kv, pool = {"k": heads[:, 2:3].clone(), "v": heads[:, 3:].clone()}, bf16(0, 3, 2, 1, 4, 8)
     calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-        "norm": (cpu_rows.rms_norm, {"x": x, "weight": x[0], "eps": EPS}),
-        "add": (cpu_rows.add_rms_norm_, {"residual": x.clone(), "x": x, "weight": x[0], "eps": EPS}),
+        "norm": (cpu_kernels.rms_norm, {"x": x, "weight": x[0], "eps": EPS}),
+        "add": (cpu_kernels.add_rms_norm_, {"residual": x.clone(), "x": x, "weight": x[0], "eps": EPS}),
         "heads": (
-            cpu_rows.place_heads,
+            cpu_kernels.place_heads,
             {
                 "heads": heads,
                 "weight": None,
@@ -361,15 +361,15 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
                 **kv,
             },
         ),
-        "activation": (cpu_rows.silu_and_mul, {"gate_up": x}),
-        "angles": (cpu_rows.cos_sin, {"angles": torch.ones(2, 8), "factor": 1.0}),
-        "powers": (cpu_rows.powers, {"bases": torch.ones(2).double(), "exponents": torch.ones(3).double()}),
-        "softmax": (cpu_rows.softmax, {"x": torch.ones(2, 8)}),
+        "activation": (cpu_kernels.silu_and_mul, {"gate_up": x}),
+        "angles": (cpu_kernels.cos_sin, {"angles": torch.ones(2, 8), "factor": 1.0}),
+        "powers": (cpu_kernels.powers, {"bases": torch.ones(2).double(), "exponents": torch.ones(3).double()}),
+        "softmax": (cpu_kernels.softmax, {"x": torch.ones(2, 8)}),
         "draw": (
-            cpu_rows.draw,
+            cpu_kernels.draw,
             {"scores": torch.ones(2, 8), "tokens": torch.arange(8), "starts": torch.zeros(2, dtype=torch.int64)},
         ),
-        "store": (cpu_rows.store_kv, {"pool": pool, **kv, "slots": torch.tensor([0, 11])}),
+        "store": (cpu_kernels.store_kv, {"pool": pool, **kv, "slots": torch.tensor([0, 11])}),
     }
     return calls[name]
 
@@ -380,7 +380,7 @@ def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         ("norm", {"weight": bf16(0, 7)}, "weight torch.bfloat16 (7,)"),
         ("norm", {"x": torch.zeros(2, 8)}, "x torch.float32 (2, 8)"),
         ("norm", {"x": bf16(0, 8, 2).T}, "strides (1, 2)"),
-        ("add", {"x": bf16(0, 3, 8)}, "x torch.bfloat16 (3, 8)"),
+        ("add", {"x": bf16(0, 3, 8)}, "addend torch.bfloat16 (3, 8)"),
         ("heads", {"q": bf16(0, 2, 3, 8)}, "q torch.bfloat16 (2, 3, 8)"),
         ("heads", {"v": bf16(0, 2, 2, 8)}, "v torch.bfloat16 (2, 2, 8)"),
         ("heads", {"k": bf16(0, 2, 1, 4)}, "k torch.bfloat16 (2, 1, 4)"),

@@ -12,9 +12,9 @@ from torch import Tensor
 from nanovllm.ops import backends
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState
 from nanovllm.ops.backends import cuda_backends, first_right, row_attention, select_backend
+from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, TunedEntry
-from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_attention import TritonAttention
 

@@ -25,13 +25,13 @@ from nanovllm.cuda_graphs.decode_graphs import LARGEST_BUCKET, DecodeGraphs, buc
 from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import profiling
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops import row_attention
+from nanovllm.ops.cpu_attention import NativeAttention
 from nanovllm.ops.flash_attention import FlashAttention
-from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.triton_attention import TritonAttention
 
 LAYERS = 2

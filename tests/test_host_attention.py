@@ -17,9 +17,7 @@ from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.cpu_attention import supports_head_dim
-from nanovllm.ops.host_attention import HostAttention, Meter, empty_task
-from nanovllm.ops.native_attention import NativeAttention
+from nanovllm.ops.cpu_attention import HostAttention, Meter, NativeAttention, empty_task, supports_head_dim
 
 LAYERS, BLOCKS, HEADS, KV_HEADS, BLOCK, HEAD_DIM = 3, 6, 4, 2, 16, 32
 SCALE = HEAD_DIM**-0.5

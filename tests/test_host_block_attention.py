@@ -190,7 +190,7 @@ def test_cpu_attention_runs_beside_the_launching_thread(model_dir: Path, monkeyp
         expected = token_ids(llm, prompt, greedy(4))
         device_call = threading.Event()
         threads: list[str] = []
-        device_attend = kv_cache(llm).attention._backend.attend
+        device_attend = kv_cache(llm)._backend.attend
 
         def on_host(attend: Callable[[], None]) -> None:
             threads.append(threading.current_thread().name)
@@ -202,7 +202,7 @@ def test_cpu_attention_runs_beside_the_launching_thread(model_dir: Path, monkeyp
             device_attend(*arguments)
 
         around_tasks(monkeypatch, on_host)
-        replace_attend(monkeypatch, kv_cache(llm).attention, on_device)
+        replace_attend(monkeypatch, kv_cache(llm), on_device)
         force_share(llm, 1.0)
         device_call.clear()
         assert token_ids(llm, prompt, greedy(4)) == expected

@@ -27,6 +27,7 @@ TORCH_FREE = (
     "nanovllm.cli.generate",
     "nanovllm.chat_template",
     "nanovllm.cli.main",
+    "nanovllm.cli.plan",
     "nanovllm.config",
     "nanovllm.errors",
     "nanovllm.memory_checks",

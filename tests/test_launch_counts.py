@@ -161,7 +161,7 @@ def check(counts: Counter[str], most: Counter[str]) -> None:
 
 def count_attention(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the backend count as well from now on."""
-    device, backend = llm._runner.device, kv_cache(llm).attention._backend
+    device, backend = llm._runner.device, kv_cache(llm)._backend
     assert isinstance(device, CountedDevice)
     attend = backend.attend
 

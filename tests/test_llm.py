@@ -295,13 +295,16 @@ def test_the_bar_shows_rates_and_how_far_a_long_prefill_is(
     model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanovllm.progress_bar.REDRAW", 0.0)
+    monkeypatch.setattr("nanovllm.progress_bar.DELAY", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with LLM(model_dir, num_gpu_blocks=80, kvcache_block_size=64, max_num_batched_tokens=1024) as chunked:
         capsys.readouterr()
         chunked.generate(random_prompt(4096, VOCAB, 1), SamplingParams(max_tokens=4, ignore_eos=True))
         shown = capsys.readouterr().err
-        for part in ("Processed prompts", "prefill 25% of 4,096 tokens", "prefill 75%", "input ", "output ", "tok/s"):
+        for part in ("prefill 1,024 of 4,096 tokens (25%)", "(75%)", " tok/s in", " tok/s out", "0:00"):
             assert part in shown, part
-        assert "prefill" not in shown.rsplit("\r", 1)[1] and "1/1" in shown.rsplit("\r", 1)[1]
+        last = shown.rsplit("\r\x1b[K", 1)[1]
+        assert "prefill" not in last and last.startswith("1 prompt, 4,096 tokens computed, 4 generated in ")
         chunked.generate("Hello", GREEDY, use_tqdm=False)
         assert capsys.readouterr().err == ""
 

@@ -78,7 +78,7 @@ def test_weights_are_converted_on_the_way(single: Path, dtype: torch.dtype) -> N
     edit_tensors(single, {NORM: torch.linspace(0, 2, 64).double()})
     stored = stored_tensors(single)
     decoder = load(single, dtype)
-    assert torch.equal(decoder.norm.weight, stored[NORM].to(dtype))
+    assert torch.equal(decoder.norm, stored[NORM].to(dtype))
     assert torch.equal(decoder.lm_head, stored[LM_HEAD].to(dtype))
     assert all(slot.view.dtype == dtype for _, slot in decoder.slots())
 
@@ -239,7 +239,7 @@ def test_dummy_weights_keep_sizes_near_one(tmp_path: Path, family: str) -> None:
     layer = decoder.layers[0]
     assert layer.gate_up.weight.float().std() * 16 == pytest.approx(1, rel=0.02)
     assert layer.down.weight.float().std() * 32 == pytest.approx(1, rel=0.02)
-    assert (decoder.norm.weight.float() - 1).abs().max() < 0.11
+    assert (decoder.norm.float() - 1).abs().max() < 0.11
     assert (layer.qkv.bias is not None) == (family == "qwen2")
     if layer.qkv.bias is not None:
         assert 0 < layer.qkv.bias.abs().max() < 0.11
@@ -257,6 +257,6 @@ def test_decoder_slots_cover_every_parameter_once(single: Path) -> None:
     biases = [linear.bias for linear in linears]
     assert all(bias is not None and (bias == 1).all() for bias in biases)
     assert all((linear.weight == 1).all() for linear in linears)
-    norms = [norm.weight for layer in decoder.layers for norm in (layer.input_norm, layer.post_norm)]
-    assert all((weight == 1).all() for weight in [*norms, decoder.norm.weight, decoder.embedding, decoder.lm_head])
+    norms = [norm for layer in decoder.layers for norm in (layer.input_norm, layer.post_norm)]
+    assert all((weight == 1).all() for weight in [*norms, decoder.norm, decoder.embedding, decoder.lm_head])
     assert all(layer.qk_norm is not None and (layer.qk_norm == 1).all() for layer in decoder.layers)

@@ -12,7 +12,7 @@ from checkpoints import ROPES, edit_config, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanovllm.forward_context import ForwardContext, flat_positions
+from nanovllm.forward_context import ForwardContext
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -96,7 +96,7 @@ def _step(
         ids.append(prompt[start:end])
         lengths.append(torch.arange(start, end).add(1).clamp(min=len(prompt) - forced))
         row += end - start
-    ctx = ForwardContext(flat_positions(slices), torch.cat(lengths), tuple(slices), cache)
+    ctx = ForwardContext(torch.cat([part.positions() for part in slices]), torch.cat(lengths), tuple(slices), cache)
     return decoder(torch.cat(ids), ctx)
 
 

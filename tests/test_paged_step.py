@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.native_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
+from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 
 LAYERS, BLOCKS, KV_HEADS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 7, 2, 5, 6, 48
@@ -54,7 +54,7 @@ def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, wi
         NativeAttention().attend(q, expected_pool[layer], table, state, 0.2, window)
         output = step.attend(layer, queries, k, v)
         assert output.data_ptr() == queries.data_ptr()
-        assert torch.equal(output, state.write_output_(q.clone()))
+        assert torch.equal(output, q.clone().copy_(state.out))
     assert torch.equal(pool, expected_pool)
 
 

@@ -315,3 +315,75 @@ def test_prompt_logprobs_that_are_missing_are_computed(known: int, fresh: Iterat
     seq.request.sampling = SimpleNamespace(num_prompt_logprobs=1)  # type: ignore[assignment]
     seq.request.prompt_logprobs = [None] * known  # type: ignore[list-item]
     assert manager.num_cached_tokens(seq) == known // HASH * HASH
+
+
+# ---- requests that come together
+
+
+def questions(bench: Bench, document: list[int], count: int) -> dict[str, list[int]]:
+    """Add questions about one document; their prompts by name."""
+    prompts = {f"q{number}": [*document, *prompt_of(5, 10 + number)] for number in range(count)}
+    for name, prompt in prompts.items():
+        bench.add(name, prompt, 4)
+    return prompts
+
+
+@pytest.mark.parametrize("budget", [100, 10])
+def test_questions_that_come_together_compute_their_document_once(budget: int) -> None:
+    bench = Bench(8, 24, budget=budget, block_size=BLOCK, hash_block_size=HASH)
+    document = prompt_of(2 * BLOCK + HASH + 1, 1)
+    prompts = questions(bench, document, 4)
+    bench.add("other", prompt_of(5, 50), 4)
+    bench.run()
+    cached = [bench.finished[name].num_cached_tokens for name in prompts]
+    assert cached == [0, *[len(document) // HASH * HASH] * 3]
+    assert all(bench.tokens(name) == expected_output(prompt, 4) for name, prompt in prompts.items())
+    computed = sum(len(seq.token_ids) for batch in bench.executor.batches for seq in batch.sequences)
+    assert computed == len(document) + 3 * (len(document) % HASH) + 4 * (5 + 3) + 5 + 3
+    if budget == 100:  # others do not wait for the document
+        assert bench.rows("other")[0] in bench.executor.batches[0].sequences
+
+
+def test_prompts_that_share_no_hash_block_run_at_once() -> None:
+    bench = Bench(16, budget=100, block_size=BLOCK, hash_block_size=HASH)
+    questions(bench, prompt_of(HASH - 1, 1), 3)
+    bench.step()
+    assert len(bench.executor.batches[0].sequences) == 3
+
+
+def test_without_a_cache_and_with_other_salts_no_request_waits() -> None:
+    prompt = prompt_of(2 * BLOCK, 1)
+    uncached = Bench(16, budget=100, caching=False, block_size=BLOCK, hash_block_size=HASH)
+    questions(uncached, prompt, 3)
+    uncached.step()
+    assert len(uncached.executor.batches[0].sequences) == 3
+    salted = Bench(16, budget=100, block_size=BLOCK, hash_block_size=HASH)
+    for name in "abc":
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        salted.engine.add_request(name, None, params, prompt, cache_salt=name)
+    salted.step()
+    assert len(salted.executor.batches[0].sequences) == 3
+
+
+def test_a_request_no_longer_waits_when_the_one_that_it_waits_for_ends() -> None:
+    bench = Bench(16, budget=10, block_size=BLOCK, hash_block_size=HASH)
+    prompts = questions(bench, prompt_of(3 * BLOCK, 1), 2)
+    bench.step()
+    assert [len(bench.rows(name)) for name in prompts] == [1, 0]
+    bench.engine.abort_request("q0")
+    bench.run()
+    assert bench.finished["q1"].num_cached_tokens == 10 // HASH * HASH
+    assert bench.tokens("q1") == expected_output(prompts["q1"], 4)
+
+
+@pytest.mark.parametrize(("priority", "steps"), [(0, 1), (1, 0)], ids=["urgent", "not urgent"])
+def test_no_request_waits_for_one_of_lower_priority(priority: int, steps: int) -> None:
+    bench = Bench(16, budget=16, block_size=BLOCK, hash_block_size=HASH)
+    document = prompt_of(3 * BLOCK + 4, 1)
+    bench.add("first", document, 4, priority=1)
+    bench.step()
+    bench.add("second", document[:30], 4, priority=priority)
+    bench.step()
+    assert [seq.context_len for seq in bench.rows("second")] == [16] * steps
+    bench.run()
+    assert bench.tokens("second") == expected_output(document[:30], 4)

@@ -21,7 +21,6 @@ from nanovllm.errors import ConfigError, RequestError
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layerwise import LayerwisePrefill
-from nanovllm.kvcache.offload_engine import RingUse
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
@@ -111,10 +110,10 @@ def count_block_reads(llm: LLM) -> list[int]:
     engine = llm._runner.kv_cache.engine  # type: ignore[attr-defined]
     acquire = engine.acquire
 
-    def record(first: RingUse) -> tuple[range, Tensor]:
-        slots, blocks = acquire(first)
-        block_reads.extend(slots)
-        return slots, blocks
+    def record(layer: int, host_block: int) -> Tensor:
+        blocks = acquire(layer, host_block)
+        block_reads.extend(range(len(blocks)))
+        return blocks
 
     engine.acquire = record
     return block_reads
@@ -406,7 +405,7 @@ def test_the_sizes_are_logged_and_nothing_is_measured(
         plan = llm.plan(RATES)
     logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.engine.model_runner"]
     text = "\n".join(logged)
-    assert f"# GPU blocks: {plan.kv.num_gpu_blocks}, # CPU blocks: {plan.kv.num_cpu_blocks}" in text
+    assert f"# device blocks: {plan.kv.num_gpu_blocks}, # host blocks: {plan.kv.num_cpu_blocks}" in text
     assert f"longest prompt: {plan.kv.max_model_len} tokens (limit: KV memory)" in text
     request = plan.request(plan.kv.max_model_len, 1)
     assert f"{request.resident_bytes / 2**20:,.1f} MiB stay on the device" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -268,7 +269,7 @@ class SpelledOut:
 
 
 def test_text_goes_in_and_comes_out() -> None:
-    bench = Bench(tokenizer=SpelledOut())
+    bench = Bench(tokenizer=SpelledOut(), caching=False)
     prompt = prompt_of(6)
     text = " ".join(map(str, prompt))
     free = expected_output(prompt, 6)
@@ -300,6 +301,22 @@ def test_metrics_of_a_plain_request() -> None:
     assert metrics.queue_time is not None and metrics.ttft is not None and metrics.tpot is not None
     assert 0 <= metrics.queue_time <= metrics.ttft
     assert metrics.tpot == ((metrics.finished_time or 0) - (metrics.first_token_time or 0)) / 4
+    assert metrics.e2e_latency is not None and metrics.e2e_latency >= metrics.ttft
+    assert metrics.decode_rate == 1 / metrics.tpot and (metrics.prefill_rate or 0) > 0
+    assert abs(time.time() - metrics.arrival_time) < 60, "the clock is that of time.time()"
+
+
+def test_metrics_have_units_and_durations_survive_a_change_of_the_systems_clock(monkeypatch: Any) -> None:
+    bench = Bench(budget=8)
+    bench.add("a", prompt_of(20), 5)
+    monkeypatch.setattr("time.time", lambda: 0.0)  # the clock is set back to 1970 while the request runs
+    metrics = bench.run()["a"].metrics
+    assert 0 <= (metrics.queue_time or 0) <= (metrics.e2e_latency or -1) < 60
+    named = metrics.as_dict()
+    values = metrics.e2e_latency, metrics.queue_time, metrics.prefill_rate, metrics.decode_tokens
+    assert (named["e2e_latency_s"], named["queue_time_s"], named["prefill_tok_s"], named["decode_tokens"]) == values
+    bench.add("b", prompt_of(3), 1)
+    assert bench.run()["b"].metrics.arrival_time < 60, "an idle engine follows the clock"
 
 
 def test_metrics_of_one_token_and_of_cached_and_preempted_requests() -> None:

@@ -261,7 +261,7 @@ def test_a_change_is_checked_with_all_the_rest() -> None:
 
 
 def test_parameters_cannot_be_given_by_position() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"SamplingParams takes its parameters by name, such as temperature=0.8"):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(RequestError, match="unknown sampling parameter 'temprature': did you mean 'temperature'"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]

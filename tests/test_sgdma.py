@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nanovllm.comm import CopyError, _sgdma, copy_on_host_async, memcpy_2d_async
 from nanovllm.comm import sgdma as sgdma_module
-from nanovllm.ops.host_attention import empty_task
+from nanovllm.ops.cpu_attention import empty_task
 
 REPO = Path(__file__).resolve().parent.parent
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.bfloat16, torch.float64)

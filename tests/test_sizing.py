@@ -139,6 +139,23 @@ def test_no_more_is_taken_than_sequences_can_use() -> None:
     assert few.max_model_len == both.max_model_len == 160
 
 
+def test_the_cpu_takes_no_more_than_a_default_or_one_full_sequence() -> None:
+    """Other programs use its memory too. A named number of blocks is taken as it is."""
+    gib, large = 2**30, KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=256, itemsize=4)
+    machine = MemoryFacts(24 * gib, 23 * gib, 23 * gib, tiers_share_memory=True, activation_peak=gib // 2)
+    for offload in ({}, {"enable_cpu_offload": True, "kvcache_block_size": 256}):
+        made = plan(machine, large, 8192, **offload)
+        held = (made.num_gpu_blocks + made.num_cpu_blocks) * large.block_bytes
+        assert 4 * gib - large.block_bytes < held < 4.2 * gib and made.max_model_len == 8192
+        few = plan(machine, large, 8192, max_num_seqs=2, max_model_len=1000, **offload)
+        assert (few.num_gpu_blocks + few.num_cpu_blocks) * large.block_bytes < 0.2 * gib
+        long = plan(machine, large, 300_000, **offload)  # 12.9 GiB
+        assert long.max_model_len == 300_000 and long.num_sequence_blocks * large.block_bytes < 13.5 * gib
+    assert plan(machine, large, 8192, num_gpu_blocks=1000).num_gpu_blocks == 1000
+    gpu = replace(machine, tiers_share_memory=False)
+    assert plan(gpu, large, 8192).num_gpu_blocks * large.block_bytes > 20 * gib, "a GPU has no other use for it"
+
+
 ROW = 128  # bytes that layer-by-layer prefill keeps for a token: as much as K and V of one layer
 LAYERWISE = replace(MEMORY, layerwise=Sizing(ROW))
 SHARED_LAYERWISE = replace(LAYERWISE, host_free=900 * BLOCK, tiers_share_memory=True)
@@ -304,6 +321,8 @@ def test_what_cannot_be_sized_is_refused_with_numbers_and_a_way_out(
     for words in says:
         assert words in str(refusal.value)
     assert ("enable_cpu_offload=True" in str(refusal.value)) == ("enable_cpu_offload=True" in says)
+    for change in refusal.value.changes:
+        plan(memory, **{**arguments, **change})
 
 
 def test_a_cache_without_a_block_for_sequences_is_refused() -> None:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
+from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.offload_engine import RingSchedule, RingUse
+from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
     CpuAttentionGroup,
@@ -162,14 +165,15 @@ def test_every_block_is_read_once_and_in_order(concurrent: bool, window: int | N
 
 
 def test_a_group_attended_out_of_turn_is_refused() -> None:
-    uses = [[RingUse(layer, block, BLOCK) for block in (4, 5)] for layer in range(2)]
-    schedule = RingSchedule(uses)
-    schedule.check_next(uses[0][0])
-    with pytest.raises(EngineError, match=r"begins with RingUse\(layer=1, .*but announced RingUse\(layer=0"):
-        schedule.check_next(uses[1][0])
-    schedule.advance()
-    schedule.check_next(uses[1][0])
-    schedule.advance()
-    assert schedule.is_finished
-    with pytest.raises(EngineError, match="but announced None next"):
-        schedule.check_next(uses[1][0])
+    device = CpuDevice()
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_size=BLOCK, itemsize=4)
+    engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(4, 0), num_host_blocks=6)
+    engine.begin([[RingUse(layer, block, BLOCK) for block in (4, 5)] for layer in range(2)])
+    with pytest.raises(EngineError, match=r"layer 1 of host block 4, but announced layer 0 of host block 4 next"):
+        engine.acquire(1, 4)
+    for layer in range(2):
+        assert engine.acquire(layer, 4).shape == (2, 2, 1, BLOCK, 16)
+        engine.release()
+    with pytest.raises(EngineError, match="but announced no further group next"):
+        engine.acquire(1, 4)
+    device.close()

@@ -2,14 +2,21 @@
 
 Prints the files and Python functions of the package that the step passes, in the order in which it first enters them,
 and the extension functions that these call; then the sizes of the core and of its sides.
+
+Counted is what a reader has to read: each function or method that the engine's thread enters, once however often it is
+called, and each file with at least one of them. Not counted are what reads like a field (a property or `__len__` whose
+body is one return statement), comprehensions and lambdas, which belong to the function around them, generated code
+such as the `__init__` of a dataclass, and what the device's own threads run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,8 +51,26 @@ ENGINE: dict[str, Any] = {
 }
 
 
+@cache
+def fields_of(path: Path) -> frozenset[int]:
+    """The first lines, decorators included, of the methods in a file that read like a field."""
+    return frozenset(
+        min(part.lineno for part in (node, *node.decorator_list))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and is_field(node)
+    )
+
+
+def is_field(node: ast.FunctionDef) -> bool:
+    """Whether a method is a property or `__len__` of one return statement."""
+    decorators = {part.id for part in node.decorator_list if isinstance(part, ast.Name)}
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    is_read = node.name == "__len__" or not decorators.isdisjoint(("property", "cached_property"))
+    return is_read and len(body) == 1 and isinstance(body[0], ast.Return)
+
+
 class Walk:
-    """A profile function that notes each function of the package at its first call."""
+    """A profile function that notes each counted function of the package at its first call."""
 
     def __init__(self) -> None:
         self.functions: dict[Path, list[str]] = {}
@@ -55,9 +80,10 @@ class Walk:
         path = Path(frame.f_code.co_filename)
         if PACKAGE not in path.parents:
             return
-        if event == "call" and "<" not in frame.f_code.co_name:  # a comprehension belongs to its function
+        code = frame.f_code
+        if event == "call" and "<" not in code.co_name and code.co_firstlineno not in fields_of(path):
             names = self.functions.setdefault(path, [])
-            name = frame.f_code.co_qualname
+            name = code.co_qualname
             if name not in names:
                 names.append(name)
         elif event == "c_call":

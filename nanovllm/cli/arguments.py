@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from decimal import Decimal
 from typing import Any, Literal, Union
 
 from nanovllm.config import EngineConfig, engine_config
@@ -24,6 +26,9 @@ NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
 NO_SAMPLING_FLAGS = ("output_kind", "structured_outputs", "logits_processors", "skip_clone")
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
+TOKENS = "such as 4096, 32K or 1M (K is 1,000, Ki is 1,024)"
+COUNTS = "Counts may be written as 32K or 1M (K is 1,000, Ki is 1,024)."
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 EXAMPLE_OBJECT = '{"top_p": 0.9}'
 HELP = {
@@ -37,7 +42,7 @@ HELP = {
     "enable_cpu_offload": "extend the KV cache into host memory",
     "batch_invariant": "require logits that do not depend on the batch; without it, kernels may be faster",
     "cpu_attention": "let the CPU attend to blocks in host memory in decode steps",
-    "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory",
+    "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory, on the CPU up to 4 GiB or a full sequence",
     "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",
     "enable_prefix_caching": "reuse the KV blocks of prefixes that were computed before",
     "max_logprobs": "most logprobs that a request may ask for; -1: no limit",
@@ -99,16 +104,21 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) -> Any:
     """A flag for each of the engine arguments `names`; returns their group, to add others."""
-    group = parser.add_argument_group("engine", "as in LLM, with its defaults")
+    group = parser.add_argument_group("engine", f"as in LLM, with its defaults. {COUNTS}")
     _add_flags(group, ENGINE, EngineConfig, names)
     return group
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """A flag for every sampling parameter but those in `leave_out`."""
-    group = parser.add_argument_group("sampling", "as in SamplingParams, with its defaults")
+def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any) -> None:
+    """A flag for every sampling parameter but those in `leave_out`. defaults: those that this command differs in."""
+    group = parser.add_argument_group(
+        "sampling",
+        "as in SamplingParams. A default of the checkpoint's generation_config.json takes the place of the one below. "
+        f"{COUNTS}",
+    )
     left_out = (*NO_SAMPLING_FLAGS, *leave_out)
-    _add_flags(group, SAMPLING, SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in left_out])
+    names = [field.name for field in fields(SamplingParams) if field.name not in left_out]
+    _add_flags(group, SAMPLING, SamplingParams, names, defaults)
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -131,10 +141,21 @@ def flag_name(kind: str, field: str) -> str:
     return "--" + OTHER_NAMES.get((kind, field), field.replace("_", "-"))
 
 
+def as_flags(arguments: Mapping[str, Any]) -> str:
+    """Engine arguments as they are written on the command line."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        flag = flag_name(ENGINE, name)
+        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+    return " ".join(words)
+
+
 # ---- from fields to flags
 
 
-def _add_flags(group: Any, kind: str, described: type, names: Collection[str]) -> None:
+def _add_flags(
+    group: Any, kind: str, described: type, names: Collection[str], defaults: Mapping[str, Any] | None = None
+) -> None:
     hints = typing.get_type_hints(described)
     for field in fields(described):
         if field.name in names:
@@ -142,16 +163,14 @@ def _add_flags(group: Any, kind: str, described: type, names: Collection[str]) -
                 flag_name(kind, field.name),
                 dest=f"{kind}.{field.name}",
                 default=argparse.SUPPRESS,
-                help=_help(kind, field),
+                help=_help(kind, field, (defaults or {}).get(field.name, field.default)),
                 **flag_options(hints[field.name]),
             )
 
 
-def _help(kind: str, field: Field[Any]) -> str:
+def _help(kind: str, field: Field[Any], default: Any) -> str:
     text = HELP_OF_SEEDS[kind] if field.name == "seed" else HELP.get(field.name, "")
-    if field.default in (MISSING, None, ()):
-        return text
-    return f"{text} (default: {field.default})"
+    return text if default in (MISSING, None, ()) else f"{text} (default: {default})"
 
 
 def flag_options(hint: Any) -> dict[str, Any]:
@@ -184,11 +203,22 @@ def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], 
         if optional and text.lower() == "none":
             return None
         try:
-            return number(text)
+            return with_unit(text) if number is int else number(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{quoted(text)} is not {what}") from None
 
     return parse
+
+
+def with_unit(text: str) -> int:
+    """A whole number, such as 4096, -1, 32K, 1.5M or 32Ki. Raises ValueError."""
+    match = re.fullmatch(r"([-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmg]))([kmg]i?)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    value = Decimal(match[1]) * UNITS[(match[2] or "").lower()]
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
 
 
 def _word(text: str) -> bool | str:
@@ -236,6 +266,17 @@ def text_argument(text: str) -> str:
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     return _at_least(1, text)
+
+
+def positive_tokens(text: str) -> int:
+    """A number of tokens of at least 1, such as 4096, 32K or 1M."""
+    try:
+        value = with_unit(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value < 10**MOST_DIGITS:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of tokens of at least 1, {TOKENS}")
+    return value
 
 
 def not_negative(text: str) -> int:

@@ -14,10 +14,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, not_negative, positive
-from nanovllm.cli.status import StatusLine
+from nanovllm.cli.arguments import (
+    TOKENS,
+    add_engine_flags,
+    checked_config,
+    engine_arguments,
+    not_negative,
+    positive,
+    positive_tokens,
+)
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.outputs import RequestOutput
+from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,10 +42,10 @@ class Run:
     request's first token to the end. The two overlap if several requests need more than one step.
     """
 
-    prefill_rate: float
-    decode_rate: float | None  # of all tokens but the first of each request; None if there are none
-    ttft: float  # median over the requests
-    tpot: float | None
+    prefill_tok_s: float
+    decode_tok_s: float | None  # of all tokens but the first of each request; None if there are none
+    ttft_s: float  # median over the requests
+    tpot_s: float | None
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Run:
@@ -48,18 +56,18 @@ class Run:
         decoded = sum(m.decode_tokens for m in metrics)
         tpots = [m.tpot for m in metrics if m.tpot is not None]
         return cls(
-            prefill_rate=sum(len(output.prompt_token_ids) for output in outputs) / prefill_seconds,
-            decode_rate=decoded / decode_seconds if decoded else None,
-            ttft=statistics.median(_known(m.ttft) for m in metrics),
-            tpot=statistics.median(tpots) if tpots else None,
+            prefill_tok_s=sum(len(output.prompt_token_ids) for output in outputs) / prefill_seconds,
+            decode_tok_s=decoded / decode_seconds if decoded else None,
+            ttft_s=statistics.median(_known(m.ttft) for m in metrics),
+            tpot_s=statistics.median(tpots) if tpots else None,
         )
 
 
 FIGURES = {  # label, unit, factor, digits
-    "prefill_rate": ("prefill", "tok/s", 1.0, 1),
-    "decode_rate": ("decode", "tok/s", 1.0, 1),
-    "ttft": ("TTFT", "s", 1.0, 3),
-    "tpot": ("TPOT", "ms", 1e3, 1),
+    "prefill_tok_s": ("prefill", "tok/s", 1.0, 1),
+    "decode_tok_s": ("decode", "tok/s", 1.0, 1),
+    "ttft_s": ("TTFT", "s", 1.0, 3),
+    "tpot_s": ("TPOT", "ms", 1e3, 1),
 }
 
 
@@ -74,8 +82,9 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--prompt-len", type=positive, nargs="+", default=[512, 2048], metavar="N", help="tokens (default: 512 2048)")
-    add("--output-len", type=positive, default=32, metavar="N", help="tokens (default: %(default)s)")
+    tokens: dict[str, Any] = {"type": positive_tokens, "metavar": "N"}
+    add("--prompt-len", nargs="+", default=[512, 2048], help=f"tokens, {TOKENS} (default: 512 2048)", **tokens)
+    add("--output-len", default=32, help=f"tokens, {TOKENS} (default: %(default)s)", **tokens)
     add("--num-prompts", type=positive, default=1, metavar="N", help="requests at once (default: %(default)s)")
     add("--repeats", type=positive, default=3, metavar="N", help="counted runs (default: %(default)s)")
     add("--warmup", type=not_negative, default=1, metavar="N", help="warm-up runs (default: %(default)s)")
@@ -87,18 +96,22 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     checked_config(args, **DEFAULTS)
-    from nanovllm.llm import LLM  # with torch, which takes seconds to import
 
     results: list[dict[str, Any]] = []
-    with LLM(args.model, **DEFAULTS | engine_arguments(args)) as llm:
-        _check_lengths(args, llm)
-        for prompt_len in args.prompt_len:
-            runs = _measure(args, llm, prompt_len, StatusLine(args.progress))
-            results.append(_summary(args, prompt_len, runs))
-            if not args.json:
-                _show(results[-1])
-        if args.json:
-            print(json.dumps(_report(args, llm, results), indent=2, allow_nan=False))
+    with StatusLine(args.progress) as status:
+        with status.during(f"loading {args.model}"):
+            from nanovllm.llm import LLM  # with torch, which takes seconds to import
+
+            llm = LLM(args.model, **DEFAULTS | engine_arguments(args))
+        with llm:
+            _check_lengths(args, llm)
+            for prompt_len in args.prompt_len:
+                runs = _measure(args, llm, prompt_len, status)
+                results.append(_summary(args, prompt_len, runs))
+                if not args.json:
+                    _show(results[-1])
+            if args.json:
+                print(json.dumps(_report(args, llm, results), indent=2, allow_nan=False))
     return 0
 
 
@@ -116,16 +129,16 @@ def _measure(args: argparse.Namespace, llm: LLM, prompt_len: int, status: Status
     params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
     runs: list[Run] = []
     for index in range(args.warmup + args.repeats):
-        status.show(f"{prompt_len:,} tokens: run {index + 1} of {args.warmup + args.repeats}")
+        prefix = f"{prompt_len:,} tokens: run {index + 1} of {args.warmup + args.repeats}, "
         rng = random.Random(f"{llm.config.seed}-{prompt_len}-{index}")
         vocab = range(llm.engine.facts.vocab_size)
         prompts = [rng.choices(vocab, k=prompt_len) for _ in range(args.num_prompts)]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        with ProgressDisplay(status, Meter(args.num_prompts), llm.engine.progress, llm.watch_steps, prefix):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
         error = next((output.error for output in outputs if output.error is not None), None)
         if error is not None:
             raise EngineError(error)
         runs.append(Run.of(outputs))
-    status.clear()
     return runs[args.warmup :]
 
 

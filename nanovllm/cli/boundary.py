@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
+from nanovllm.cli.arguments import as_flags
+from nanovllm.errors import ConfigError, EngineError, ModelError, RefusedError, RequestError, one_line, told
 
 
 class Interrupt:
@@ -86,11 +87,15 @@ class Boundary:
             return None, self.sentence(error)
 
     def sentence(self, error: BaseException) -> str:
-        """One line about the error, which follows its traceback if `verbose`."""
+        """One line about the error, which follows its traceback if `verbose`.
+
+        If engine arguments would make it possible, a second line has them as flags, to be added to the command.
+        """
         if self._verbose:
             say("".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, OWN_ERRORS):
-            return one_line(str(error), LONGEST)
+            changes = error.changes if isinstance(error, RefusedError) else ()
+            return "\n".join([one_line(str(error), LONGEST), *map(as_flags, changes[:1])])
         if isinstance(error, OSError):
             return one_line(_system_message(error), LONGEST)
         hint = "" if self._verbose else "; --verbose shows where"

@@ -24,12 +24,11 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
-from nanovllm.cli.status import StatusLine
 from nanovllm.cli.templates import chat_template, read_template
 from nanovllm.engine.client import EngineClient
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
-from nanovllm.progress_bar import prefill_share
+from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,8 +37,12 @@ if TYPE_CHECKING:
 
 # These options make no sense for a single answer of which only the text is shown.
 NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
-QUIT, RESET = "/quit", "/reset"
-COMMANDS = f"{RESET} forgets the conversation and keeps the document, {QUIT} or end of input ends"
+MAX_TOKENS = 1024  # of an answer, where neither the flag nor the checkpoint says
+QUIT, RESET, QUOTES = "/quit", "/reset", '"""'
+COMMANDS = (
+    f"{RESET} forgets the conversation and keeps the document, {QUIT} or end of input ends, {QUOTES} begins and ends a "
+    "question of several lines"
+)
 
 
 def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
@@ -48,7 +51,8 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         "chat",
         help=summary,
         description=f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second "
-        "one the program. After each turn, standard error shows the numbers of cached and computed tokens.",
+        "one the program. After each turn, standard error shows the numbers of cached and computed tokens, and whether "
+        "the answer was cut.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -56,7 +60,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
-    add_sampling_flags(parser, leave_out=NO_FLAGS)
+    add_sampling_flags(parser, leave_out=NO_FLAGS, max_tokens=MAX_TOKENS)
     add_engine_flags(parser)
     return parser
 
@@ -65,20 +69,30 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if an answer failed."""
     if sys.stdin is None:
         raise ConfigError("standard input is closed, and questions are read from it: redirect it from a file")
-    params = SamplingParams(**{"max_tokens": None} | sampling_arguments(args))
+    SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
     document, template = _read_document(args.document), read_template(args.chat_template)
     checked_config(args)
-    from nanovllm.llm import LLM  # imports torch, which takes seconds
 
-    with Interrupt() as interrupt:
-        with interrupt.allowed():
+    with Interrupt() as interrupt, StatusLine(args.progress) as status:
+        with interrupt.allowed(), status.during(f"loading {args.model}"):
+            from nanovllm.llm import LLM  # imports torch, which takes seconds
+
             llm = LLM(args.model, **engine_arguments(args))
         with llm:
-            answers = Answers(llm, params, StatusLine(args.progress), interrupt)
+            answers = Answers(llm, _params(llm, args), status, interrupt)
             chat = Conversation(chat_template(llm, template), args.system, document)
             if document is not None:
                 _read_ahead(answers, chat)
             return _converse(answers, chat, interrupt, Boundary(args.verbose))
+
+
+def _params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default."""
+    from nanovllm.models.hf_config import load_sampling_defaults  # with transformers, which takes seconds
+
+    config = llm.config
+    recommended = load_sampling_defaults(config.model, config.generation_config, config.override_generation_config)
+    return SamplingParams(**{"max_tokens": MAX_TOKENS} | recommended | sampling_arguments(args))
 
 
 def _read_document(path: str | None) -> str | None:
@@ -133,6 +147,7 @@ class Answer:
     """An answer as far as it has been generated, and what it cost."""
 
     metrics: RequestMetrics
+    max_tokens: int | None  # that it was bounded by
     text: str = ""
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -140,14 +155,19 @@ class Answer:
 
     def __str__(self) -> str:
         """Such as `1,024 tokens cached, 56 computed in 0.2 s, 31 generated at 12.3 tok/s, stop`."""
-        metrics = self.metrics
-        parts = [f"{metrics.cached_tokens:,} tokens cached, {metrics.prefill_tokens:,} computed"]
-        if metrics.ttft is not None:
-            parts[0] += f" in {metrics.ttft:,.1f} s"
-            parts.append(f"{self.num_tokens:,} generated")
-        if metrics.tpot:
-            parts[-1] += f" at {1 / metrics.tpot:,.1f} tok/s"
-        return ", ".join([*parts, str(self.finish_reason)])
+        cut = "the answer was cut where max_model_len ends"
+        if self.num_tokens == self.max_tokens:
+            cut = f"the answer was cut at {self.max_tokens:,} tokens: raise --max-tokens, or ask it to go on"
+        parts = [self.prefill, f"{self.num_tokens:,} generated", str(self.finish_reason)]
+        if self.metrics.tpot:
+            parts[1] += f" at {1 / self.metrics.tpot:,.1f} tok/s"
+        return ", ".join(parts) + (f": {cut}" if self.finish_reason == "length" else "")
+
+    @property
+    def prefill(self) -> str:
+        """Such as `1,024 tokens cached, 56 computed in 0.2 s`."""
+        counts = f"{self.metrics.cached_tokens:,} tokens cached, {self.metrics.prefill_tokens:,} computed"
+        return counts if self.metrics.ttft is None else f"{counts} in {self.metrics.ttft:,.1f} s"
 
 
 class Answers:
@@ -159,8 +179,6 @@ class Answers:
         self._status = status
         self._interrupt = interrupt
         self._ids = map(str, itertools.count())
-        if status.shown:
-            llm.watch_steps(self._show_progress)
 
     def answer(self, token_ids: Sequence[int]) -> Answer:
         """Write the answer to standard output as it comes; Ctrl-C ends it. Raises RequestError and EngineError."""
@@ -180,7 +198,7 @@ class Answers:
     def _run(self, token_ids: Sequence[int], params: SamplingParams, is_shown: bool) -> Answer:
         answer = None
         for output in self._outputs(token_ids, params):
-            answer = answer or Answer(output.metrics)
+            answer = answer or Answer(output.metrics, params.max_tokens)
             answer.error = output.error
             for new in output.outputs:
                 answer.text += new.text
@@ -193,24 +211,21 @@ class Answers:
         return answer
 
     def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
-        client = EngineClient(self._llm.engine)
+        llm, client = self._llm, EngineClient(self._llm.engine)
         client.add(next(self._ids), None, params, prompt_token_ids=token_ids)
         try:
-            while client.pending:
-                yield from client.step()
-                # Only between steps: an interrupted step would drop the prefix cache.
-                if client.pending and self._interrupt.take():
-                    yield from client.abort()
+            with ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps) as display:
+                while client.pending:
+                    outputs = client.step()
+                    # From the first token on, the answer is on the terminal's line.
+                    display.is_held = display.is_held or any(output.outputs for output in outputs)
+                    yield from outputs
+                    display.refresh()
+                    # Only between steps: an interrupted step would drop the prefix cache.
+                    if client.pending and self._interrupt.take():
+                        yield from client.abort()
         finally:
-            self._status.clear()
             client.close()
-
-    def _show_progress(self, step_share: float) -> None:
-        if self._status.is_due():
-            progress = self._llm.engine.progress()
-            prefill = prefill_share(progress.within_step(step_share, self._llm.config.max_num_batched_tokens))
-            if prefill is not None:
-                self._status.show(prefill)
 
 
 # ---- the terminal
@@ -219,7 +234,7 @@ class Answers:
 def _read_ahead(answers: Answers, chat: Conversation) -> None:
     prefix = chat.prefix()
     if prefix:
-        say(f"[document: {answers.compute(prefix)}]")
+        say(f"[document: {answers.compute(prefix).prefill}]")
 
 
 def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary) -> int:
@@ -251,7 +266,7 @@ def _answer(answers: Answers, chat: Conversation, question: str) -> Answer:
 
 
 def _questions(interrupt: Interrupt) -> Iterator[str]:
-    """Non-empty lines, until /quit or the end of input."""
+    """Questions of a line, or of several between quotes, until /quit or the end of input."""
     is_person = sys.stdin.isatty() and sys.stdout.isatty()
     if is_person:
         with suppress(ImportError):
@@ -260,21 +275,36 @@ def _questions(interrupt: Interrupt) -> Iterator[str]:
     while True:
         try:
             with interrupt.allowed():
-                line = input("> ") if is_person else _next_line()
-                line.encode()  # in some locales, invalid bytes arrive as surrogates
+                question = _question(is_person)
         except EOFError:
             return
         except UnicodeError:
             say("nanovllm chat: error: the question is not UTF-8")
             continue
-        if line.strip() == QUIT:
+        if question == QUIT:
             return
-        if line.strip():
-            yield line.strip()
+        if question:
+            yield question
 
 
-def _next_line() -> str:
-    line = sys.stdin.buffer.readline()
-    if not line:
+def _question(is_person: bool) -> str:
+    """The next line; if it begins with QUOTES, all lines up to the next QUOTES at the end of one, or to the end."""
+    line = _next_line(is_person, "> ").strip()
+    if not line.startswith(QUOTES):
+        return line
+    lines = [line.removeprefix(QUOTES)]
+    with suppress(EOFError):
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(_next_line(is_person, "... ").rstrip("\r\n"))
+    return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
+
+
+def _next_line(is_person: bool, prompt: str) -> str:
+    if is_person:
+        line = input(prompt)
+        line.encode()  # in some locales, invalid bytes arrive as surrogates
+        return line
+    read = sys.stdin.buffer.readline()
+    if not read:
         raise EOFError
-    return line.decode()
+    return read.decode()

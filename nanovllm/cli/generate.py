@@ -18,21 +18,20 @@ from nanovllm.cli.arguments import (
     checked_config,
     engine_arguments,
     sampling_arguments,
+    text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
 from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.prompts import FILE, JSONL, LINES, STDIN, TEXT, Feed, PromptItem, Source, check_sources, count_prompts
 from nanovllm.cli.results import InOrder, check_output, json_result, open_output, text_result
-from nanovllm.cli.status import Meter, StatusLine, of
-from nanovllm.cli.templates import chat_template, read_template
+from nanovllm.cli.templates import Messages, read_template
 from nanovllm.engine.client import EngineClient
-from nanovllm.engine.metrics import Progress
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
+from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.llm import LLM
 
 WINDOW = 2  # most requests in the engine, as a multiple of max_num_seqs; enough to always have one to admit
@@ -64,11 +63,19 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="results as JSON lines with all outputs and metrics")
     parser.add_argument("--output", metavar="FILE", help="where results go; by default standard output")
     parser.add_argument("--stream", action="store_true", help="show text as it is generated, one prompt at a time")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template for messages")
+    add_chat_options(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """How prompts become messages, and messages a prompt."""
+    add = parser.add_argument
+    add("--chat", action="store_true", help="each prompt is a user's message: put it into the model's chat template")
+    add("--system", type=text_argument, metavar="TEXT", help="with --chat, a system message before each prompt")
+    add("--chat-template", metavar="FILE", help="a Jinja template for messages, used instead of the tokenizer's own")
 
 
 def _source(kind: str) -> Any:
@@ -82,22 +89,26 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output, [source.value for source in sources if source.kind != TEXT])
     if args.stream and args.json:
         raise ConfigError("--stream shows text as it comes and --json complete results: leave one of them out")
-    params = SamplingParams(**sampling_arguments(args))
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system is a message of a conversation: add --chat, which makes each prompt one")
+    given = SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
     if args.stream:
-        check_streamed(params)
+        check_streamed(given)
     template = read_template(args.chat_template)
     checked_config(args)
-    from nanovllm.llm import LLM  # imports torch, which takes seconds
 
-    with Interrupt() as interrupt:
-        with interrupt.allowed():
+    with Interrupt() as interrupt, StatusLine(args.progress) as status:
+        with interrupt.allowed(), status.during(f"loading {args.model}"):
+            from nanovllm.llm import LLM  # imports torch, which takes seconds
+
             llm = LLM(args.model, **engine_arguments(args))
         with llm, open_output(args.output) as file:
             _check_tokenizer(llm, args, sources)
-            requests = Requests(llm, params, template, args.stream)
-            status, meter = StatusLine(args.progress), Meter(count_prompts(sources))
+            params = replace(llm.get_default_sampling_params(), **sampling_arguments(args))
+            messages = Messages(llm, template, args.chat, args.system)
+            requests = Requests(llm, params, messages, args.stream)
             boundary = Boundary(args.verbose)
-            feed = Feed(sources, boundary)
+            feed, meter = Feed(sources, boundary), Meter(count_prompts(sources))
             return Generation(requests, feed, file, args.json, args.stream, status, meter, interrupt, boundary).run()
 
 
@@ -129,13 +140,12 @@ def check_streamed(params: SamplingParams) -> None:
 class Requests:
     """The prompts that are in the engine, by request id."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, template: str | None, stream: bool) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, messages: Messages, stream: bool) -> None:
         self.llm = llm
         self._client = EngineClient(llm.engine)
         self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self._stream = stream
-        self._template_text = template
-        self._template: ChatTemplate | None = None
+        self._messages = messages
         self.running: dict[str, tuple[int, PromptItem]] = {}  # index and prompt of the unfinished ones
         self.num_tokens = 0  # of their prompts
 
@@ -144,7 +154,7 @@ class Requests:
         params = replace(self._params, **item.params)
         if self._stream:
             check_streamed(params)
-        token_ids = self.llm.engine.check_prompt(item.prompt, self._token_ids(item), params)
+        token_ids = self.llm.engine.check_prompt(item.prompt, self._messages.token_ids(item), params)
         self._client.add(str(index), item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
         self.running[str(index)] = (index, item)
         self.num_tokens += len(token_ids)
@@ -153,13 +163,6 @@ class Requests:
         """Remove a finished request. Returns its index and prompt."""
         self.num_tokens -= len(output.prompt_token_ids)
         return self.running.pop(output.request_id)
-
-    def _token_ids(self, item: PromptItem) -> Any:
-        if item.messages is None:
-            return item.prompt_token_ids
-        if self._template is None:
-            self._template = chat_template(self.llm, self._template_text)
-        return self._template.token_ids(item.messages)
 
     def step(self) -> list[RequestOutput]:
         """The outputs of one step. A failed step ends its requests, with outputs that give the error."""
@@ -170,10 +173,6 @@ class Requests:
                 raise
             say(f"nanovllm generate: {error}")
             return [output for output in error.outputs if isinstance(output, RequestOutput)]
-
-    def progress(self, step_share: float) -> Progress:
-        """The progress once this share of the running step is done."""
-        return self.llm.engine.progress().within_step(step_share, self.llm.config.max_num_batched_tokens)
 
 
 @dataclass
@@ -192,24 +191,24 @@ class Generation:
     _num_taken: int = 0
     _order: InOrder = field(default_factory=InOrder)
     _in_line: bool = False  # whether a streamed text has begun and not ended
+    _num_cut: int = 0  # prompts with an output that ended at max_tokens or max_model_len
     _first_error: str = ""
 
     def run(self) -> int:
         """Run all prompts. Returns the exit status."""
-        if self.status.shown:
-            self.requests.llm.watch_steps(self._show_status)
+        llm = self.requests.llm
         try:
-            while self._top_up() or self.requests.running:
-                with self.interrupt.allowed():
-                    outputs = self.requests.step()
-                for output in outputs:
-                    self._take(output)
-                self.file.flush()
-                self._show_status()
+            with ProgressDisplay(self.status, self.meter, llm.engine.progress, llm.watch_steps) as display:
+                while self._top_up() or self.requests.running:
+                    with self.interrupt.allowed():
+                        outputs = self.requests.step()
+                    for output in outputs:
+                        self._take(output)
+                    self.file.flush()
+                    display.is_held = self._in_line  # the status line would overwrite streamed text
+                    display.refresh()
         except KeyboardInterrupt:
             return self._interrupted()
-        finally:
-            self.status.clear()
         return self._ended()
 
     # ---- prompts
@@ -263,6 +262,7 @@ class Generation:
             self._fail(index, item, error or "", None)
             return
         self.meter.finished += 1
+        self._num_cut += any(completion.finish_reason == "length" for completion in output.outputs)
         if self.stream:
             self._write(["\n"])
             self._in_line = False
@@ -295,15 +295,12 @@ class Generation:
 
     # ---- display
 
-    def _show_status(self, step_share: float = 0.0) -> None:
-        if self.status.is_due() and not self._in_line:  # the status line would overwrite streamed text
-            self.status.show(self.meter.line(self.requests.progress(step_share)))
-
     def _ended(self) -> int:
         meter = self.meter
         self.file.flush()
         if self.status.shown:
-            say(meter.summary())
+            cut = f"; {of(self._num_cut, meter.finished)} cut at --max-tokens or max_model_len" if self._num_cut else ""
+            say(meter.summary() + cut)
         if not meter.failed:
             return 0
         total = meter.finished + meter.failed

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+from nanovllm import __version__
 from nanovllm.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
 from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, quoted
+from nanovllm.progress_bar import ERASE
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
@@ -78,32 +80,41 @@ def _check_stdout(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _log_to_stderr(verbose: bool) -> Iterator[None]:
-    """Log warnings to standard error, unless the calling program has configured logging."""
+    """Log warnings to standard error, and all that is said of the engine if `verbose`.
+
+    A calling program that has configured logging keeps its settings.
+    """
     logger, handler = logging.getLogger("nanovllm"), logging.StreamHandler()
     handler.setFormatter(_LineFormatter(verbose))
     if logger.hasHandlers():
         yield
         return
+    level = logger.level
     logger.addHandler(handler)
+    if verbose:
+        logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class _LineFormatter(logging.Formatter):
-    """Plain messages, with tracebacks only if `verbose`."""
+    """Plain messages, with tracebacks only if `verbose`. On a terminal, each erases the status line first."""
 
     def __init__(self, verbose: bool) -> None:
         super().__init__()
         self._verbose = verbose
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record) if self._verbose else record.getMessage()
+        text = super().format(record) if self._verbose else record.getMessage()
+        return f"{ERASE}{text}" if sys.stderr.isatty() else text
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="nanovllm", description="Runs prompts whose KV cache is larger than device memory, exactly.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="show the version")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = _command(arguments)
     known = parser
@@ -112,7 +123,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             known = importlib.import_module(f"nanovllm.cli.{command}").add_parser(subparsers, summary)
         else:
             subparsers.add_parser(command, help=summary)
-    known.add_argument("--verbose", action="store_true", help="show the tracebacks of errors")
+    if known is not parser:
+        known.add_argument("--verbose", action="store_true", help="log what the engine holds and where, and tracebacks")
     args, unknown = parser.parse_known_args(arguments)
     if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
         args.prompts += unknown  # argparse takes only the first consecutive prompts

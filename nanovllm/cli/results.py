@@ -13,9 +13,8 @@ from typing import Any, TextIO
 
 from nanovllm.cli.prompts import PromptItem
 from nanovllm.errors import ConfigError
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 
-METRICS = ("queue_time", "ttft", "tpot")
 COMPLETION = ("index", "text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob")
 
 
@@ -31,14 +30,14 @@ def json_result(index: int, item: PromptItem, output: RequestOutput | None, erro
         result["id"] = item.given_id
     result["source"] = item.source
     if error is not None:
-        result["error"] = error
+        result["error"] = error.partition("\n")[0]  # without flags
     if output is not None:
         result |= {
             "outputs": [_completion(completion) for completion in output.outputs],
             "num_prompt_tokens": len(output.prompt_token_ids),
             "num_cached_tokens": output.num_cached_tokens,
             "prompt_logprobs": _logprobs(output.prompt_logprobs),
-            "metrics": _metrics(output.metrics),
+            "metrics": output.metrics.as_dict(),
         }
     return json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -51,12 +50,6 @@ def _logprobs(rows: Sequence[Mapping[int, Logprob] | None] | None) -> list[dict[
 
 def _completion(output: CompletionOutput) -> dict[str, Any]:
     return {name: getattr(output, name) for name in COMPLETION} | {"logprobs": _logprobs(output.logprobs)}
-
-
-def _metrics(metrics: RequestMetrics) -> dict[str, Any]:
-    """Durations and counts, without points of the monotonic clock, which are meaningless outside of the process."""
-    counts = {name: value for name, value in asdict(metrics).items() if not name.endswith("_time")}
-    return {name: getattr(metrics, name) for name in METRICS} | counts
 
 
 class InOrder:

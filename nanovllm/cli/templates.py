@@ -1,10 +1,11 @@
-"""The chat template of the command line: the tokenizer's, or that of a file."""
+"""The chat template of the command line, the tokenizer's or that of a file, and prompts that it makes of messages."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nanovllm.cli.prompts import PromptItem
 from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.tokenizer import HuggingFaceTokenizer
@@ -40,3 +41,27 @@ def chat_template(llm: LLM, text: str | None) -> ChatTemplate:
             "name a Jinja template with --chat-template FILE"
         )
     return templates.ChatTemplate(tokenizer, text, process=None)
+
+
+class Messages:
+    """Turns prompts of messages into token ids, and with `is_chat` prompts of text as well."""
+
+    def __init__(self, llm: LLM, template: str | None, is_chat: bool, system: str | None) -> None:
+        self._llm = llm
+        self._template_text = template
+        self._template: ChatTemplate | None = None
+        self._is_chat = is_chat
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+
+    def token_ids(self, item: PromptItem) -> Any:
+        """The prompt's token ids; None for plain text. Raises RequestError."""
+        messages = item.messages
+        if self._is_chat and item.prompt_token_ids is not None:
+            raise RequestError("prompt_token_ids are no message, and --chat needs one: give prompt or messages")
+        if self._is_chat and messages is None:
+            messages = [{"role": "user", "content": item.prompt}]
+        if messages is None:
+            return item.prompt_token_ids
+        if self._template is None:
+            self._template = chat_template(self._llm, self._template_text)
+        return self._template.token_ids([*self._system, *messages])

@@ -12,7 +12,7 @@ from nanovllm.device import Device, PitchedCopy
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
-from nanovllm.ops.host_attention import empty_task
+from nanovllm.ops.cpu_attention import empty_task
 from nanovllm.ops.timing import attend_once, call_seconds
 
 _PROBE_BYTES = 32 << 20  # of KV: more than most processor caches hold, and quickly read

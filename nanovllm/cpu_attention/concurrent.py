@@ -18,7 +18,7 @@ from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import LayerPlan
 from nanovllm.ops.attention import AttentionState
-from nanovllm.ops.host_attention import HostAttention, Meter
+from nanovllm.ops.cpu_attention import HostAttention, Meter
 from nanovllm.ops.merge import merge_states_
 
 _GRANULE = 16  # bytes that partial states are padded to

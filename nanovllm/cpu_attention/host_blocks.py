@@ -184,7 +184,7 @@ class HostBlockAttention:
     def _count(self, groups: Sequence[CpuAttentionGroup]) -> None:
         token_bytes = self._engine.layout.token_layer_bytes
         for group in groups:
-            self._engine.count_cpu_attention(len(group.reads), group.stored_tokens * token_bytes)
+            self._engine.count("cpu_attention", len(group.reads), group.stored_tokens * token_bytes)
 
     def _memory_of(self, layer: int, groups: Sequence[CpuAttentionGroup]) -> Iterator[Tensor]:
         first_host_id = self._engine.split.resident_blocks

@@ -69,7 +69,7 @@ class DecodeTables:
         table = DeviceMetadata.of_rows(rows_metadata, packed[rows * METADATA_FIELDS :], self._max_blocks[window])
         state = AttentionState.empty(q)
         self._attention.attend_rows(q, pool, table, state, self._geometry.scale, window)
-        return state.write_output_(q)
+        return q.copy_(state.out)
 
     def _packed(self, sequences: Sequence[SequenceMetadata], rows: int, window: int | None) -> Tensor:
         rows_metadata, blocks, size = [0] * (rows * METADATA_FIELDS), list[int](), self._block_size

@@ -17,7 +17,7 @@ class BusyMeter:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._samplening = 0
+        self._running = 0
         self._num_bytes = 0
         self._seconds = 0.0
         self._since = 0.0  # when the oldest of the running pieces of work began
@@ -36,20 +36,20 @@ class BusyMeter:
     def read(self) -> Busy:
         """The total so far. Running work counts with its time; its bytes count when it ends."""
         with self._lock:
-            under_way = self._clock() - self._since if self._samplening else 0.0
+            under_way = self._clock() - self._since if self._running else 0.0
             return Busy(self._num_bytes, self._seconds + under_way)
 
     def _begin(self) -> None:
         with self._lock:
-            if not self._samplening:
+            if not self._running:
                 self._since = self._clock()
-            self._samplening += 1
+            self._running += 1
 
     def _end(self, num_bytes: int) -> None:
         with self._lock:
-            self._samplening -= 1
+            self._running -= 1
             self._num_bytes += num_bytes
-            if not self._samplening:
+            if not self._running:
                 self._seconds += self._clock() - self._since
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -23,36 +24,12 @@ from nanovllm.memory_checks import LARGE, check_fits
 LOWER = "lower num_gpu_blocks, num_cpu_blocks or swap_space"
 
 
-class Flag:
-    """One record of an event: set once, with the failure of its stream, if any."""
-
-    def __init__(self) -> None:
-        self._happened = threading.Event()
-        self._failure: EngineError | None = None
-
-    def set(self, failure: EngineError | None = None) -> None:
-        self._failure = failure
-        self._happened.set()
-
-    def is_set(self) -> bool:
-        return self._happened.is_set()
-
-    def succeeded(self) -> bool:
-        """Whether the flag is set without a failure, so that a wait can be skipped."""
-        return self._happened.is_set() and self._failure is None
-
-    def wait(self) -> None:
-        """Return once set. Raises the failure of the stream that set the flag."""
-        self._happened.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
 class CpuEvent(Event):
-    """Holds one flag per record, so that a later record does not affect an earlier wait."""
+    """Holds a future for each record, with the failure of its stream, if any. A later record replaces it, so that it
+    does not affect an earlier wait."""
 
     def __init__(self) -> None:
-        self.flag: Flag | None = None
+        self.reached: Future[None] | None = None
 
 
 class CpuMark(Mark):
@@ -74,20 +51,20 @@ class WorkerStream(CallStream):
     The thread starts with the first piece of work. A wait, its copy and the following record are one item of the queue,
     because waking a thread costs more than a small copy.
 
-    After a failure the stream skips its work and passes the failure on through the flags that it sets, so that no other
-    stream waits for ever or reads data that was not copied. `synchronize` raises the failure once and clears it.
+    After a failure the stream skips its work and passes the failure on through the events that it records, so that no
+    other stream waits for ever or reads data that was not copied. `synchronize` raises the failure once and clears it.
     """
 
     def __init__(self, name: str, meter: BusyMeter | None = None) -> None:
         self._name = name
         self._meter = meter or BusyMeter()  # of copies to the device
-        self._queue: queue.SimpleQueue[list[Callable[[], None]] | None] = queue.SimpleQueue()
-        self._held: list[Callable[[], None]] = []  # not submitted yet
+        self._queue: queue.SimpleQueue[list[Callable[[], object]] | None] = queue.SimpleQueue()
+        self._held: list[Callable[[], object]] = []  # not submitted yet
         self._thread: threading.Thread | None = None
         self._failure: EngineError | None = None
         self._closed = False
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: Callable[[], object]) -> None:
         """Submit `work`, after the work that is held back."""
         self._hold(work)
         if self._thread is None:
@@ -122,15 +99,22 @@ class WorkerStream(CallStream):
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        flag = Flag()
-        self.put(lambda: flag.set(self._failure))
-        event.flag = flag  # only now: `put` raises on a closed stream, and the flag would never be set
+        reached: Future[None] = Future()
+
+        def reach() -> None:
+            if self._failure is None:
+                reached.set_result(None)
+            else:
+                reached.set_exception(self._failure)
+
+        self.put(reach)
+        event.reached = reached  # only now: `put` raises on a closed stream, and the event would never happen
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        flag = event.flag
-        if flag is not None and not flag.succeeded():
-            self._hold(flag.wait)
+        reached = event.reached
+        if reached is not None and not (reached.done() and reached.exception() is None):
+            self._hold(reached.result)
 
     def synchronize(self) -> None:
         if (self._thread is not None or self._held) and not self._closed:
@@ -154,7 +138,7 @@ class WorkerStream(CallStream):
             if self._thread is not threading.current_thread():  # garbage collection may call this on the worker thread
                 self._thread.join()
 
-    def _hold(self, work: Callable[[], None]) -> None:
+    def _hold(self, work: Callable[[], object]) -> None:
         if self._closed:
             raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
         self._held.append(work)
@@ -168,7 +152,7 @@ class WorkerStream(CallStream):
             for work in works:
                 self._carry_out(work)
 
-    def _carry_out(self, work: Callable[[], None]) -> None:
+    def _carry_out(self, work: Callable[[], object]) -> None:
         try:
             work()
         except EngineError as failure:  # of another stream, raised by a wait
@@ -181,17 +165,17 @@ class HostStream(Stream):
     """The engine's thread as a stream: torch's CPU kernels are complete when the call returns."""
 
     def __init__(self) -> None:
-        self._done = Flag()
-        self._done.set()
+        self._done: Future[None] = Future()
+        self._done.set_result(None)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        event.flag = self._done
+        event.reached = self._done
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
-        if event.flag is not None:
-            event.flag.wait()
+        if event.reached is not None:
+            event.reached.result()
 
     def synchronize(self) -> None:
         return

@@ -2,25 +2,36 @@
 
 The file opens in https://ui.perfetto.dev and chrome://tracing. Marks on the stream time copies, host tasks and waits of
 the compute stream. A kernel lasts from its declaration to `end_kernel` or the next event on the compute stream. Marks
-are read after the stream has passed them, so tracing never waits.
+are read after the stream has passed them, so tracing never waits. Events name their layer, the physical ids of their KV
+blocks and the requests that use these. The linear layers are traced in the model, where nothing else declares them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
+from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, StepSequence, Stream
+from nanovllm.device.trace_blocks import TracedBlocks, Uses
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
 
 COMPUTE = "compute"
+ATTEND = "attend"  # the kernel after which a ring slot is free
+
+
+class TracedModel(Protocol):
+    """As `models.decoder.Decoder`, whose methods are traced."""
+
+    @property
+    def layers(self) -> Sequence[object]: ...
 
 
 @dataclass(slots=True)
@@ -32,6 +43,7 @@ class Slice:
     begin: Mark
     end: Mark
     facts: dict[str, int]
+    uses: Uses
 
     def times(self) -> tuple[float, float] | None:
         """Begin and end in seconds; None before the end."""
@@ -41,10 +53,11 @@ class Slice:
 
 @dataclass(slots=True)
 class OpenKernel:
-    """Consecutive kernels of one name that have not ended yet."""
+    """Consecutive kernels of one name and layer that have not ended yet."""
 
     name: str
     begin: Mark
+    uses: Uses
     count: int = 0
     num_bytes: int = 0
 
@@ -64,7 +77,14 @@ class Timeline:
             if times is None:
                 under_way.append(piece)
             else:
-                self.events.append({"name": piece.name, "stream": piece.stream, "times": times, "args": piece.facts})
+                self.events.append(
+                    {
+                        "name": piece.name,
+                        "stream": piece.stream,
+                        "times": times,
+                        "args": piece.facts | piece.uses.facts(),
+                    }
+                )
         self.slices = under_way
 
     def chrome(self, process: str, streams: Sequence[str]) -> dict[str, Any]:
@@ -101,15 +121,15 @@ class TracedCallStream(TracedStream, CallStream):
 
     def __init__(self, inner: CallStream, name: str, device: TracedDevice) -> None:
         super().__init__(inner, name)
-        self.declared = ("call", 0)  # name, bytes
+        self.declared = ("call", 0, Uses())  # name, bytes, what it is about
         self._calls = inner
         self._device = device
 
     def launch(self, task: HostTask) -> None:
         begin = self._calls.mark()
         self._calls.launch(task)
-        (name, num_bytes), self.declared = self.declared, ("call", 0)
-        self._device.add(name, self.name, begin, self._calls.mark(), bytes=num_bytes)
+        (name, num_bytes, uses), self.declared = self.declared, ("call", 0, Uses())
+        self._device.add(name, self.name, begin, self._calls.mark(), uses, bytes=num_bytes)
 
 
 class TracedCompute(StreamWrapper):
@@ -123,7 +143,7 @@ class TracedCompute(StreamWrapper):
         self._device.end_kernel()
         begin = self.inner.mark()
         super().wait(event)
-        self._device.add("wait", COMPUTE, begin, self.inner.mark())
+        self._device.add("wait", COMPUTE, begin, self.inner.mark(), self._device.in_layer())
 
 
 class TracedDevice(DeviceWrapper):
@@ -136,7 +156,44 @@ class TracedDevice(DeviceWrapper):
         self._path = Path(path)
         self._streams: list[TracedStream] = []
         self._kernel: OpenKernel | None = None
+        self._blocks = TracedBlocks()
+        self._step = Uses()
+        self._layer: int | None = None  # that the compute stream is in
         self._closed = False
+
+    def wrap(self, owner: object, method: str, name: str, layer: int | None) -> None:
+        """Trace the calls of a method as kernels of a layer; None: of the model outside its layers."""
+        work: Callable[..., Any] = getattr(owner, method)
+
+        def traced(*args: Any) -> Any:
+            self._layer = layer
+            num_bytes = sum(arg.nbytes for arg in args if isinstance(arg, Tensor))
+            self._open_kernel(name, num_bytes, self.in_layer())
+            result = work(*args)
+            if layer is None:
+                self.end_kernel()
+            return result
+
+        setattr(owner, method, traced)
+
+    def begin_step(self, sequences: Iterable[StepSequence]) -> None:
+        sequences = tuple(sequences)
+        self._step = self._blocks.begin_step(sequences)
+        self.inner.begin_step(sequences)
+
+    def in_layer(self) -> Uses:
+        """What the compute stream's work is about, as far as it is known without addresses."""
+        return Uses(layers=set() if self._layer is None else {self._layer}, requests=dict(self._step.requests))
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        memory = self.inner.empty(name, shape, dtype)
+        self._blocks.add(name, memory)
+        return memory
+
+    def empty_host(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        memory = self.inner.empty_host(name, shape, dtype)
+        self._blocks.add(name, memory)
+        return memory
 
     @contextmanager
     def compute(self) -> Iterator[None]:
@@ -146,7 +203,8 @@ class TracedDevice(DeviceWrapper):
                 yield
             finally:
                 self.end_kernel()
-                self.add("step", COMPUTE, begin, self.inner.compute_stream.mark())
+                self._layer = None
+                self.add("step", COMPUTE, begin, self.inner.compute_stream.mark(), self._step)
                 self.timeline.settle()
 
     def new_stream(self, name: str) -> Stream:
@@ -164,7 +222,7 @@ class TracedDevice(DeviceWrapper):
         begin = stream.inner.mark()
         count = self.inner.copy_2d(copy, stream.inner)
         facts = {"bytes": copy.width * copy.height, "rows": copy.height, "copies": count}
-        self.add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), **facts)
+        self.add(f"{copy.kind} copy", stream.name, begin, stream.inner.mark(), self._blocks.copied(copy), **facts)
         return count
 
     def declare_kernel(
@@ -172,23 +230,29 @@ class TracedDevice(DeviceWrapper):
     ) -> None:
         reads, writes = tuple(reads), tuple(writes)
         num_bytes = sum(tensor.nbytes for tensor in (*reads, *writes))
-        if stream is not None:
+        uses = Uses(layers=set() if self._layer is None else {self._layer})
+        if stream is None:
+            uses = self._open_kernel(name, num_bytes, uses)
+        else:
             assert isinstance(stream, TracedCallStream)
-            stream.declared = (name, num_bytes)
-            self.inner.declare_kernel(name, reads, writes, stream.inner)
-            return
+            stream.declared = (name, num_bytes, uses)
+        self._blocks.use((*reads, *writes), uses, ends_slots=name == ATTEND)
+        self.inner.declare_kernel(name, reads, writes, None if stream is None else stream.inner)
+
+    def _open_kernel(self, name: str, num_bytes: int, uses: Uses) -> Uses:
+        """Begin a kernel, or continue the open one of the same name. Returns what it is about, for more to be added."""
         if self._kernel is None or self._kernel.name != name:
             self.end_kernel()
-            self._kernel = OpenKernel(name, self.inner.compute_stream.mark())
+            self._kernel = OpenKernel(name, self.inner.compute_stream.mark(), uses)
         self._kernel.count += 1
         self._kernel.num_bytes += num_bytes
-        self.inner.declare_kernel(name, reads, writes)
+        return self._kernel.uses
 
     def end_kernel(self) -> None:
         kernel, self._kernel = self._kernel, None
         if kernel is not None:
             facts = {"declared": kernel.count, "bytes": kernel.num_bytes}
-            self.add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), **facts)
+            self.add(kernel.name, COMPUTE, kernel.begin, self.inner.compute_stream.mark(), kernel.uses, **facts)
         self.inner.end_kernel()
 
     def close(self) -> None:
@@ -207,6 +271,17 @@ class TracedDevice(DeviceWrapper):
         except OSError as error:
             raise EngineError(f"trace={str(self._path)!r}: the file cannot be written: {error}") from error
 
-    def add(self, name: str, stream: str, begin: Mark, end: Mark, **facts: int) -> None:
+    def add(self, name: str, stream: str, begin: Mark, end: Mark, uses: Uses, **facts: int) -> None:
         """Record the work of a stream between two marks."""
-        self.timeline.slices.append(Slice(name, stream, begin, end, facts))
+        self.timeline.slices.append(Slice(name, stream, begin, end, facts, uses))
+
+
+def trace_model(device: Device, model: TracedModel) -> None:
+    """Trace the linear layers of a model, with the norms and the rest of the row-wise work around them."""
+    assert isinstance(device, TracedDevice)
+    for index, layer in enumerate(model.layers):
+        device.wrap(layer, "project", "norm, QKV, RoPE", index)
+        device.wrap(layer, "finish_", "output projection, MLP", index)
+    device.wrap(model, "embed", "embedding", None)
+    device.wrap(model, "normalize_", "final norm", None)
+    device.wrap(model, "compute_logits", "logits", None)

@@ -147,6 +147,7 @@ class ScheduledSequence:
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None
     layerwise: LayerwiseStep | None = None
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,17 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens that go through all layers."""
         return sum(len(s.token_ids) for s in self.chunked)
+
+    def token_layers(self, num_layers: int) -> int:
+        """Tokens times layers that the step computes."""
+        part = None if self.layerwise is None else self.layerwise.layerwise
+        return self.num_tokens * num_layers + (0 if part is None else part.token_layers)
+
+    def prompt_tokens(self, num_layers: int) -> float:
+        """Prompt tokens that the step computes; those of a layer-by-layer prefill in proportion to their layers."""
+        part = None if self.layerwise is None else self.layerwise.layerwise
+        chunked = sum(max(0, min(len(s.token_ids), s.prompt_len - s.context_len)) for s in self.chunked)
+        return chunked + (0 if part is None else part.token_layers / num_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,17 @@ class BlockManager:
         part = self.prefix_cache.find_part(seq, len(hits))
         return len(hits) * self.block_size + (0 if part is None else part[1])
 
+    def next_hash(self, running: Sequence) -> bytes | None:
+        """The hash of the hash block that a running sequence computes next; None beyond its last whole one."""
+        return self.prefix_cache.hash_after(running, running.num_computed, running.end)
+
+    def missing_hash(self, waiting: Sequence) -> bytes | None:
+        """The hash of the first hash block that a waiting sequence could find in the cache and does not.
+
+        If a running sequence is going to compute it, it computes it next: what it has computed is cached.
+        """
+        return self.prefix_cache.hash_after(waiting, self.num_cached_tokens(waiting), waiting.num_cacheable)
+
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
         self.prefix_cache.register(seq, previously_computed, self._blocks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache, flat_positions
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import SequenceMetadata
@@ -33,6 +33,33 @@ class ComputedRows:
     starts: Sequence[int]
 
 
+class StepWatch:
+    """Calls `on_layer` during a step with the share of the step's work that is done, in tokens times layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.on_layer: Callable[[float], None] | None = None
+        self._num_layers = num_layers
+        self._begun = self._total = 0
+
+    def begin_step(self, batch: Batch) -> None:
+        """Start to count the layers of a step."""
+        self._begun, self._total = 0, batch.token_layers(self._num_layers) if self.on_layer is not None else 0
+
+    def watched(self, kv_cache: KVCache) -> KVCache:
+        """The KV cache, which reports each layer that begins if there is a function to call."""
+        return kv_cache if self.on_layer is None else WatchedKVCache(kv_cache, self._report)
+
+    def _report(self, tokens: int) -> None:
+        """Call `on_layer`. An error in it is logged and does not fail the step."""
+        done, self._begun = self._begun, self._begun + tokens
+        try:
+            if self.on_layer is not None:
+                self.on_layer(done / self._total)
+        except Exception:
+            self.on_layer = None
+            logger.exception("the function that watches the steps has failed, and is not called again")
+
+
 class ExecutionOrder(Protocol):
     """Computes those sequences of a batch that go through the layers in this order.
 
@@ -43,8 +70,11 @@ class ExecutionOrder(Protocol):
         """Start the step's loads. Returns the KV bytes that each of this order's sequences moves."""
         ...
 
-    def run(self) -> ComputedRows | None:
-        """Compute the step. None if no sequence of the batch goes in this order."""
+    def run(self, watch: StepWatch) -> ComputedRows | None:
+        """Compute the step. None if no sequence of the batch goes in this order.
+
+        Layers attend through `watch.watched(kv_cache)`.
+        """
         ...
 
     def abandon_step(self) -> None:
@@ -68,12 +98,7 @@ class DecodeRunner(Protocol):
 
 
 class ChunkOrder:
-    """All sequences of a step form one flat batch, which goes through all layers.
-
-    `on_layer` is called with the share of the layers that are done, see `WatchedKVCache`.
-    """
-
-    on_layer: Callable[[float], None] | None = None
+    """All sequences of a step form one flat batch, which goes through all layers."""
 
     def __init__(self, model: Decoder, kv_cache: KVCacheBase, decode_runner: DecodeRunner | None) -> None:
         self._model = model
@@ -87,10 +112,11 @@ class ChunkOrder:
         self._sequences, self._metadata = batch.chunked, sequence_metadata(batch.chunked)
         return self._kv_cache.begin_step(self._metadata, batch.moves)
 
-    def run(self) -> ComputedRows | None:
+    def run(self, watch: StepWatch) -> ComputedRows | None:
         if not self._sequences:
             return None
-        inputs, sequences, kv_cache = _inputs(self._sequences, self._metadata), self._metadata, self._watched_cache()
+        inputs, sequences = _inputs(self._sequences, self._metadata), self._metadata
+        kv_cache = watch.watched(self._kv_cache)
         if self._decode_runner is not None and self._decode_runner.take(sequences):
             hidden = self._decode_runner.run(inputs, sequences, kv_cache)
         else:
@@ -100,20 +126,6 @@ class ChunkOrder:
 
     def abandon_step(self) -> None:
         self._kv_cache.abandon_step()
-
-    def _watched_cache(self) -> KVCache:
-        if self.on_layer is None:
-            return self._kv_cache
-        return WatchedKVCache(self._kv_cache, self._model.spec.num_layers, self._report_layer)
-
-    def _report_layer(self, share: float) -> None:
-        """Call `on_layer`. An error in it is logged and does not fail the step."""
-        try:
-            if self.on_layer is not None:
-                self.on_layer(share)
-        except Exception:
-            self.on_layer = None
-            logger.exception("the function that watches the steps has failed, and is not called again")
 
 
 def sequence_metadata(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceMetadata, ...]:
@@ -131,6 +143,6 @@ def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceM
     token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
     prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
     query_lens = torch.tensor([sequence.query_len for sequence in metadata])
-    positions = flat_positions(metadata)
+    positions = torch.cat([sequence.positions() for sequence in metadata])
     rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
     return torch.stack((token_ids, positions, rope_lengths))

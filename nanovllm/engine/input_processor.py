@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import RequestError, as_request_error, quoted
+from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
 from nanovllm.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ class InputProcessor:
     tokenizer: Tokenizer | None
     seed: int
     max_logprobs: int
-    advise: Callable[[int], str]
+    advise: Callable[[int], Advice]
     grammars: GrammarCompiler | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -56,7 +55,7 @@ class InputProcessor:
         prompt: str | None,
         sampling_params: SamplingParams | None,
         prompt_token_ids: Seq[int] | None,
-        arrival_time: float | None,
+        arrival_time: float,
         priority: int,
         cache_salt: str | None,
     ) -> Request:
@@ -67,8 +66,8 @@ class InputProcessor:
         if type(priority) is not int:
             raise RequestError(f"priority={quoted(priority)}: must be a whole number; lower ones run first")
         is_time = isinstance(arrival_time, int | float) and abs(arrival_time) <= sys.float_info.max
-        if arrival_time is not None and not is_time:
-            raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds on the time.monotonic clock")
+        if not is_time:
+            raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds as of time.time()")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
         make_request = self._factory(request_id, params)
@@ -86,7 +85,7 @@ class InputProcessor:
             seq_ids=self._seq_ids,
             # Without a seed, requests differ from each other, and the engine's seed reproduces all of them.
             seed=params.seed if params.seed is not None else hash((self.seed, number)),
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            arrival_time=arrival_time,
             priority=priority,
             prompt=prompt,
             cache_salt=self._cache_salt(len(token_ids), cache_salt),
@@ -103,10 +102,9 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("the prompt is empty: give at least one token")
         if len(token_ids) > self.limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}: "
-                f"{self.advise(len(token_ids))}"
-            )
+            advice = self.advise(len(token_ids))
+            lengths = f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}"
+            raise RequestError(f"{lengths}: {advice.text}", advice.changes)
         for token in token_ids:
             if type(token) is not int or not 0 <= token < self.facts.vocab_size:
                 raise RequestError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -10,15 +9,17 @@ from contextlib import suppress
 
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.clock import Clock
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts
-from nanovllm.engine.metrics import EngineMetrics, Progress, engine_metrics
+from nanovllm.engine.metrics import EngineMetrics, engine_metrics, progress_of
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
+from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
+from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
-        advise: Callable[[int], str] = lambda num_tokens: "shorten the prompt or raise max_model_len",
+        advise: Callable[[int], Advice] = lambda num_tokens: Advice("shorten the prompt or raise max_model_len"),
         grammars: GrammarCompiler | None = None,
         on_finish: Callable[[Request], None] | None = None,
     ) -> None:
@@ -56,8 +57,10 @@ class LLMEngine:
         self._on_finish = on_finish
         self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise, grammars)
         self._token_texts = TokenTexts(tokenizer)
+        self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
         self._dropped: deque[str] = deque()  # requests to abort at the next use
+        self._step_prompt_tokens = 0.0  # that the running step computes
 
     # ---- requests
 
@@ -73,7 +76,7 @@ class LLMEngine:
     ) -> None:
         """Queue a request, given as text or as token ids.
 
-        arrival_time: seconds on the `time.monotonic` clock; now by default. priority: lower values run first.
+        arrival_time: seconds as of `time.time()`; now by default. priority: lower values run first.
         cache_salt: only requests with the same salt share blocks of the prefix cache.
         Raises RequestError, and adds nothing, if the request cannot be served.
         """
@@ -84,6 +87,9 @@ class LLMEngine:
                 raise RequestError(f"request_id={quoted(request_id)}: must be a string")
             if request_id in self._requests:
                 raise RequestError(f"request id {quoted(request_id)} is in use: give every request an id of its own")
+            if not self._requests:
+                self._clock.reset()
+            arrival_time = self._clock.now() if arrival_time is None else arrival_time
             with as_request_error("the request cannot be taken"):
                 request = self._inputs.request(
                     request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
@@ -125,9 +131,9 @@ class LLMEngine:
     def metrics(self) -> EngineMetrics:
         return engine_metrics(self.scheduler)
 
-    def progress(self) -> Progress:
-        """How far the running requests are, in tokens."""
-        return Progress.of(self.scheduler.running, self.limits.num_layers)
+    def progress(self, step_share: float = 0.0) -> Progress:
+        """How far the unfinished requests are, in tokens, once this share of the running step is done."""
+        return progress_of(self.scheduler, self.limits.num_layers).plus(step_share * self._step_prompt_tokens)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -148,18 +154,22 @@ class LLMEngine:
             except BaseException as error:
                 # An interrupt may come after a block move was planned and before it was carried out. So all cached
                 # content is dropped.
-                failed = self._outputs(self.scheduler.fail(time.monotonic(), f"a step failed: {told(error)}"))
+                failed = self._outputs(self.scheduler.fail(self._clock.now(), f"a step failed: {told(error)}"))
                 if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit keep their type
                     raise
                 raise EngineError(f"a step failed and ended {len(failed)} running requests: {error}", failed) from error
             return self._outputs(stepped)
 
     def _step(self) -> list[Request]:
-        batch = self.scheduler.schedule(time.monotonic())
+        batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
-        result = self.executor.execute(batch)
-        stepped = self.scheduler.update(batch, result, time.monotonic())
+        self._step_prompt_tokens = batch.prompt_tokens(self.limits.num_layers)
+        try:
+            result = self.executor.execute(batch)
+        finally:
+            self._step_prompt_tokens = 0.0
+        stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             self._detokenize(request)
         return stepped
@@ -172,10 +182,10 @@ class LLMEngine:
                 stop_string = outputs.detokenize(seq)
             except Exception as error:
                 outputs.fail_text(seq, error)
-                self.scheduler.abort(request, time.monotonic(), "error")
+                self.scheduler.abort(request, self._clock.now(), "error")
                 return
             if stop_string is not None:
-                self.scheduler.end_by_string(seq, stop_string, time.monotonic())
+                self.scheduler.end_by_string(seq, stop_string, self._clock.now())
 
     # ---- closing
 
@@ -198,7 +208,7 @@ class LLMEngine:
         if request_id not in self._requests:
             return None
         request = self._requests[request_id].request
-        self.scheduler.abort(request, time.monotonic())
+        self.scheduler.abort(request, self._clock.now())
         return self._output(request)
 
     def _abort_dropped(self) -> None:

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduler import Scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of the running requests, in tokens. `prompt_tokens*` count only prompts that are not yet computed."""
-
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_done: float = 0  # computed or found in the prefix cache; layer by layer, in proportion
-    computed_tokens: int = 0  # prompt tokens computed, of all running requests
-    output_tokens: int = 0
-
-    def within_step(self, share: float, max_num_batched_tokens: int) -> Progress:
-        """The progress once `share` of the running step is done; it computes up to `max_num_batched_tokens` tokens."""
-        computing = min(self.prompt_tokens - self.prompt_tokens_done, max_num_batched_tokens)
-        return replace(self, prompt_tokens_done=self.prompt_tokens_done + share * computing)
-
-    @classmethod
-    def of(cls, running: Iterable[Request], num_layers: int) -> Progress:
-        requests = list(running)
-        live = [seq for request in requests for seq in request.live]
-        computing = [seq for request in requests for seq in request.computing]  # counts a shared prompt once
-        prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
-        return cls(
-            num_requests=len(requests),
-            prompt_tokens=sum(seq.prompt_len for seq in prefills),
-            prompt_tokens_done=sum(seq.num_computed + _layerwise_tokens(seq, num_layers) for seq in prefills),
-            computed_tokens=sum(request.metrics.prefill_tokens for request in requests),
-            output_tokens=sum(seq.num_output_tokens for seq in live),
-        )
+def progress_of(scheduler: Scheduler, num_layers: int) -> Progress:
+    """The progress between two steps."""
+    admitted = [*scheduler.running, *scheduler.swapped]
+    live = [seq for request in admitted for seq in request.live]
+    computing = [seq for request in scheduler.running for seq in request.computing]  # counts a shared prompt once
+    prefills = [seq for seq in computing if seq.num_computed < seq.prompt_len]
+    layerwise = sum(_layerwise_tokens(seq, num_layers) for seq in prefills)
+    unfilled = sum(seq.prompt_len for seq in prefills)
+    return Progress(
+        num_requests=len(scheduler.running),
+        prompt_tokens=unfilled,
+        prompt_tokens_done=sum(seq.num_computed for seq in prefills) + layerwise,
+        prefilled_tokens=max(0, sum(request.prompt_len for request in admitted) - unfilled),
+        waiting_tokens=sum(request.prompt_len for request in scheduler.waiting),
+        computed_tokens=sum(request.metrics.prefill_tokens for request in admitted) + layerwise,
+        output_tokens=sum(seq.num_output_tokens for seq in live),
+    )
 
 
-def _layerwise_tokens(seq: Sequence, num_layers: int) -> int:
+def _layerwise_tokens(seq: Sequence, num_layers: int) -> float:
     """How much of a layer-by-layer prefill is done, as the equivalent number of tokens through all layers."""
     if seq.layerwise is None:
         return 0
-    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done // (seq.layerwise.num_chunks * num_layers)
+    return (seq.layerwise.end - seq.layerwise.begin) * seq.layerwise_done / (seq.layerwise.num_chunks * num_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ from nanovllm.device import Device, create_device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.execution_order import ChunkOrder, ComputedRows, DecodeRunner, ExecutionOrder
+from nanovllm.engine.execution_order import ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import Advice, ConfigError, EngineError
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import block_size_of
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
@@ -63,12 +63,15 @@ class ModelRunner:
         self.plan = self.sizing.plan()
         self.num_swap_blocks = groups.plan_swap_space(config, layout, memory, self.plan) if groups is not None else 0
         self._log_sizes()
-        if config.trace is not None and (trace := sides.trace()) is not None:
+        trace = sides.trace() if config.trace is not None else None
+        if trace is not None and config.trace is not None:
             self.device = trace.TracedDevice(self.device, config.trace)
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
-        self._chunks = ChunkOrder(self.model, self.kv_cache, self._graphs)
-        self._orders: list[ExecutionOrder] = [self._chunks, *layerwise]
+        if trace is not None:  # after the graphs, which record no marks
+            trace.trace_model(self.device, self.model)
+        self._orders: list[ExecutionOrder] = [ChunkOrder(self.model, self.kv_cache, self._graphs), *layerwise]
+        self._watch = StepWatch(self.spec.num_layers)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -76,11 +79,14 @@ class ModelRunner:
         if self._closed:
             raise EngineError("the engine is closed: make a new LLM")
         scores = Scores([], [], {})
+        self._watch.begin_step(batch)
+        self.device.begin_step(batch.sequences)
         try:
             with self.device.compute():
                 traffic = [order.begin_step(batch) for order in self._orders]
                 for order in self._orders:
-                    scores.extend(self._score(order.run()))
+                    if (rows := order.run(self._watch)) is not None:
+                        scores.extend(score(self.model, rows, lambda: self._why_not_finite))
                 self.kv_cache.end_step()
         except BaseException:
             for order in self._orders:
@@ -90,14 +96,14 @@ class ModelRunner:
         d2h_bytes = [num_bytes for moved in traffic for num_bytes in moved.d2h_bytes]
         return StepResult(scores.samples, h2d_bytes, d2h_bytes, scores.prompt_logprobs, scores.errors)
 
-    def advise(self, num_tokens: int) -> str:
+    def advise(self, num_tokens: int) -> Advice:
         """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""
         return self.sizing.advice(num_tokens)
 
-    def watch_steps(self, on_layer: Callable[[float], None] | None) -> None:
-        """Call `on_layer` in every step with the share of the layers that are done; None ends that."""
-        if not self._closed:
-            self._chunks.on_layer = on_layer
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
+        """See `LLM.watch_steps`."""
+        before, self._watch.on_layer = self._watch.on_layer, on_layer
+        return before
 
     def kv_stats(self) -> KVStats:
         return self._last_stats if self._closed else self.kv_cache.stats()
@@ -110,10 +116,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self._orders, self._chunks, self._graphs
-
-    def _score(self, rows: ComputedRows | None) -> Scores:
-        return Scores([], [], {}) if rows is None else score(self.model, rows, lambda: self._why_not_finite)
+                del self.model, self.kv_cache, self._orders, self._graphs
 
     @cached_property
     def _why_not_finite(self) -> str:
@@ -144,11 +147,12 @@ class ModelRunner:
     def _log_sizes(self) -> None:
         """Log what the engine holds. All of it is known without running anything."""
         plan, layout, mib = self.plan, self.sizing.layout, 2**20
+        device, host = ("GPU", "CPU") if self.device.torch_device.type == "cuda" else ("device", "host")
         host_bytes = plan.num_cpu_blocks * layout.block_bytes
         resident = min(plan.max_model_len, plan.split.resident_blocks * layout.block_size) * layout.token_bytes
         streamed = plan.max_model_len * layout.token_bytes - resident
         for line in (
-            f"# GPU blocks: {plan.num_gpu_blocks}, # CPU blocks: {plan.num_cpu_blocks}; longest prompt: "
+            f"# {device} blocks: {plan.num_gpu_blocks}, # {host} blocks: {plan.num_cpu_blocks}; longest prompt: "
             f"{plan.max_model_len} tokens (limit: {self.sizing.longest_limit(plan)})",
             f"weights {self.model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token; on the "
             f"device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens and "

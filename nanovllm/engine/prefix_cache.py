@@ -139,6 +139,11 @@ class PrefixCache:
                 return block, (last + 1 - first) * self.hash_block_size
         return None
 
+    def hash_after(self, seq: Sequence, num_tokens: int, end: int) -> bytes | None:
+        """The hash of the hash block that follows the first `num_tokens` tokens, if it ends by `end`."""
+        index = num_tokens // self.hash_block_size
+        return self._hash_of(seq, index) if self.enabled and (index + 1) * self.hash_block_size <= end else None
+
     def register(self, seq: Sequence, previously_computed: int, blocks: Mapping[int, Block]) -> None:
         """Add the hash blocks of `seq` that were completed since it had `previously_computed` computed tokens.
 

@@ -47,7 +47,7 @@ class ScratchKVCache:
         """See `forward_context.KVCache`; does not store k and v."""
         state = AttentionState.empty(q)
         self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
-        return state.write_output_(q)
+        return q.copy_(state.out)
 
 
 _META = torch.device("meta")
@@ -57,7 +57,7 @@ class _NoKVCache:
     """Allocates what attention allocates for each query row, and stores nothing."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        return AttentionState.empty(q).write_output_(q)
+        return q.copy_(AttentionState.empty(q).out)
 
 
 class _LiveBytes(TorchDispatchMode):

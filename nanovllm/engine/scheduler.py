@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Iterator, Mapping
 
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
@@ -148,9 +149,18 @@ class Scheduler:
             budget.schedule(request)
 
     def _admit_waiting(self, budget: SchedulingBudget, now: float) -> None:
-        """Admit waiting requests in order, as far as blocks, sequence slots and tokens allow."""
-        while budget.left > 0 and (request := self._next_admissible(budget)) is not None:
+        """Admit waiting requests in order, as far as blocks, sequence slots and tokens allow.
+
+        A request waits for tokens that a running one computes next, and then finds them in the prefix cache.
+        """
+        manager, candidates, computing = self.block_manager, iter(list(self.waiting)), dict[bytes | None, Request]()
+        for running in self.running:
+            if running.is_prefill:
+                for seq in running.computing:
+                    computing.setdefault(manager.next_hash(seq), running)
+        while budget.left > 0 and (request := self._next_admissible(candidates, computing, budget)) is not None:
             self._admit(request, now)
+            computing.setdefault(manager.next_hash(request.computing[0]), request)
             budget.free_seqs -= request.num_seqs
             if request.computing[0].layerwise is None:
                 budget.schedule(request)
@@ -183,26 +193,38 @@ class Scheduler:
         if self._layerwise is not None and seq.layerwise is None:
             self._layerwise.plan(seq, self.block_manager, self.limits)
 
-    def _next_admissible(self, budget: SchedulingBudget) -> Request | None:
+    def _next_admissible(
+        self, candidates: Iterator[Request], computing: Mapping[bytes | None, Request], budget: SchedulingBudget
+    ) -> Request | None:
         """The request to admit next, or None if it has to wait.
 
-        While a long prefill runs, only requests that one step can complete are admitted. No request overtakes a swapped
-        one that precedes it.
+        candidates: the waiting requests that were not yet considered in this step. computing: the running requests by
+        the hash block that they compute next. While a long prefill runs, only requests that one step can complete are
+        admitted. No request overtakes a swapped one that precedes it.
         """
-        is_long = budget.long_prefill is not None
-        request = next((r for r in self.waiting if not is_long or self._fits_a_step(r)), None)
+        manager, is_long = self.block_manager, budget.long_prefill is not None
+        fitting = (r for r in candidates if not is_long or self._fits_a_step(r))
+        request = next((r for r in fitting if not self._awaits_prefix(r, computing)), None)
         if request is None or (self.swapped and self.swapped[0].order < request.order):
             return None
         if request.num_seqs > budget.free_seqs:
             return None
-        extra_blocks = request.num_extra_blocks(self.block_manager.block_size)
-        status = self.block_manager.can_allocate(request.computing[0], extra_blocks)
+        extra_blocks = request.num_extra_blocks(manager.block_size)
+        status = manager.can_allocate(request.computing[0], extra_blocks)
         return request if status is AllocStatus.OK else None
+
+    def _awaits_prefix(self, request: Request, computing: Mapping[bytes | None, Request]) -> bool:
+        """Whether a running request computes next what follows the cached prefix of a waiting one.
+
+        No request waits for one that comes after it: others may keep that one from running.
+        """
+        missing = self.block_manager.missing_hash(request.computing[0])
+        return missing is not None and missing in computing and computing[missing].order < request.order
 
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the uncached tokens of a waiting request."""
-        seq, manager, chunk = request.computing[0], self.block_manager, self.limits.chunk
-        return seq.end <= chunk or seq.end - manager.num_cached_tokens(seq) <= chunk
+        seq, chunk = request.computing[0], self.limits.chunk
+        return seq.end <= chunk or seq.end - self.block_manager.num_cached_tokens(seq) <= chunk
 
     def _admit(self, request: Request, now: float) -> None:
         seq = request.computing[0]
@@ -230,6 +252,7 @@ class Scheduler:
             block_table=self.block_manager.physical_ids(seq, end),
             samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),
+            request_id=seq.request.request_id,
         )
 
     # ---- the result of a step

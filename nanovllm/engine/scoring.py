@@ -14,7 +14,7 @@ from nanovllm.errors import told
 from nanovllm.layers.logits import process
 from nanovllm.layers.logprobs import MAX_ROWS, token_logprobs
 from nanovllm.layers.sampler import NOT_FINITE, sample
-from nanovllm.models.decoder import Decoder, row_chunks
+from nanovllm.models.decoder import Decoder
 from nanovllm.ops.upload import upload
 
 EVERYTHING_BANNED = (
@@ -117,11 +117,11 @@ def _measure_prompts(
     failed: set[int] = set()
     for i, (seq, start) in enumerate(zip(sequences, starts, strict=True)):
         targets = seq.prompt_targets
-        for rows in row_chunks(len(targets.token_ids) if targets is not None else 0, MAX_ROWS):
+        for begin in range(0, len(targets.token_ids) if targets is not None else 0, MAX_ROWS):
             assert targets is not None
-            first = start + targets.first_row
-            logits = model.compute_logits(hidden[first + rows.start : first + rows.stop])
-            found = token_logprobs(logits, targets.token_ids[rows], [targets.num_logprobs] * logits.shape[0])
+            token_ids, first = targets.token_ids[begin : begin + MAX_ROWS], start + targets.first_row + begin
+            logits = model.compute_logits(hidden[first : first + len(token_ids)])
+            found = token_logprobs(logits, token_ids, [targets.num_logprobs] * len(token_ids))
             if not is_finite(logits):
                 failed.add(i)
             results[i] += [TokenLogprobs(*row) for row in found if row is not None]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
     from nanovllm.engine.grammar import GrammarCompiler
     from nanovllm.engine.preemption import Preemption
+    from nanovllm.engine.progress import Progress, WatchSteps
     from nanovllm.engine.request import Request
     from nanovllm.engine.request import Sequence as TokenSequence
     from nanovllm.engine.scheduling_budget import SchedulerLimits
@@ -37,6 +39,7 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.models.decoder import Decoder
     from nanovllm.models.spec import DecoderSpec
     from nanovllm.ops.attention import AttentionBackend
+    from nanovllm.outputs import RequestOutput
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
     from nanovllm.sampling_params import SamplingParams
@@ -138,6 +141,24 @@ class Trace(Protocol):
 
     def TracedDevice(self, inner: Device, path: str | Path) -> Device: ...
 
+    def trace_model(self, device: Device, model: Decoder) -> None: ...
+
+
+class ProgressBars(Protocol):
+    """Shows the progress of `LLM.generate`. Without it nothing is shown."""
+
+    def ProgressBar(
+        self, num_prompts: int, progress: Callable[[float], Progress], watch_steps: WatchSteps
+    ) -> ProgressBar: ...
+
+
+class ProgressBar(AbstractContextManager[object], Protocol):
+    """Shown while it is entered."""
+
+    def update(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count the requests that a step has finished."""
+        ...
+
 
 class BeamSearch(Protocol):
     """Beam search with vLLM's parameters. Without it `LLM.beam_search` is refused."""
@@ -195,6 +216,10 @@ def structured_outputs() -> StructuredOutputs | None:
 
 def trace() -> Trace | None:
     return cast("Trace | None", _find("nanovllm.device.trace"))
+
+
+def progress_bar() -> ProgressBars | None:
+    return cast("ProgressBars | None", _find("nanovllm.progress_bar"))
 
 
 def beam_search() -> BeamSearch | None:

@@ -12,7 +12,7 @@ from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.budget import TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.kvcache.layout import KVLayout
+from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 
@@ -64,8 +64,18 @@ class KVStats:
 class KVCacheBase(ABC):
     """A KV cache and its memory. Steps run one at a time: `begin_step`, every layer's `attend` in order, `end_step`."""
 
-    layout: KVLayout
     attended_pool: AttendedPool | None = None  # None where a step attends to blocks of other memory as well
+
+    def __init__(
+        self, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend, num_gpu_blocks: int
+    ) -> None:
+        """num_gpu_blocks: the device budget, resident blocks and ring together."""
+        self.engine = engine
+        self.layout = engine.layout
+        self._device = engine.device
+        self._geometry = geometry
+        self._backend = backend
+        self._num_gpu_blocks = num_gpu_blocks
 
     @abstractmethod
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
@@ -79,9 +89,24 @@ class KVCacheBase(ABC):
         """Finish the step once its results are there. Raises EngineError if work that they depend on failed."""
         return
 
-    @abstractmethod
     def abandon_step(self) -> None:
         """After a failed forward pass: make the cache usable again. The blocks that the step wrote are undefined."""
+        self.engine.abandon()
 
-    @abstractmethod
-    def stats(self) -> KVStats: ...
+    def stats(self) -> KVStats:
+        engine = self.engine
+        return KVStats(
+            block_size=self.layout.block_size,
+            bytes_per_block=self.layout.block_bytes,
+            num_gpu_blocks=self._num_gpu_blocks,
+            resident_blocks=engine.split.resident_blocks,
+            ring_slots=engine.split.ring_slots,
+            num_cpu_blocks=engine.num_host_blocks,
+            num_swap_blocks=len(engine.swap),
+            device_bytes=engine.resident.nbytes + engine.ring.nbytes,
+            host_bytes=engine.host.nbytes,
+            swap_bytes=engine.swap.nbytes,
+            transfers=engine.transfers,
+            layerwise_memory=engine.layerwise_memory,
+            layer_buffer_bytes=engine.layer_buffer.nbytes,
+        )

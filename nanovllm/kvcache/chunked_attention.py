@@ -1,5 +1,5 @@
-"""Attention over a long context in chunks: each group of KV blocks is attended where it is, and the partial results are
-merged in fp32.
+"""The KV cache with offload: attention over a long context in chunks. Each group of KV blocks is attended where it is,
+and the partial results are merged in fp32.
 
 A layer goes through the groups of its `LayerPlan` in order. Resident groups are attended in the device pool. The
 `OffloadEngine` loads ring groups, in the order that the step announced, and they are attended in the ring slots. Groups
@@ -14,9 +14,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.kvcache.base import AttentionGeometry
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens
-from nanovllm.kvcache.step_plan import BlockRead, CpuAttentionGroup, LayerPlan, ResidentGroup, RingGroup
+from nanovllm.forward_context import ForwardContext
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, StepTraffic
+from nanovllm.kvcache.hybrid_manager import BlockMove
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.step_plan import (
+    BlockRead,
+    CpuAttentionGroup,
+    LayerPlan,
+    RingGroup,
+    group_block_reads,
+    plan_block_reads,
+)
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.merge import merge_states_
 from nanovllm.ops.triton_support import use_triton
@@ -57,106 +66,109 @@ class CpuAttention(Protocol):
         ...
 
 
-class ChunkedAttention:
-    """Stores the new K/V of a layer and attends to all block groups of its plan."""
+class OffloadedKVCache(KVCacheBase):
+    """Plans the block reads of each step, announces them to the `OffloadEngine`, and attends layer by layer.
+
+    cpu_attention: attends to a share of the host blocks on the CPU; None loads all of them.
+    """
 
     def __init__(
         self,
         engine: OffloadEngine,
         geometry: AttentionGeometry,
         backend: AttentionBackend,
-        cpu_attention: CpuAttention | None,
+        num_gpu_blocks: int,
+        cpu_attention: CpuAttention | None = None,
     ) -> None:
-        self._engine = engine
-        self._device = engine.device
-        self._geometry = geometry
-        self._backend = backend
-        self._cpu_attention = cpu_attention
+        super().__init__(engine, geometry, backend, num_gpu_blocks)
+        self.cpu_attention = cpu_attention
+        self._first_host_id = engine.split.resident_blocks
+        self._plans: dict[int | None, LayerPlan] = {}  # of the current step, by sliding window
 
-    def attend(
-        self, layer: int, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, sequences: Sequence[SequenceMetadata]
-    ) -> Tensor:
-        """The output `[tokens, heads, head_dim]`, which overwrites q.
+    def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
+        """See `KVCacheBase`. Announces the ring groups of all layers: `attend` must use them up in this order."""
+        self._plans = self._plan(sequences)
+        self.engine.move_blocks(moves)
+        if self.cpu_attention is not None:
+            self.cpu_attention.begin_step(self._plans)
+        # A shared block is loaded once; its bytes count for its first reader.
+        traffic, token_bytes = StepTraffic([0] * len(sequences), [0] * len(sequences)), self.layout.token_layer_bytes
+        groups = []
+        for layer, window in enumerate(self._geometry.windows):
+            for group in self._plans[window].ring:
+                uses = []
+                for read in group.reads:
+                    host_block = read.physical_id - self._first_host_id
+                    uses.append(RingUse(layer, host_block, read.stored_tokens, read.new_tokens))
+                    traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
+                    traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
+                groups.append(uses)
+        self.engine.begin(groups)
+        return traffic
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Uses up the next ring groups that were
-        announced to the engine: layers must be attended in order, each once a step. Raises EngineError otherwise.
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """See `forward_context.KVCache`. Overwrites q.
+
+        Uses up the next ring groups that were announced to the engine: layers must be attended in order, each once a
+        step. Raises EngineError otherwise.
         """
-        state, cpu_attention = AttentionState.empty(q), self._cpu_attention
+        window = self._geometry.windows[layer]
+        plan, state, cpu_attention = self._plans[window], AttentionState.empty(q), self.cpu_attention
         if cpu_attention is not None:
             cpu_attention.start(layer, plan, q)
         for group in plan.items:
-            if isinstance(group, RingGroup):
-                self._attend_ring_group(layer, group, q, k, v, sequences, state)
-            elif isinstance(group, ResidentGroup):
-                self._attend_resident_group(layer, group, q, k, v, sequences, state)
-            else:
-                assert isinstance(group, CpuAttentionGroup) and cpu_attention is not None
+            if isinstance(group, CpuAttentionGroup):
+                assert cpu_attention is not None
                 cpu_attention.attend_in_order(layer, group, q, state)
+                continue
+            in_ring = isinstance(group, RingGroup)
+            if in_ring:
+                pool = self.engine.acquire(layer, group.reads[0].physical_id - self._first_host_id)
+            else:
+                pool = self.engine.resident[layer]
+            for index, read in group.written:
+                self._write(read, pool[index], k, v, ctx.sequences)
+            if in_ring and group.written:
+                self.engine.store()
+            blocks = zip(group.indices, group.reads, strict=True)
+            self._device.declare_kernel("attend", reads=(pool[at][:, :, : read.held_tokens] for at, read in blocks))
+            self._backend.attend(q, pool, group.table, state, self._geometry.scale, window)
+            self._device.end_kernel()
+            if in_ring:
+                self.engine.release()
         if cpu_attention is not None:
             cpu_attention.merge(plan, state)
-        return state.write_output_(q)
+        return q.copy_(state.out)
 
-    def ring_use(self, layer: int, read: BlockRead) -> RingUse:
-        """How the ring announces and loads the block."""
-        return RingUse(layer, self._host_block(read), read.stored_tokens)
+    def end_step(self) -> None:
+        if self.cpu_attention is not None:
+            self.cpu_attention.end_step()
 
-    def _attend_resident_group(
-        self,
-        layer: int,
-        group: ResidentGroup,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: Sequence[SequenceMetadata],
-        state: AttentionState,
-    ) -> None:
-        pool = self._engine.resident[layer]
-        for read in group.reads:
-            if read.new_tokens:
-                self._write(read, pool[read.physical_id], k, v, sequences)
-        reads = (pool[read.physical_id][:, :, : read.held_tokens] for read in group.reads)
-        self._device.declare_kernel("attend", reads=reads)
-        self._backend.attend(q, pool, group.table, state, self._geometry.scale, self._geometry.windows[layer])
-        self._device.end_kernel()
-
-    def _attend_ring_group(
-        self,
-        layer: int,
-        group: RingGroup,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequences: Sequence[SequenceMetadata],
-        state: AttentionState,
-    ) -> None:
-        slots, blocks = self._engine.acquire(self.ring_use(layer, group.reads[0]))
-        written = [(index, read) for index, read in enumerate(group.reads) if read.new_tokens]
-        for index, read in written:
-            self._write(read, blocks[index], k, v, sequences)
-        if written:
-            self._engine.store(
-                [
-                    SlotTokens(slots[index], layer, self._host_block(read), read.stored_tokens, read.new_tokens)
-                    for index, read in written
-                ]
+    def _plan(self, sequences: Sequence[SequenceMetadata]) -> dict[int | None, LayerPlan]:
+        """The plan of a layer with each sliding window."""
+        block_size, cpu_attention = self.layout.block_size, self.cpu_attention
+        reads = {window: plan_block_reads(sequences, block_size, window) for window in set(self._geometry.windows)}
+        chosen = {} if cpu_attention is None else cpu_attention.choose(reads, sequences)
+        return {
+            window: group_block_reads(
+                window_reads,
+                sequences,
+                block_size,
+                self._first_host_id,
+                self.engine.group_slots,
+                chosen.get(window, ()),
+                cpu_attention is not None and cpu_attention.concurrent,
             )
-        reads = (block[:, :, : read.held_tokens] for block, read in zip(blocks, group.reads, strict=True))
-        self._device.declare_kernel("attend", reads=reads)
-        self._backend.attend(q, blocks, group.table, state, self._geometry.scale, self._geometry.windows[layer])
-        self._device.end_kernel()
-        self._engine.release()
-
-    def _host_block(self, read: BlockRead) -> int:
-        return read.physical_id - self._engine.split.resident_blocks
+            for window, window_reads in reads.items()
+        }
 
     def _write(
         self, read: BlockRead, block: Tensor, k: Tensor, v: Tensor, sequences: Sequence[SequenceMetadata]
     ) -> None:
         """Write the new tokens into the block `[2, kv_heads, block_size, head_dim]`."""
-        begin, end = read.stored_tokens, read.held_tokens
         seq = sequences[read.readers[0]]
-        row = seq.query_start + read.first_position + begin - seq.context_len
-        new = block[:, :, begin:end]
+        row = seq.query_start + read.first_position + read.stored_tokens - seq.context_len
+        new = block[:, :, read.stored_tokens : read.held_tokens]
         self._device.declare_kernel("write K/V", writes=(new,))
         new[0] = k[row : row + read.new_tokens].transpose(0, 1)
         new[1] = v[row : row + read.new_tokens].transpose(0, 1)

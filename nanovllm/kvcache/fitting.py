@@ -7,11 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.errors import ConfigError
+from nanovllm.errors import Advice, ConfigError
 from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.budget import split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.sizing import CacheTooSmallError, KVPlan, MemoryFacts, longest_sequence, plan_kv_cache
+from nanovllm.kvcache.sizing import (
+    CacheTooSmallError,
+    KVPlan,
+    MemoryFacts,
+    NoMemoryError,
+    PositionsError,
+    longest_sequence,
+    plan_kv_cache,
+)
 from nanovllm.memory_checks import gib
 
 
@@ -33,7 +41,13 @@ class KVSizing:
             wanted, held = self.config.max_model_len, error.plan.max_model_len
             ways = [{"max_model_len": held}] if wanted and held else []
             ways += self.changes_for(wanted or 1)
-            raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do") from None
+            raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do", ways) from None
+        except NoMemoryError as error:
+            raise ConfigError(str(error), list(self._larger_shares(1))) from None
+        except PositionsError as error:
+            held = self._changed({"max_model_len": None}).plan().max_model_len
+            fits = f"{error}; as things are, prompts of up to {held} tokens fit"
+            raise ConfigError(fits, [{"max_model_len": held}]) from None
 
     def longest_limit(self, plan: KVPlan) -> str:
         """The name of the limit that ends the longest prompt of `plan`."""
@@ -56,14 +70,15 @@ class KVSizing:
         found = (lifted | change for change in self._changed(lifted)._larger_caches(tokens))
         return [change for change in found if self._holds(tokens, change)]
 
-    def advice(self, tokens: int) -> str:
+    def advice(self, tokens: int) -> Advice:
         """What to do about a sequence of too many tokens, with the plan's numbers, as part of an error message."""
-        if tokens > self.model_max_len:
-            return (
-                f"the model's positions end at {self.model_max_len}, so shorten the prompt, or give the model a RoPE "
-                "scaling that reaches further"
-            )
         plan, memory = self._plan(), self.memory
+        fits = f"as things are, prompts of up to {plan.max_model_len} tokens fit"
+        if tokens > self.model_max_len:
+            return Advice(
+                f"the model's positions end at {self.model_max_len}, so shorten the prompt, or give the model a RoPE "
+                f"scaling that reaches further; {fits}"
+            )
         held = (
             f"its KV cache takes {gib(tokens * self.layout.token_bytes)}, and the engine has "
             f"{plan.split.resident_blocks} blocks of {self.layout.block_size} tokens on the device and "
@@ -72,8 +87,10 @@ class KVSizing:
         changes = self.changes_for(tokens)
         if not changes:
             free = memory.device_free + (0 if memory.tiers_share_memory else memory.host_free)
-            return f"{held}; no setting fits it into the {gib(free)} that are free, so shorten the prompt"
-        return f"{held}; {' or '.join(map(spelled, changes))} would make it fit"
+            return Advice(
+                f"{held}; no setting fits it into the {gib(free)} that are free, so shorten the prompt; {fits}"
+            )
+        return Advice(f"{held}; {' or '.join(map(spelled, changes))} would make it fit; {fits}", changes)
 
     # ---- helpers
 
@@ -120,11 +137,15 @@ class KVSizing:
         if config.num_gpu_blocks != -1:
             yield {"num_gpu_blocks": counts.num_gpu_blocks + lacking}
         if config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1):
-            for percent in range(int(config.gpu_memory_utilization * 100) + 1, 101):
-                share = {"gpu_memory_utilization": percent / 100}
-                if self._holds(tokens, share):
-                    yield share
-                    return
+            yield from self._larger_shares(tokens)
+
+    def _larger_shares(self, tokens: int) -> Iterator[dict[str, Any]]:
+        """The smallest share of the memory that suffices, if any does."""
+        for percent in range(int(self.config.gpu_memory_utilization * 100) + 1, 101):
+            share = {"gpu_memory_utilization": percent / 100}
+            if self._holds(tokens, share):
+                yield share
+                return
 
     def _offload(self, tokens: int) -> dict[str, Any]:
         """Switch offload on. With a given number of device blocks, keep their size and give the host blocks too.

@@ -2,7 +2,7 @@
 
 The device holds *resident* blocks (all layers) and a *ring* of slots (one layer of one block each); the host holds the
 other blocks. A forward pass announces the host blocks that it will attend to, layer after layer, before it begins
-(`RingSchedule`). So loads run ahead of attention through the ring, across layer boundaries too. The blocks of one
+(`begin`). So loads run ahead of attention through the ring, across layer boundaries too. The blocks of one
 attention call form a group, in neighbouring slots: with N groups of slots in the ring, group i of the pass uses slots
 i % N, and its loads start as soon as group i - N has released them. Neighbouring host blocks of a group are one strided
 copy.
@@ -15,30 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
 from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.transfer_order import TransferOrder
 
-Item = TypeVar("Item")
-
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """One use of a ring slot: a layer of a host block. `stored_tokens` are loaded, 0 if the host holds none yet."""
+    """One use of a slot: a layer of a host block.
+
+    Its `stored_tokens` are loaded first, 0 if the host holds none yet. The `new_tokens` after them are written into the
+    slot and copied to the host.
+    """
 
     layer: int
     host_block: int
     stored_tokens: int
+    new_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +52,6 @@ class SlotTokens:
     host_block: int
     first_token: int
     num_tokens: int
-
-
-class RingSchedule:
-    """The groups of ring uses that a forward pass announced, in the order in which it must attend to them.
-
-    Loads are issued ahead in this order, so a group attended out of turn would read the slots of another one.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[RingUse]] = ()) -> None:
-        self.groups = groups
-        self.next_index = 0
-
-    @property
-    def is_finished(self) -> bool:
-        return self.next_index == len(self.groups)
-
-    def check_next(self, first: RingUse) -> None:
-        """Raises EngineError unless the next announced group begins with this use."""
-        announced = None if self.is_finished else self.groups[self.next_index][0]
-        if announced != first:
-            raise EngineError(
-                f"the pass attends to a group that begins with {first}, but announced {announced} next; attend to the "
-                "groups in the order given to begin()"
-            )
-
-    def advance(self) -> None:
-        self.next_index += 1
-
-
-def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
-    """Consecutive items in groups of `group_slots`; the last group may be shorter."""
-    return [items[first : first + group_slots] for first in range(0, len(items), group_slots)]
 
 
 def neighbours(pieces: Sequence[SlotTokens], block_size: int, blocks_in_reach: int) -> list[list[SlotTokens]]:
@@ -106,7 +76,10 @@ def neighbours(pieces: Sequence[SlotTokens], block_size: int, blocks_in_reach: i
 
 
 class OffloadEngine:
-    """Owns the resident pool, the ring, the layer buffer, the host pool and the swap pool."""
+    """Owns the resident pool, the ring, the layer buffer, the host pool and the swap pool.
+
+    Without offload there is a resident pool and a swap pool only.
+    """
 
     def __init__(
         self,
@@ -131,27 +104,23 @@ class OffloadEngine:
         self.host = device.empty_host("host blocks", layout.host_pool_shape(num_host_blocks), dtype)
         self.swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
         self.group_slots = group_slots or split.group_slots(layout.block_layer_bytes)
-        self._num_groups = max(1, split.ring_slots // self.group_slots)
+        self._num_groups = min(split.ring_slots, max(1, split.ring_slots // self.group_slots))
         self._blocks_in_reach = max(1, device.rows_in_reach(self.host))
-        self._order = TransferOrder(device, self._num_groups)
-        self._copies = CountedCopies(device)
-        self._mover = BlockMover(self._copies, self._order, layout, self.resident, self.host, self.swap)
-        self._memory: dict[range, Tensor] = {}  # views of neighbouring slots: slicing the ring in every layer is slower
-        self._schedule = RingSchedule()  # of the current pass
-
-    @property
-    def order(self) -> TransferOrder:
-        """For CPU attention, which reads the host pool."""
-        return self._order
+        self.order = TransferOrder(device, self._num_groups)
+        self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
+        self._blocks: dict[tuple[int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
+        self._groups: Sequence[Sequence[RingUse]] = ()  # that the current pass announced, in order
+        self._next = 0  # index of the group to attend to next
 
     @property
     def transfers(self) -> TransferCount:
         """Copies and bytes since the engine was created, counted where they are issued."""
-        return self._copies.transfers
+        return TransferCount(*self._counts["h2d"], *self._counts["d2h"], *self._counts["cpu_attention"])
 
-    def count_cpu_attention(self, blocks: int, num_bytes: int) -> None:
-        """Count host blocks, one layer of each, that the CPU attended to."""
-        self._copies.count("cpu_attention", blocks, num_bytes)
+    def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
+        """Count copies, or host blocks, one layer of each, that the CPU attended to."""
+        self._counts[kind][0] += number
+        self._counts[kind][1] += num_bytes
 
     # ---- the ring
 
@@ -161,130 +130,154 @@ class OffloadEngine:
         Every group has between 1 and `group_slots` uses. For each, in exactly this order, the pass calls `acquire`,
         then `store` if it wrote tokens, then `release`.
         """
-        assert self._schedule.is_finished, "the last pass did not attend to all groups that it announced"
+        assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
         assert all(len(group) <= self.group_slots for group in groups)
-        self._schedule = RingSchedule(groups)
-        for index in range(min(self._num_groups, len(groups))):
-            self._fill(index)
+        self._groups, self._next = groups, 0
+        for group, uses in enumerate(groups[: self._num_groups]):
+            self.load_to_slot_layer(group, uses)
 
-    def acquire(self, first: RingUse) -> tuple[range, Tensor]:
-        """The slots of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
+    def acquire(self, layer: int, host_block: int) -> Tensor:
+        """The blocks of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
 
-        first: the first use of the group that the caller attends to. Raises EngineError if another one is next.
+        layer, host_block: the first use of the group that the caller attends to. Loads are issued ahead in the order of
+        `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
         """
-        self._schedule.check_next(first)
-        slots = self._slots(self._schedule.next_index)
-        self._order.before_compute(self._ring_group)
-        if slots not in self._memory:
-            self._memory[slots] = self.ring[slots.start : slots.stop]
-        return slots, self._memory[slots]
+        uses = self._groups[self._next] if self._next < len(self._groups) else ()
+        if not uses or (uses[0].layer, uses[0].host_block) != (layer, host_block):
+            announced = f"layer {uses[0].layer} of host block {uses[0].host_block}" if uses else "no further group"
+            raise EngineError(
+                f"the pass attends to a group that begins with layer {layer} of host block {host_block}, but announced "
+                f"{announced} next; attend to the groups in the order given to begin()"
+            )
+        group = self._next % self._num_groups
+        self.order.before_compute(group)
+        if (group, len(uses)) not in self._blocks:
+            first = group * self.group_slots
+            self._blocks[group, len(uses)] = self.ring[first : first + len(uses)]
+        return self._blocks[group, len(uses)]
 
-    def store(self, pieces: Sequence[SlotTokens]) -> None:
-        """Copy newly written tokens from slots of the acquired group to their host blocks."""
-        self._store(self._ring_group, pieces)
+    def store(self) -> None:
+        """Copy the new tokens of the acquired group, which are written, to their host blocks."""
+        self.offload_slot_layer(self._next % self._num_groups, self._groups[self._next])
 
     def release(self) -> None:
         """Compute no longer needs the acquired slots: start loading the group that uses them next."""
-        self._order.after_compute(self._ring_group)
-        following = self._schedule.next_index + self._num_groups
-        self._schedule.advance()
-        if following < len(self._schedule.groups):
-            self._fill(following)
+        group, following = self._next % self._num_groups, self._next + self._num_groups
+        self._next += 1
+        self.order.after_compute(group)
+        if following < len(self._groups):
+            self.load_to_slot_layer(group, self._groups[following])
 
     def abandon(self) -> None:
         """After a failed pass: let copies under way finish, and forget the rest of the pass."""
-        self._schedule = RingSchedule()
-        self._order.reset()
-
-    @property
-    def _ring_group(self) -> int:
-        """The group of slots that the next announced group uses."""
-        return self._schedule.next_index % self._num_groups
-
-    def _slots(self, index: int) -> range:
-        first = index % self._num_groups * self.group_slots
-        return range(first, first + len(self._schedule.groups[index]))
-
-    def _fill(self, index: int) -> None:
-        uses = zip(self._slots(index), self._schedule.groups[index], strict=True)
-        pieces = [SlotTokens(slot, use.layer, use.host_block, 0, use.stored_tokens) for slot, use in uses]
-        self._load(index % self._num_groups, pieces)
+        self._groups, self._next = (), 0
+        self.order.reset()
 
     # ---- the layer buffer; `index` is the block's index in its sequence
 
     def fill_buffer(self, index: int, use: RingUse) -> None:
         """Start a layer of the block: load its stored tokens once compute has released the slot."""
-        piece = SlotTokens(self.split.ring_slots + index, use.layer, use.host_block, 0, use.stored_tokens)
-        self._load(self._num_groups + index, [piece])
+        self.load_to_slot_layer(self._num_groups + index, [use])
 
     def buffered(self, index: int) -> Tensor:
         """The block's memory `[2, kv_heads, block_size, head_dim]`, ready for compute."""
-        self._order.before_compute(self._num_groups + index)
+        self.order.before_compute(self._num_groups + index)
         return self.layer_buffer[index]
 
-    def store_buffered(self, index: int, layer: int, host_block: int, first_token: int, num_tokens: int) -> None:
+    def store_buffered(self, index: int, use: RingUse) -> None:
         """Copy newly written tokens from the buffer to the host block."""
-        piece = SlotTokens(self.split.ring_slots + index, layer, host_block, first_token, num_tokens)
-        self._store(self._num_groups + index, [piece])
+        self.offload_slot_layer(self._num_groups + index, [use])
 
     def release_buffer(self, index: int) -> None:
         """All attention to the block's layer has been issued on the compute stream."""
-        self._order.after_compute(self._num_groups + index)
+        self.order.after_compute(self._num_groups + index)
 
-    # ---- copies of one layer of neighbouring blocks
+    # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
 
-    def _load(self, group: int, pieces: Sequence[SlotTokens]) -> None:
-        stream = self._order.before_fill(group)
-        loaded = [piece for piece in pieces if piece.num_tokens]
-        for together in neighbours(loaded, self.layout.block_size, self._blocks_in_reach):
-            self.load_to_slot_layer(together, stream)
-        self._order.after_fill(group)
+    def load_to_slot_layer(self, group: int, uses: Sequence[RingUse]) -> None:
+        """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
+        stream = self.order.before_fill(group)
+        self._copy(group, uses, "h2d", stream)
+        self.order.after_fill(group)
 
-    def _store(self, group: int, pieces: Sequence[SlotTokens]) -> None:
-        stream = self._order.before_store(group)
+    def offload_slot_layer(self, group: int, uses: Sequence[RingUse]) -> None:
+        """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
+        self._copy(group, uses, "d2h", self.order.before_store(group))
+
+    def _copy(self, group: int, uses: Sequence[RingUse], kind: CopyKind, stream: Stream) -> None:
+        in_buffer = group - self._num_groups
+        first_slot = group * self.group_slots if in_buffer < 0 else self.split.ring_slots + in_buffer
+        pieces = []
+        for slot, use in enumerate(uses, first_slot):
+            first_token, num_tokens = (0, use.stored_tokens) if kind == "h2d" else (use.stored_tokens, use.new_tokens)
+            if num_tokens:
+                pieces.append(SlotTokens(slot, use.layer, use.host_block, first_token, num_tokens))
         for together in neighbours(pieces, self.layout.block_size, self._blocks_in_reach):
-            self.offload_slot_layer(together, stream)
+            copy = self._strided_copy(together, kind)
+            self.device.copy_2d(copy, stream)
+            self.count(kind, len(together), copy.width * copy.height)
 
-    def load_to_slot_layer(self, pieces: Sequence[SlotTokens], stream: Stream) -> None:
-        """Copy part of one host block's layer, or all of several neighbouring ones, to their slots."""
-        slot, host = self._slot(pieces[0].slot), self.host[pieces[0].host_block, pieces[0].layer]
-        self._copy(slot, host, self.layout.block_layer_bytes, self.layout.block_bytes, pieces, "h2d", stream)
-
-    def offload_slot_layer(self, pieces: Sequence[SlotTokens], stream: Stream) -> None:
-        """Copy part of one slot, or all of several neighbouring ones, to their layer of the host blocks."""
-        slot, host = self._slot(pieces[0].slot), self.host[pieces[0].host_block, pieces[0].layer]
-        self._copy(host, slot, self.layout.block_bytes, self.layout.block_layer_bytes, pieces, "d2h", stream)
-
-    def _copy(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        dpitch: int,
-        spitch: int,
-        pieces: Sequence[SlotTokens],
-        kind: CopyKind,
-        stream: Stream,
-    ) -> None:
-        """dst, src: one layer of the first block on each side; pitches: bytes from one block to the next."""
-        layout, first, count = self.layout, pieces[0].first_token, pieces[0].num_tokens
-        if count == layout.block_size:  # all of it is contiguous
-            copy = PitchedCopy(dst, src, dpitch, spitch, layout.block_layer_bytes, len(pieces), kind)
+    def _strided_copy(self, pieces: Sequence[SlotTokens], kind: CopyKind) -> PitchedCopy:
+        """The copy of part of one host block's layer, or of all of several neighbouring ones."""
+        layout, piece = self.layout, pieces[0]
+        in_buffer = piece.slot - self.split.ring_slots
+        slot = self.ring[piece.slot] if in_buffer < 0 else self.layer_buffer[in_buffer]
+        host = self.host[piece.host_block, piece.layer]
+        if piece.num_tokens == layout.block_size:  # all of it is contiguous
+            slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes  # from one block to the next
+            width, height = layout.block_layer_bytes, len(pieces)
         else:  # tokens are contiguous within a head, so each head of K and V is one row
-            pitch, width, height = layout.head_pitch, count * layout.row_bytes, layout.rows_per_token
-            copy = PitchedCopy(dst[0, 0, first:], src[0, 0, first:], pitch, pitch, width, height, kind)
-        self._copies.put(copy, stream, len(pieces))
+            slot, host = slot[0, 0, piece.first_token :], host[0, 0, piece.first_token :]
+            slot_pitch = host_pitch = layout.head_pitch
+            width, height = piece.num_tokens * layout.row_bytes, layout.rows_per_token
+        if kind == "h2d":
+            return PitchedCopy(slot, host, slot_pitch, host_pitch, width, height, kind)
+        return PitchedCopy(host, slot, host_pitch, slot_pitch, width, height, kind)
 
-    def _slot(self, slot: int) -> Tensor:
-        """A slot's memory; slots of the layer buffer are numbered after those of the ring."""
-        in_buffer = slot - self.split.ring_slots
-        return self.ring[slot] if in_buffer < 0 else self.layer_buffer[in_buffer]
-
-    # ---- copies of all layers of a block
+    # ---- copies of all layers of a block: moves between the tiers, copy-on-write, swapping
 
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
         """Copy the blocks of a step in order. Call it between forward passes; the next one waits for the copies."""
-        self._mover.move_blocks(moves)
+        if moves:
+            stream = self.order.before_moves()
+            for move in moves:
+                self._move(move, stream)
+            self.order.after_moves()
+        self.order.before_copies()
+
+    def _move(self, move: BlockMove, stream: Stream) -> None:
+        layout, first_host = self.layout, self.split.resident_blocks
+        to_host, from_host = move.dst >= first_host, move.src >= first_host
+        kinds: dict[tuple[bool, bool], CopyKind] = {
+            (True, False): "h2d",
+            (False, True): "d2h",
+            (False, False): "d2d",
+            (True, True): "h2h",
+        }
+        to, what, kind = self._block(move.dst), self._block(move.src), kinds[from_host, to_host]
+        if move.num_tokens is None:
+            dpitch, spitch = (t.stride(0) * t.element_size() for t in (to, what))
+            width, height = layout.block_layer_bytes, layout.num_layers  # one strided copy for all layers
+            number = self.device.copy_2d(PitchedCopy(to, what, dpitch, spitch, width, height, kind), stream)
+            self.count(kind, number, width * height)
+            return
+        # The heads of K and V are equally far apart within a layer only: one strided copy for each.
+        pitch, width, height = layout.head_pitch, move.num_tokens * layout.row_bytes, layout.rows_per_token
+        for layer in range(layout.num_layers):
+            self.device.copy_2d(PitchedCopy(to[layer], what[layer], pitch, pitch, width, height, kind), stream)
+        self.count(kind, 1, layout.num_layers * width * height)
+
+    def _block(self, physical_id: int) -> Tensor:
+        """`[layers, 2, kv_heads, block_size, head_dim]`, each layer contiguous.
+
+        Physical block ids count the resident blocks first, then the host blocks, then the swap blocks, which need the
+        same orderings as host blocks.
+        """
+        if physical_id < self.split.resident_blocks:
+            return self.resident[:, physical_id]
+        physical_id -= self.split.resident_blocks
+        return self.host[physical_id] if physical_id < len(self.host) else self.swap[physical_id - len(self.host)]
 
     def synchronize(self) -> None:
         """Block the host until no copy is under way."""
-        self._order.synchronize()
+        self.order.synchronize()

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import Device
-from nanovllm.forward_context import ForwardContext, positions_of
-from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, KVStats, StepTraffic
-from nanovllm.kvcache.block_mover import BlockMover, CountedCopies
+from nanovllm.forward_context import ForwardContext
+from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, StepTraffic
+from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.transfer_order import TransferOrder
+from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.native_attention import NativeAttention, PagedStep
+from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import upload
 
@@ -33,16 +33,10 @@ class PagedKVCache(KVCacheBase):
         num_blocks: int,
         num_swap_blocks: int = 0,
     ) -> None:
-        self.layout = layout
-        self._device = device
-        self._geometry = geometry
-        self._backend = backend
-        self._pool = device.empty("KV blocks", layout.device_pool_shape(num_blocks), dtype)
-        self._swap = device.empty_host("swap blocks", layout.host_pool_shape(num_swap_blocks), dtype)
+        engine = OffloadEngine(device, layout, dtype, DeviceSplit(0, num_blocks), 0, num_swap_blocks)
+        super().__init__(engine, geometry, backend, num_blocks)
+        self._pool = engine.resident
         self.attended_pool = AttendedPool(self._pool, geometry, backend)
-        self._order = TransferOrder(device, num_groups=0)
-        self._copies = CountedCopies(device)
-        self._mover = BlockMover(self._copies, self._order, layout, self._pool, self._swap[:0], self._swap)
         self._sequences: Sequence[SequenceMetadata] = ()  # of the current step
         # Of the current step: the slot mapping, and the attention metadata by sliding window. Built by the first layer
         # that attends, since a step with a CUDA graph needs neither.
@@ -51,7 +45,7 @@ class PagedKVCache(KVCacheBase):
         self._few_rows: dict[int | None, PagedStep | None] = {}  # faster attention for steps of few rows on the CPU
 
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
-        self._mover.move_blocks(moves)
+        self.engine.move_blocks(moves)
         self._sequences, self._slots = sequences, None
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 
@@ -71,13 +65,13 @@ class PagedKVCache(KVCacheBase):
         self._device.declare_kernel("attend", reads=(pool[block] for block in self._blocks()))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
-        return state.write_output_(q)
+        return q.copy_(state.out)
 
     def _make_tables(self) -> Tensor:
         """Build the slot mapping and the attention metadata of the current step."""
         block_size, slots = self.layout.block_size, []
         for sequence in self._sequences:
-            positions = positions_of(sequence)
+            positions = sequence.positions()
             blocks = torch.tensor(sequence.block_table)[positions // block_size]
             slots.append(blocks * block_size + positions % block_size)
         self._slots = upload(torch.cat(slots), self._device.torch_device)
@@ -101,22 +95,3 @@ class PagedKVCache(KVCacheBase):
             for seq in self._sequences
             for block in seq.block_table[seq.context_len // block_size if written else 0 :]
         }
-
-    def abandon_step(self) -> None:
-        self._order.reset()
-
-    def stats(self) -> KVStats:
-        num_blocks = self._pool.shape[1]
-        return KVStats(
-            block_size=self.layout.block_size,
-            bytes_per_block=self.layout.block_bytes,
-            num_gpu_blocks=num_blocks,
-            resident_blocks=num_blocks,
-            ring_slots=0,
-            num_cpu_blocks=0,
-            num_swap_blocks=len(self._swap),
-            device_bytes=self._pool.nbytes,
-            host_bytes=0,
-            swap_bytes=self._swap.nbytes,
-            transfers=self._copies.transfers,
-        )

@@ -11,6 +11,7 @@ from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseS
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.memory_checks import check_fits, gib
 
+CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
 
 
@@ -48,6 +49,14 @@ class KVPlan:
         return self.split.resident_blocks + self.num_cpu_blocks
 
 
+class PositionsError(ConfigError):
+    """max_model_len is beyond the model's positions."""
+
+
+class NoMemoryError(ConfigError):
+    """The memory holds no KV cache at all."""
+
+
 class CacheTooSmallError(ConfigError):
     """The blocks of `plan` hold no sequence of the requested length."""
 
@@ -62,12 +71,11 @@ def plan_kv_cache(
     """Size both tiers. Raises ConfigError, with numbers, if that is impossible; `fitting` suggests what to change."""
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
-        raise ConfigError(
+        raise PositionsError(
             f"max_model_len={wanted_len}: the model's positions end at {model_max_len}; lower max_model_len to that, "
             "or give the model a RoPE scaling that reaches further"
         )
-    # More blocks than max_num_seqs sequences of full length can use would waste memory.
-    useful = int(config.max_num_seqs * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
+    useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
     layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
     layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
     left = replace(memory, activation_peak=memory.activation_peak + layerwise_bytes)
@@ -89,6 +97,24 @@ def plan_kv_cache(
     plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, layerwise_memory, working_bytes)
     _check_capacity(config, layout, plan)
     return plan
+
+
+def _useful_blocks(
+    config: EngineConfig, layout: KVLayout, memory: MemoryFacts, wanted_len: int, watermark: float
+) -> int:
+    """The most blocks to take where none are named: what max_num_seqs sequences of full length can use.
+
+    On the CPU other programs use the memory too. There it is CPU_KV_BYTES, or one sequence of full length if that is
+    more.
+    """
+
+    def blocks_of(sequences: int) -> int:
+        return int(sequences * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
+
+    useful = blocks_of(config.max_num_seqs)
+    if memory.tiers_share_memory:
+        useful = min(useful, max(CPU_KV_BYTES // layout.block_bytes, blocks_of(1)))
+    return useful
 
 
 def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
@@ -138,7 +164,7 @@ def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, 
         budget //= 2
     blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)
     if blocks < MIN_GPU_BLOCKS:
-        raise ConfigError(
+        raise NoMemoryError(
             f"no memory for the KV cache: of {gib(memory.device_total)} at gpu_memory_utilization="
             f"{config.gpu_memory_utilization}, {gib(held)} are taken and a step needs {gib(memory.activation_peak)}, "
             f"which leaves {gib(max(budget, 0))} for blocks of {gib(layout.block_bytes)}; raise "
@@ -160,8 +186,10 @@ def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, nu
 
 
 def _check_blocks_fit(name: str, blocks: int, layout: KVLayout, free: int, where: str) -> None:
-    remedy = f"at most {max(free, 0) // layout.block_bytes} blocks of {layout.block_size} tokens fit"
-    check_fits(f"{name}={blocks}: its KV cache takes", blocks * layout.block_bytes, free, where, remedy)
+    most = max(free, 0) // layout.block_bytes
+    remedy = f"at most {most} blocks of {layout.block_size} tokens fit, {most * layout.block_size} tokens"
+    changes = [{name: most}] if name == "num_cpu_blocks" or most >= MIN_GPU_BLOCKS else []
+    check_fits(f"{name}={blocks}: its KV cache takes", blocks * layout.block_bytes, free, where, remedy, changes)
 
 
 def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> None:

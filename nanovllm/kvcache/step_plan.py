@@ -26,9 +26,11 @@ class BlockRead:
 
 @dataclass(slots=True)
 class BlockGroup:
-    """Block reads of one pool that are attended in one call. The block ids in `table` index that pool."""
+    """Block reads of one pool that are attended in one call. `indices` and the ids in `table` index that pool."""
 
     reads: list[BlockRead] = field(default_factory=list)
+    indices: Sequence[int] = ()  # of the blocks of `reads`
+    written: list[tuple[int, BlockRead]] = field(default_factory=list)  # index and read of blocks that get new tokens
     table: AttentionMetadata = field(default_factory=lambda: AttentionMetadata(()))
 
 
@@ -37,7 +39,7 @@ class ResidentGroup(BlockGroup):
 
 
 class RingGroup(BlockGroup):
-    """Host blocks that are loaded into as many ring slots. `table` counts the slots of the group from 0."""
+    """Host blocks that are loaded into as many ring slots. `indices` count the slots of the group from 0."""
 
 
 class CpuAttentionGroup(BlockGroup):
@@ -117,7 +119,7 @@ def group_block_reads(
         else:
             in_order.append(RingGroup, read, group_slots)
     for item in [*in_order.items, *aside.items]:
-        item.table = _group_metadata(item, sequences, block_size, resident_blocks)
+        _locate(item, sequences, block_size, resident_blocks)
     groups = [group for group in aside.items if isinstance(group, CpuAttentionGroup)]
     readers = {reader for group in groups for read in group.reads for reader in read.readers}
     rows = max((sequences[reader].query_start + sequences[reader].query_len for reader in readers), default=0)
@@ -137,33 +139,31 @@ class _Grouping:
         """Append the block to the last group of its kind, provided that every sequence still reads its blocks in order
         and contiguously within the group, and that the group stays within `max_reads`. Otherwise open a new group."""
         at = self._last.get(kind, -1)
-        if at < 0 or len(self.items[at].reads) == max_reads or not self._fits(read, at):
+        progress = [self._progress[reader] for reader in read.readers if reader in self._progress]
+        fits = all(last < at or (last == at and end == read.first_position) for last, end in progress)
+        if at < 0 or len(self.items[at].reads) == max_reads or not fits:
             at = self._last[kind] = len(self.items)
             self.items.append(kind())
         self.items[at].reads.append(read)
         self._progress.update(dict.fromkeys(read.readers, (at, read.first_position + self._block_size)))
 
-    def _fits(self, read: BlockRead, at: int) -> bool:
-        progress = [self._progress[reader] for reader in read.readers if reader in self._progress]
-        return all(item < at or (item == at and end == read.first_position) for item, end in progress)
 
+def _locate(group: BlockGroup, sequences: Sequence[SequenceMetadata], block_size: int, resident_blocks: int) -> None:
+    """Set where the blocks of the group are, and the part of each sequence that is in it.
 
-def _group_metadata(
-    group: BlockGroup, sequences: Sequence[SequenceMetadata], block_size: int, resident_blocks: int
-) -> AttentionMetadata:
-    """The part of each sequence that is in the group."""
+    A part has all query rows of the sequence: the causal mask excludes rows before the blocks.
+    """
     first_host_id = resident_blocks if isinstance(group, CpuAttentionGroup) else 0
+    in_ring = isinstance(group, RingGroup)
+    group.indices = range(len(group.reads)) if in_ring else [read.physical_id - first_host_id for read in group.reads]
+    group.written = [at for at in zip(group.indices, group.reads, strict=True) if at[1].new_tokens]
     by_reader: dict[int, tuple[int, list[int]]] = {}  # first position, indices in the pool
-    for slot, read in enumerate(group.reads):
-        index = slot if isinstance(group, RingGroup) else read.physical_id - first_host_id
+    for index, read in zip(group.indices, group.reads, strict=True):
         for reader in read.readers:
             by_reader.setdefault(reader, (read.first_position, []))[1].append(index)
-    return AttentionMetadata(
-        [_part(sequences[reader], first, blocks, block_size) for reader, (first, blocks) in by_reader.items()]
-    )
-
-
-def _part(seq: SequenceMetadata, first_position: int, blocks: Sequence[int], block_size: int) -> SequenceMetadata:
-    """The rows of `seq` over some of its blocks. The causal mask excludes rows before the blocks."""
-    kv_end = min(seq.total_len, first_position + len(blocks) * block_size)
-    return SequenceMetadata(seq.query_start, seq.query_len, seq.context_len, first_position, kv_end, blocks)
+    parts = []
+    for reader, (first, blocks) in by_reader.items():
+        seq = sequences[reader]
+        kv_end = min(seq.total_len, first + len(blocks) * block_size)
+        parts.append(SequenceMetadata(seq.query_start, seq.query_len, seq.context_len, first, kv_end, blocks))
+    group.table = AttentionMetadata(parts)

@@ -30,6 +30,7 @@ What needs no event:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import suppress
 
 from nanovllm.device import CallStream, Device, Event, Stream
@@ -39,23 +40,6 @@ from nanovllm.errors import EngineError
 # and computation they are as many as CUDA has hardware queues by default (CUDA_DEVICE_MAX_CONNECTIONS), so no two
 # streams share a queue.
 NUM_GROUP_STREAMS = 4
-
-
-class EventsByKey:
-    """One event for each key, created at its first record. A wait for a key without an event does nothing."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._events: dict[int, Event] = {}
-
-    def record(self, stream: Stream, key: int) -> None:
-        if key not in self._events:
-            self._events[key] = self._device.new_event()
-        stream.record(self._events[key])
-
-    def wait(self, stream: Stream, key: int) -> None:
-        if key in self._events:
-            stream.wait(self._events[key])
 
 
 class TransferOrder:
@@ -76,10 +60,11 @@ class TransferOrder:
         self._make_events()
 
     def _make_events(self) -> None:
-        self._ring_slot_ready = EventsByKey(self._device)
-        self._ring_slot_compute_done = EventsByKey(self._device)
-        self._kv_written = EventsByKey(self._device)
-        self._stored = EventsByKey(self._device)
+        # By group, and `stored` by stream. An event is created at its first record.
+        self._ring_slot_ready = defaultdict[int, Event](self._device.new_event)
+        self._ring_slot_compute_done = defaultdict[int, Event](self._device.new_event)
+        self._kv_written = defaultdict[int, Event](self._device.new_event)
+        self._stored = defaultdict[int, Event](self._device.new_event)
         self._storing: set[int] = set()  # streams with stores that no `host_ready` covers yet
         self._moved = False  # whether blocks were moved since the last `host_ready`
         self._host_ready: Event | None = None  # created at its first record
@@ -122,8 +107,8 @@ class TransferOrder:
 
     def _wait_for_stores(self) -> None:
         for index in sorted(self._storing):
-            self._stored.record(self._group_streams[index], index)
-            self._stored.wait(self._move_stream, index)
+            self._group_streams[index].record(self._stored[index])
+            self._move_stream.wait(self._stored[index])
         self._storing.clear()
 
     # ---- the life of a group of slots, in this order
@@ -131,27 +116,28 @@ class TransferOrder:
     def before_fill(self, group: int) -> Stream:
         """Copies on the returned stream may overwrite the group's slots."""
         stream = self._stream(group)
-        self._ring_slot_compute_done.wait(stream, group)
+        if group in self._ring_slot_compute_done:
+            stream.wait(self._ring_slot_compute_done[group])
         return stream
 
     def after_fill(self, group: int) -> None:
-        self._ring_slot_ready.record(self._stream(group), group)
+        self._stream(group).record(self._ring_slot_ready[group])
 
     def before_compute(self, group: int) -> None:
         """Compute uses the group next, after its loads."""
-        self._ring_slot_ready.wait(self._compute, group)
+        self._compute.wait(self._ring_slot_ready[group])
 
     def before_store(self, group: int) -> Stream:
         """New K/V are written into the group; the returned stream may copy them to the host."""
         stream = self._stream(group)
-        self._kv_written.record(self._compute, group)
-        self._kv_written.wait(stream, group)
+        self._compute.record(self._kv_written[group])
+        stream.wait(self._kv_written[group])
         self._storing.add(group % len(self._group_streams))
         return stream
 
     def after_compute(self, group: int) -> None:
         """All attention over the group has been issued on the compute stream."""
-        self._ring_slot_compute_done.record(self._compute, group)
+        self._compute.record(self._ring_slot_compute_done[group])
 
     # ---- concurrent CPU attention, once a layer in this order
 

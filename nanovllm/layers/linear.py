@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops import cpu_linear
+from nanovllm.ops import cpu_kernels
 
 FEW_ROWS = 24  # with at most so many rows, reading the weights determines the time of a product
 
@@ -39,8 +39,8 @@ def slot_of(view: Tensor) -> WeightSlot:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [rows, in] -> [rows, out]. On the CPU the bits of a row do not depend on the other rows."""
-    if cpu_linear.takes(x, weight):
-        return cpu_linear.cpu_linear(x, weight, bias)
+    if x.is_cpu and x.dtype in cpu_kernels.KERNEL_DTYPES:
+        return cpu_kernels.cpu_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -30,16 +30,14 @@ class RotaryEmbedding:
 
         positions, lengths: int64 [tokens]; the length of a token is the sequence length for dynamic RoPE.
         """
-        angles = positions.float()[:, None] * self._frequencies(lengths)
+        frequencies = self.inv_freq  # [head_dim / 2], or [tokens, head_dim / 2] for dynamic RoPE
+        if self.rope.kind == "dynamic":
+            grown = dynamic_frequencies(self.rope, self._exponents, lengths)
+            is_longer = lengths > self.rope.original_max_position
+            frequencies = torch.where(is_longer[:, None], grown, frequencies)
+        angles = positions.float()[:, None] * frequencies
         cos, sin = cos_sin(angles, self.rope.attention_factor)
         return cos[:, None, :], sin[:, None, :]
-
-    def _frequencies(self, lengths: Tensor) -> Tensor:
-        """[head_dim / 2], or [tokens, head_dim / 2] for dynamic RoPE."""
-        if self.rope.kind != "dynamic":
-            return self.inv_freq
-        grown = dynamic_frequencies(self.rope, self._exponents, lengths)
-        return torch.where((lengths > self.rope.original_max_position)[:, None], grown, self.inv_freq)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -59,7 +57,7 @@ def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> T
 
     exponents: fp64 [head_dim / 2], those of `inverse_frequencies`, where the lengths are.
     theta' = theta * (factor * length / trained - (factor - 1)) ^ (head_dim / (head_dim - 2)). In fp64,
-    because the bits of an fp32 pow depend on the batch; rounded from fp64 they agree. On the CPU `cpu_rows.powers`
+    because the bits of an fp32 pow depend on the batch; rounded from fp64 they agree. On the CPU `cpu_kernels.powers`
     computes each power alone.
     """
     growth = rope.factor * lengths.double() / rope.original_max_position - (rope.factor - 1)

@@ -76,7 +76,7 @@ class LayerwiseKVCache:
         self._engine.device.end_kernel()
         if chunk.total_len == self._part.layerwise.end:
             self._end_layer(layer)
-        return state.write_output_(q)
+        return q.copy_(state.out)
 
     def end_part(self) -> None:
         """Release the buffer if the part ends within a layer. Call it after the last layer chunk of the part."""
@@ -109,7 +109,7 @@ class LayerwiseKVCache:
             new[0] = k[rows].transpose(0, 1)
             new[1] = v[rows].transpose(0, 1)
         for index, first_token, count in self._stores(positions):
-            self._engine.store_buffered(index, layer, self._host_block(index), first_token, count)
+            self._engine.store_buffered(index, RingUse(layer, self._host_block(index), first_token, count))
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.execution_order import ComputedRows
-from nanovllm.forward_context import ForwardContext
+from nanovllm.engine.execution_order import ComputedRows, StepWatch
+from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.layerwise import LayerwiseStep
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -57,7 +57,7 @@ class LayerwiseOrder:
         h2d_bytes, d2h_bytes = self._kv_cache.begin_part(seq.layerwise, seq.block_table)
         return StepTraffic([h2d_bytes], [d2h_bytes])
 
-    def run(self) -> ComputedRows | None:
+    def run(self, watch: StepWatch) -> ComputedRows | None:
         """Run the layer chunks of the step.
 
         Rows are due with the last layer chunk alone: the last token's, or all of them if the prompt is scored.
@@ -66,9 +66,9 @@ class LayerwiseOrder:
         if seq is None or seq.layerwise is None:
             return None
         assert state is not None
-        part, x = seq.layerwise, state.x
+        part, x, kv_cache = seq.layerwise, state.x, watch.watched(self._kv_cache)
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
-            self._run_layer_chunk(layer_chunk, seq, part, x)
+            self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache)
         self._kv_cache.end_part()
         state.next_layer_chunk = part.end_layer_chunk
         if part.end_layer_chunk < part.layerwise.num_chunks * self._model.spec.num_layers:
@@ -84,10 +84,12 @@ class LayerwiseOrder:
     def _embed(self, seq: ScheduledSequence) -> Tensor:
         return self._model.embed(upload(torch.tensor(seq.token_ids, dtype=torch.int64), self._model.device))
 
-    def _run_layer_chunk(self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor) -> None:
+    def _run_layer_chunk(
+        self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor, kv_cache: KVCache
+    ) -> None:
         where = part.layerwise.positions(layer_chunk)
         chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
         positions = torch.arange(where.start, where.stop, device=x.device)
-        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), self._kv_cache)
+        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), kv_cache)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
         self._model.forward_layer_(part.layerwise.layer(layer_chunk), rows, ctx)

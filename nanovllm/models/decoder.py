@@ -10,20 +10,13 @@ from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear, NamedSlots, WeightSlot, fastest_linear, linear, slot_of
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
-from nanovllm.ops.cpu_layer import few_row_layer
-from nanovllm.ops.row_kernels import place_heads, silu_and_mul
+from nanovllm.ops.cpu_kernels import few_row_layer
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
 
 CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
-
-
-def row_chunks(rows: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of at most `size` that cover [0, rows)."""
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
 
 
 def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
@@ -39,23 +32,23 @@ class DecoderLayer:
     def __init__(self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.index = index
-        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        hidden = spec.hidden_size
         qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.input_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
         self.qkv = Linear(hidden, qkv, bias=spec.qkv_bias, dtype=dtype, device=device)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
         self.o = Linear(spec.q_size, {"o_proj": hidden}, bias=spec.o_bias, dtype=dtype, device=device)
-        self.post_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
         self.gate_up = Linear(hidden, gate_up, bias=spec.mlp_bias, dtype=dtype, device=device)
         self.down = Linear(
             spec.intermediate_size, {"down_proj": hidden}, bias=spec.mlp_bias, dtype=dtype, device=device
         )
-        norms = (self.input_norm.weight, self.qk_norm, self.post_norm.weight)
+        norms = (self.input_norm, self.qk_norm, self.post_norm)
         products = [(each.weight, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
-        self.few_rows = few_row_layer(norms, products, eps, spec.head_dim)
+        self.few_rows = few_row_layer(norms, products, spec.rms_norm_eps, spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
@@ -72,7 +65,7 @@ class DecoderLayer:
 
     def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add attention's output to x in place; return the gated MLP's output, which is still to be added."""
-        return self.down(silu_and_mul(self.gate_up(self.post_norm.add_(x, attended))))
+        return self.down(silu_and_mul(self.gate_up(add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps))))
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
         """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
@@ -88,14 +81,15 @@ class DecoderLayer:
         if self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
-        heads = self.qkv(self.input_norm(x)).unflatten(-1, (-1, self.spec.head_dim))
-        place_heads(heads, self.qk_norm, self.spec.rms_norm_eps, cos, sin, q, k, v)
+        eps = self.spec.rms_norm_eps
+        heads = self.qkv(rms_norm(x, self.input_norm, eps)).unflatten(-1, (-1, self.spec.head_dim))
+        place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
 
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         prefix = f"model.layers.{self.index}."
-        yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm.weight)
-        yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm.weight)
+        yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
+        yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
         yield from self.qkv.slots(f"{prefix}self_attn.")
         yield from self.o.slots(f"{prefix}self_attn.")
         yield from self.gate_up.slots(f"{prefix}mlp.")
@@ -118,7 +112,7 @@ class Decoder:
         self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.lm_head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
         self.layers = [DecoderLayer(spec, i, dtype, device) for i in range(spec.num_layers)]
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -144,8 +138,8 @@ class Decoder:
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
-        for rows in row_chunks(x.shape[0], self.chunk_rows):
-            x[rows] = self.norm(x[rows])
+        for (rows,) in row_parts(self.chunk_rows, x):
+            rows.copy_(rms_norm(rows, self.norm, self.spec.rms_norm_eps))
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -164,7 +158,7 @@ class Decoder:
         yield EMBEDDING, slot_of(self.embedding)
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", slot_of(self.norm.weight)
+        yield "model.norm.weight", slot_of(self.norm)
         if not self.spec.tie_word_embeddings:
             yield LM_HEAD, slot_of(self.lm_head)
 

@@ -13,7 +13,7 @@ from nanovllm.memory_checks import check_fits
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
-from nanovllm.ops.cpu_linear import use_huge_pages
+from nanovllm.ops.cpu_kernels import use_huge_pages
 
 
 def fill_with_random_weights(decoder: Decoder, seed: int) -> None:

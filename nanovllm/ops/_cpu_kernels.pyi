@@ -1,4 +1,4 @@
-"""csrc/cpu_kernels.cpp. Use it through nanovllm.ops.cpu_isa, cpu_linear, cpu_rows and cpu_layer, which check arguments.
+"""csrc/cpu_kernels.cpp. Use it through nanovllm.ops.cpu_kernels, which checks arguments.
 
 Addresses are ints, or pairs with the stride from row to row in elements (of store_kv: in bytes). `dtype` is "bfloat16",
 "float16" or "float32"; `isa` is one of `instruction_sets()`.

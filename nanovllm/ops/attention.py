@@ -49,6 +49,10 @@ class SequenceMetadata:
         """Tokens of the sequence up to its last query row."""
         return self.context_len + self.query_len
 
+    def positions(self) -> Tensor:
+        """Positions of the rows, int64 [query_len], on the host."""
+        return torch.arange(self.context_len, self.total_len, dtype=torch.int64)
+
     def visible(self, window: int | None, block_size: int) -> SequenceMetadata:
         """The same rows of a full block table, without the blocks that a sliding window hides from all of them."""
         first = first_visible_block(self.context_len, window, block_size)
@@ -163,10 +167,6 @@ class AttentionState:
         """The state of queries q `[tokens, heads, head_dim]` before any key: output 0, LSE -inf."""
         lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
         return cls(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse)
-
-    def write_output_(self, q: Tensor) -> Tensor:
-        """Overwrite the queries with the output, in their dtype, and return them. Saves an allocation per layer."""
-        return q.copy_(self.out)
 
 
 class AttentionBackend(Protocol):

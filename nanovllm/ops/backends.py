@@ -16,11 +16,10 @@ from nanovllm.ops.attention import (
     RowAttention,
     SequenceMetadata,
 )
-from nanovllm.ops.cpu_attention import supports_head_dim
+from nanovllm.ops.cpu_attention import NativeAttention, supports_head_dim
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
 from nanovllm.ops.kernel_config import tuned_entry
-from nanovllm.ops.native_attention import NativeAttention
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_support import triton_runs

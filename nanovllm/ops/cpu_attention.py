@@ -1,4 +1,4 @@
-"""Attention on the CPU over KV blocks at arbitrary addresses: exact, resumable and bit-reproducible.
+"""Attention on the CPU in C++ over KV blocks where they are: exact, resumable and bit-reproducible.
 
 A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address.
 Calls that continue from each other's (out, LSE) give the same bits as one call over all blocks. The bits depend on the
@@ -8,13 +8,18 @@ instruction set and the block size, but not on block addresses, chunking, the nu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nanovllm.ops import _cpu_attention, cpu_isa
+from nanovllm.ops import _cpu_attention
+from nanovllm.ops.attention import AttentionMetadata, AttentionState
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose
 
-_DTYPES = cpu_isa.KERNEL_DTYPES
+Meter = _cpu_attention.Meter
+
+MAX_STEP_ROWS = 24  # of `PagedStep`: with more rows the overhead of Python is negligible
 _HEAD_DIM_MULTIPLE = 16
 _SEQUENCE_FIELDS = 7
 
@@ -53,13 +58,21 @@ def attend_batch(
 
     Raises ValueError for arguments that do not fit each other.
     """
-    _check_tensors(q, out, lse)
-    threads = torch.get_num_threads() if num_threads is None else num_threads
-    _check_sizes(q, kv_heads, block_size, scale, window, threads)
-    _check_tables(blocks, rows)
+    misfit = _misfit(q, blocks, rows, out, lse)
+    if misfit is not None:
+        raise ValueError(misfit)
+    threads, heads = torch.get_num_threads() if num_threads is None else num_threads, q.shape[1]
+    if kv_heads < 1 or heads == 0 or heads % kv_heads:
+        raise ValueError(f"The number of heads must be a positive multiple of kv_heads, got {heads} and {kv_heads}.")
+    if block_size < 1 or window < 0:
+        raise ValueError(f"block_size must be positive and window not negative, got {block_size} and {window}.")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be positive and finite, got {scale}.")
+    if threads < 1:
+        raise ValueError(f"num_threads must be positive, got {threads}.")
     _cpu_attention.attend(
-        isa=cpu_isa.choose(isa),
-        dtype=_DTYPES[q.dtype],
+        isa=choose(isa),
+        dtype=KERNEL_DTYPES[q.dtype],
         q=q.data_ptr(),
         q_strides=(q.stride(0), q.stride(1)),
         out=out.data_ptr(),
@@ -82,45 +95,184 @@ def attend_batch(
     )
 
 
-def _check_tensors(q: Tensor, out: Tensor, lse: Tensor) -> None:
-    if q.dim() != 3 or q.dtype not in _DTYPES:
-        raise ValueError(
-            f"q must be [tokens, heads, head_dim] in bfloat16, float16 or float32, got {q.dtype} {tuple(q.shape)}."
-        )
+def _misfit(q: Tensor, blocks: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> str | None:
+    """The error message for tensors that do not fit `attend_batch`, or None."""
+    if q.dim() != 3 or q.dtype not in KERNEL_DTYPES:
+        return f"q must be [tokens, heads, head_dim] in bfloat16, float16 or float32, got {q.dtype} {tuple(q.shape)}."
     if out.shape != q.shape or out.dtype != torch.float32:
-        raise ValueError(f"out must be float32 {tuple(q.shape)} like q, got {out.dtype} {tuple(out.shape)}.")
+        return f"out must be float32 {tuple(q.shape)} like q, got {out.dtype} {tuple(out.shape)}."
     if lse.shape != (q.shape[1], q.shape[0]) or lse.dtype != torch.float32:
-        raise ValueError(f"lse must be float32 {(q.shape[1], q.shape[0])}, got {lse.dtype} {tuple(lse.shape)}.")
+        return f"lse must be float32 {(q.shape[1], q.shape[0])}, got {lse.dtype} {tuple(lse.shape)}."
     if {q.device.type, out.device.type, lse.device.type} != {"cpu"}:
-        raise ValueError(f"q, out and lse must be on the CPU, got {q.device}, {out.device} and {lse.device}.")
+        return f"q, out and lse must be on the CPU, got {q.device}, {out.device} and {lse.device}."
     if q.numel() > 0 and (q.stride(2) != 1 or out.stride(2) != 1):
-        raise ValueError(f"head_dim must be contiguous, got strides {q.stride()} of q and {out.stride()} of out.")
-
-
-def _check_sizes(q: Tensor, kv_heads: int, block_size: int, scale: float, window: int, threads: int) -> None:
-    _, heads, head_dim = q.shape
-    if not supports_head_dim(head_dim):
-        raise ValueError(
-            f"head_dim must be a positive multiple of {_HEAD_DIM_MULTIPLE}, got {head_dim}; pad the heads."
-        )
-    if kv_heads < 1 or heads == 0 or heads % kv_heads:
-        raise ValueError(f"The number of heads must be a positive multiple of kv_heads, got {heads} and {kv_heads}.")
-    if block_size < 1 or window < 0:
-        raise ValueError(f"block_size must be positive and window not negative, got {block_size} and {window}.")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be positive and finite, got {scale}.")
-    if threads < 1:
-        raise ValueError(f"num_threads must be positive, got {threads}.")
-
-
-def _check_tables(blocks: Tensor, rows: Tensor) -> None:
+        return f"head_dim must be contiguous, got strides {q.stride()} of q and {out.stride()} of out."
+    if not supports_head_dim(q.shape[2]):
+        return f"head_dim must be a positive multiple of {_HEAD_DIM_MULTIPLE}, got {q.shape[2]}; pad the heads."
     for name, table, dims in (("blocks", blocks, 1), ("rows", rows, 2)):
         if table.dtype != torch.int64 or table.dim() != dims or not table.is_contiguous() or not table.is_cpu:
-            raise ValueError(
+            return (
                 f"{name} must be a contiguous int64 CPU tensor of {dims} dimension(s), "
                 f"got {table.dtype} {tuple(table.shape)} on {table.device}."
             )
     if rows.shape[1] != _SEQUENCE_FIELDS:
-        raise ValueError(
-            f"rows must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(rows.shape)}; use AttentionMetadata.rows."
+        return f"rows must be [sequences, {_SEQUENCE_FIELDS}], got {tuple(rows.shape)}; use AttentionMetadata.rows."
+    return None
+
+
+class NativeAttention:
+    """The attention backend of the CPU: block ids become addresses of `attend_batch`."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
+        self.name = f"native CPU attention ({choose()})"
+
+    def attend(
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        attend_batch(
+            q,
+            pool.data_ptr() + table.blocks * (pool.stride(0) * pool.element_size()),
+            table.rows,
+            kv_heads=pool.shape[2],
+            block_size=pool.shape[3],
+            scale=scale,
+            out=state.out,
+            lse=state.lse,
+            window=window or 0,
+            carry=True,
+            num_threads=self._num_threads,
         )
+
+    def paged_step(
+        self, pool: Tensor, slots: Tensor, table: AttentionMetadata, heads: int, scale: float, window: int | None
+    ) -> PagedStep | None:
+        """Attention of each layer of a step in one call per layer; None for more than MAX_STEP_ROWS rows.
+
+        pool: [layers, blocks, 2, kv_heads, block_size, head_dim], each block contiguous; slots: int64 [rows], the
+        slot mapping of the new K/V without -1; heads: query heads.
+        """
+        if len(slots) > MAX_STEP_ROWS:
+            return None
+        return PagedStep(pool, slots, table, heads, scale, window, self._num_threads or torch.get_num_threads())
+
+
+class PagedStep:
+    """Attention of a few rows in any layer: one call instead of six for store, state, attention and output."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        slots: Tensor,
+        table: AttentionMetadata,
+        heads: int,
+        scale: float,
+        window: int | None,
+        num_threads: int,
+    ) -> None:
+        layers, blocks, _, kv_heads, block_size, head_dim = pool.shape
+        self._pool, self._rows = pool, len(slots)
+        self._shapes = ((self._rows, heads, head_dim), (self._rows, kv_heads, head_dim))
+        self._step = _cpu_attention.PagedStep(
+            isa=choose(),
+            dtype=KERNEL_DTYPES[pool.dtype],
+            pool=pool.data_ptr(),
+            layer_stride=pool.stride(0) * pool.element_size(),
+            block_stride=pool.stride(1) * pool.element_size(),
+            layers=layers,
+            pool_blocks=blocks,
+            slots=slots.data_ptr(),
+            tokens=self._rows,
+            blocks=table.blocks.data_ptr(),
+            block_count=table.blocks.numel(),
+            sequences=table.rows.data_ptr(),
+            sequence_count=table.rows.shape[0],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            window=window or 0,
+            scale=scale,
+            threads=num_threads,
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v [rows, kv_heads, head_dim], attend, and write the output into q [rows, heads, head_dim].
+
+        All three must be contiguous and of the pool's dtype.
+        """
+        if (q.shape, k.shape, v.shape) != (self._shapes[0], self._shapes[1], self._shapes[1]) or not (
+            q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == self._pool.dtype
+        ):
+            raise ValueError(f"q, k and v must be contiguous of shapes {self._shapes} and {self._pool.dtype}.")
+        self._step.attend(layer, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        return q
+
+
+class HostAttention:
+    """Attention of queries over the same block ids in each layer of a step, from an empty state, as C++ tasks.
+
+    The bits are those of `NativeAttention.attend`, table by table, into an empty state. Tasks are prepared before the
+    step and run on any thread without Python. With a GPU, that is a thread of the CUDA driver, which holds locks during
+    the task: another thread may hold the GIL and wait for these locks, and would deadlock with a task that waited for
+    the GIL.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Sequence[AttentionMetadata],
+        state: AttentionState,
+        scale: float,
+        window: int | None,
+        *,
+        num_threads: int,
+        read_bytes: int,
+        meter: Meter,
+    ) -> None:
+        """q: [tokens, heads, head_dim] in the dtype of pool; pool: [blocks, 2, kv_heads, block_size, head_dim], each
+        block contiguous; each layer has an offset in it. All memory must stay valid until the tasks have run.
+
+        read_bytes: KV bytes that a task reads. Raises ValueError for an unsupported head size, and for metadata outside
+        of q.
+        """
+        if not supports_head_dim(q.shape[2]):
+            raise ValueError(f"head_dim must be a positive multiple of 16, got {q.shape[2]}.")
+        block_bytes = pool.stride(0) * pool.element_size()
+        # C++ copies the tables; `addresses` keeps them until then.
+        addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.rows) for table in tables]
+        self._prepared = _cpu_attention.HostAttention(
+            isa=choose(),
+            dtype=KERNEL_DTYPES[q.dtype],
+            q=q.data_ptr(),
+            q_strides=(q.stride(0), q.stride(1)),
+            out=state.out.data_ptr(),
+            out_strides=(state.out.stride(0), state.out.stride(1)),
+            lse=state.lse.data_ptr(),
+            lse_strides=(state.lse.stride(1), state.lse.stride(0)),
+            calls=[(b.data_ptr(), b.numel(), rows.data_ptr(), rows.shape[0]) for b, rows in addresses],
+            tokens=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=pool.shape[2],
+            head_dim=q.shape[2],
+            block_size=pool.shape[3],
+            window=window or 0,
+            scale=scale,
+            threads=num_threads,
+            read_bytes=read_bytes,
+            meter=meter,
+        )
+
+    def task(self, layer_offset: int) -> _cpu_attention.HostTask:
+        """Attention over the blocks `layer_offset` bytes after those of `pool`."""
+        return self._prepared.task(layer_offset)
+
+
+def empty_task() -> _cpu_attention.HostTask:
+    """A task that does nothing, to measure the time of a launch."""
+    q, pool = torch.zeros(0, 1, 16), torch.zeros(1, 2, 1, 1, 16)
+    attention = HostAttention(
+        q, pool, [], AttentionState.empty(q), 1.0, None, num_threads=1, read_bytes=0, meter=Meter()
+    )
+    return attention.task(0)

@@ -1,6 +1,6 @@
 """Row-wise operations of the network: norm, RoPE, SiLU, softmax, draws and writes to the KV cache.
 
-Three modules implement them with the same signatures: `cpu_rows` in C++, `triton_rows` on CUDA and `torch_rows` in
+Three modules implement them with the same signatures: `cpu_kernels` in C++, `triton_rows` on CUDA and `torch_rows` in
 plain torch. The functions here choose the implementation by the tensor. An implementation rounds where the others do;
 results of two implementations differ by the order of sums and by the exponential function.
 """
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nanovllm.ops import cpu_rows, torch_rows
+from nanovllm.ops import cpu_kernels, torch_rows
 from nanovllm.ops.triton_support import triton_runs
 
 
@@ -43,7 +43,7 @@ def kernels_for(x: Tensor, dims: int) -> RowKernels:
     """The implementation for `x`, which has `dims` dimensions in the C++ kernels (2 or 3)."""
     if x.is_cuda:
         return _cuda_kernels()
-    return cpu_rows if cpu_rows.takes(x, dims) else torch_rows
+    return cpu_kernels if cpu_kernels.takes(x, dims) else torch_rows
 
 
 @cache
@@ -93,7 +93,7 @@ def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
 
 def powers(bases: Tensor, exponents: Tensor) -> Tensor:
     """base^exponent in fp64: [bases], [exponents] -> [bases, exponents]. On the CPU each power depends on no other."""
-    return (cpu_rows if bases.is_cpu else torch_rows).powers(bases, exponents)
+    return (cpu_kernels if bases.is_cpu else torch_rows).powers(bases, exponents)
 
 
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
@@ -116,5 +116,5 @@ def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous; k, v: [tokens, kv_heads, head_dim], rows
     and heads may be strided; slots: int64 [tokens], the slot mapping block * block_size + offset, no slot twice.
     """
-    kernels: RowKernels = cpu_rows if pool.is_cpu else kernels_for(pool, 5)  # on the CPU: any dtype
+    kernels: RowKernels = cpu_kernels if pool.is_cpu else kernels_for(pool, 5)  # on the CPU: any dtype
     kernels.store_kv(pool, k, v, slots)

@@ -12,13 +12,9 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     A copy from pageable memory would wait for all earlier work on the stream. torch keeps the pinned memory until the
     copy is done.
     """
-    return _reachable(values, device).to(device, non_blocking=True)
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def refill(memory: Tensor, values: Tensor) -> None:
     """Copy a host tensor of one dimension to the beginning of `memory` on a device, like `upload`."""
-    memory[: len(values)].copy_(_reachable(values, memory.device), non_blocking=True)
-
-
-def _reachable(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory() if device.type == "cuda" else values
+    memory[: len(values)].copy_(values.pin_memory() if memory.is_cuda else values, non_blocking=True)

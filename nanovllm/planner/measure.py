@@ -11,18 +11,19 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nanovllm.cpu_attention.host_blocks import cpu_attention_backend
 from nanovllm.device import CopyKind, Device
-from nanovllm.forward_context import ForwardContext, flat_positions
+from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse, SlotTokens, in_groups
-from nanovllm.kvcache.offloaded_cache import OffloadedKVCache
+from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
@@ -32,6 +33,8 @@ from nanovllm.ops.timing import attend_once, call_seconds
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.network import Network
+
+Item = TypeVar("Item")
 
 TINY_BLOCK, TINY_BLOCKS = 16, 32  # blocks so small that only the fixed cost of a block read counts
 MOST_BLOCKS = 64  # in the measurement of the ring
@@ -217,7 +220,7 @@ def _step(
     slices = (SequenceMetadata.full(0, rows, context_len, table),)
     if kv_cache is not None:
         kv_cache.begin_step(slices, ())
-    positions = upload(flat_positions(slices), model.device)
+    positions = upload(torch.cat([part.positions() for part in slices]), model.device)
     ctx = ForwardContext(positions, positions + 1, slices, kv_cache or _NoKVCache())
     hidden = model(torch.zeros(rows, dtype=torch.int64, device=model.device), ctx)
     if rows == 1:
@@ -270,16 +273,21 @@ def link_during_computation(link: Link, moved: int, computing: float, measured: 
 def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     """Load or store every block of the host pool through the ring once."""
     layout, tokens = engine.layout, engine.layout.block_size
-    stored = tokens if way == "h2d" else 0
-    uses = [RingUse(layer, b, stored) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
+    stored, new = (tokens, 0) if way == "h2d" else (0, tokens)
+    uses = [RingUse(layer, b, stored, new) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
     groups = in_groups(uses, engine.group_slots)
     engine.begin(groups)
     for group in groups:
-        slots, _ = engine.acquire(group[0])
+        engine.acquire(group[0].layer, group[0].host_block)
         if way == "d2h":
-            engine.store([SlotTokens(s, u.layer, u.host_block, 0, tokens) for s, u in zip(slots, group, strict=True)])
+            engine.store()
         engine.release()
     engine.synchronize()
+
+
+def in_groups(items: Sequence[Item], group_slots: int) -> list[Sequence[Item]]:
+    """Consecutive items in groups of `group_slots`; the last group may be shorter."""
+    return [items[first : first + group_slots] for first in range(0, len(items), group_slots)]
 
 
 def _host_attention_seconds(probe: Probe, engine: OffloadEngine) -> float:
@@ -302,7 +310,7 @@ def _block_read_seconds(probe: Probe) -> float:
     context_len = TINY_BLOCKS * TINY_BLOCK - 1
     spec, model = probe.model.spec, probe.model
     slices = (SequenceMetadata.full(0, 1, context_len, range(TINY_BLOCKS)),)
-    positions = upload(flat_positions(slices), model.device)
+    positions = upload(torch.cat([part.positions() for part in slices]), model.device)
     ctx = ForwardContext(positions, positions + 1, slices, kv_cache)
     q, k, v = (
         torch.ones(1, heads, spec.head_dim, dtype=model.dtype, device=model.device)

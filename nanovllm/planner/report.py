@@ -115,7 +115,7 @@ def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
     if plan.fits(prompt_len):
         lines += _request(plan, plan.request(prompt_len, output_len), output_len)
     else:
-        lines += [_row("fits", "no"), f"  {plan.sizing.advice(prompt_len)}"]
+        lines += [_row("fits", "no"), f"  {plan.sizing.advice(prompt_len).text}"]
     return "\n".join(lines)
 
 

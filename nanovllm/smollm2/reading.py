@@ -9,6 +9,7 @@ because the model answers them. Most of the text's KV is on the host when it ans
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -73,6 +74,6 @@ def read(model_dir: str | Path, device: str | None = None) -> tuple[list[Answer]
     ) as llm:
         answers = []
         for question, expected in QUESTIONS:
-            (output,) = llm.chat(conversation(question), params, use_tqdm=False)
+            (output,) = llm.chat(conversation(question), params, use_tqdm=sys.stderr.isatty())
             answers.append(Answer(question, expected, output.outputs[0].text.strip(), output))
         return answers, llm.kv_stats()

@@ -1,0 +1,162 @@
+"""The plan of `nanovllm plan`, for this machine or for the one that the flags describe. Needs torch."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.cli.arguments import engine_arguments
+from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
+from nanovllm.device import Device, create_device
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
+from nanovllm.errors import ConfigError
+from nanovllm.hub import find_directory
+from nanovllm.kvcache.fitting import KVSizing
+from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.memory_checks import check_fits
+from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
+from nanovllm.models.hf_config import read_decoder_spec
+from nanovllm.models.loader import fill_with_random_weights
+from nanovllm.ops import select_backend, select_cpu_backend
+from nanovllm.planner.machine import Link, Rates
+from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
+from nanovllm.planner.network import Network
+from nanovllm.planner.plan import Plan, make_plan
+
+META = torch.device("meta")
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the arguments ask for. Raises ConfigError and ModelError."""
+    if not Path(args.model).is_file():
+        args.model = str(find_directory("model", args.model, content="config"))
+    given = engine_arguments(args)
+    dtype = given.get("dtype", "auto")
+    spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
+    network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype))
+    if args.gpu_mem is not None:
+        return _plan(args, network, None)
+    if args.host_mem is not None:
+        raise ConfigError("--host-mem needs --gpu-mem: without it, the plan is for this machine's memory")
+    with closing(create_device(None)) as device:
+        return _plan(args, network, device)
+
+
+def _plan(args: argparse.Namespace, network: Network, device: Device | None) -> Plan:
+    """The plan for `device`, or if it is None, for the machine that the arguments describe."""
+    sizing = _choose(args, network, device)
+    return make_plan(network, sizing, _rates(args, network, sizing, device))
+
+
+# ---- memory
+
+
+def _choose(args: argparse.Namespace, network: Network, device: Device | None) -> KVSizing:
+    """With or without offload: as requested, else with it if the prompt does not fit the device."""
+    if args.enable_cpu_offload is not None:
+        return _sizing(args, network, device, args.enable_cpu_offload)
+    if "num_cpu_blocks" in engine_arguments(args):
+        return _sizing(args, network, device, offload=True)
+    wanted = args.prompt_len + args.output_len if args.prompt_len else network.spec.max_model_len
+    resident = _sizing(args, network, device, offload=False)
+    held = _longest(resident)
+    if held >= min(wanted, network.spec.max_model_len) or (device is None and args.host_mem is None):
+        return resident
+    offloaded = _sizing(args, network, device, offload=True)
+    return resident if held and held > _longest(offloaded) else offloaded
+
+
+def _longest(sizing: KVSizing) -> int:
+    """Tokens of the longest sequence; 0 if the engine would refuse the configuration."""
+    try:
+        return sizing.plan().max_model_len
+    except ConfigError:
+        return 0
+
+
+def _sizing(args: argparse.Namespace, network: Network, device: Device | None, offload: bool) -> KVSizing:
+    arguments = engine_arguments(args)
+    if not offload and args.enable_cpu_offload is None:
+        arguments.pop("cpu_attention", None)  # only applies to offload
+    path = Path(args.model)
+    config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
+    if offload and device is None and args.host_mem is None:
+        raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
+    if device is None:
+        memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
+    else:
+        memory = _this_memory(network, config, device)
+    layout = network.layout(network.block_size(config))
+    return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)
+
+
+def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:
+    weights = network.weight_bytes
+    if weights >= gpu_mem:
+        raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
+    model = Decoder(network.spec, getattr(torch, network.dtype), META)
+    check_step_fits(model, config, gpu_mem - weights)
+    return MemoryFacts(
+        device_total=gpu_mem,
+        device_free=gpu_mem - weights,
+        host_free=host_mem,
+        tiers_share_memory=False,
+        activation_peak=step_bytes(model, config),
+        layerwise=layerwise_sizing(model, select_cpu_backend(network.spec.head_dim), config),
+    )
+
+
+def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
+    """Memory as it will be after loading the weights. A GPU runs one layer as a sample of all, the CPU needs none."""
+    dtype: torch.dtype = getattr(torch, network.dtype)
+    remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
+    check_fits("the weights take", network.weight_bytes, device.free_memory(), "the device has", remedy)
+    backend = select_backend(device.torch_device, network.spec.head_dim)
+    if device.torch_device.type == "cpu":
+        model = Decoder(network.spec, dtype, META)
+        model.chunk_rows = CPU_CHUNK_ROWS
+        return measure_memory(device, model, backend, config, to_load=network.weight_bytes)
+    spec = replace(network.spec, num_layers=1, sliding_windows=network.spec.sliding_windows[:1])
+    with device.compute():
+        model = Decoder(spec, dtype, device.torch_device)
+        fill_with_random_weights(model, seed=0)
+    return measure_memory(
+        device, model, backend, config, to_load=network.weight_bytes - Network(spec, network.dtype).weight_bytes
+    )
+
+
+# ---- rates
+
+
+def _rates(args: argparse.Namespace, network: Network, sizing: KVSizing, device: Device | None) -> Rates:
+    rates = Rates()
+    if device is not None and args.measure:
+        rates = _measured(network, sizing, device)
+    given: dict[str, Any] = {}
+    if args.compute is not None:
+        given |= {"compute": args.compute, "attention": args.compute}
+    if args.device_bandwidth is not None:
+        names = ("weight_bandwidth", "head_bandwidth", "device_bandwidth")
+        given |= dict.fromkeys(names, args.device_bandwidth)
+    if args.host_bandwidth is not None:
+        given["host_bandwidth"] = args.host_bandwidth
+    if args.link is not None:
+        given["link"] = Link(args.link, args.link)
+    if args.layer_overhead is not None:
+        given["layer_seconds"] = args.layer_overhead
+    return replace(rates, **given)
+
+
+def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
+    sizes, config = ProbeSizes(), sizing.config
+    dtype: torch.dtype = getattr(torch, network.dtype)
+    model = random_model(network.spec, dtype, device, sizes)
+    backend = select_backend(device.torch_device, network.spec.head_dim)
+    ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
+    return measure_rates(Probe(device, model, backend, block_size, ring_slots, config.max_num_batched_tokens, sizes))

@@ -1,0 +1,371 @@
+"""The kernels of the network in C++: linear layers, row-wise operations, and decoder layers for few rows.
+
+The bits of a row depend on the row, the weights and the instruction set alone. torch's functions compute the remainder
+of a row, or of a thread's share, in another way, and its products sum in an order that depends on the number of rows.
+In torch each row-wise operation is also a chain of small operators, which with few rows take far longer than the
+arithmetic: a step streams all weights through the caches and evicts the operators' code.
+All functions raise ValueError for tensors that they do not support or that do not fit each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nanovllm.errors import ConfigError
+from nanovllm.ops import _cpu_kernels
+
+MAX_LAYER_ROWS = 24  # of `FewRowLayer`: with more rows the overhead of Python is negligible
+_HUGE_PAGE = 2 << 20
+
+# ---- instruction sets
+
+KERNEL_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """The subset of "avx512bf16", "avx512", "avx2" and "portable" that this machine supports, best first.
+
+    The environment variable NANOVLLM_CPU_ISA sets the best one to use; ConfigError if the machine does not support it.
+    """
+    try:
+        return tuple(_cpu_kernels.instruction_sets())
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def choose(isa: str | None = None) -> str:
+    """`isa`, or the best one for None. Raises ValueError if this machine does not support `isa`."""
+    available = instruction_sets()
+    if isa is not None and isa not in available:
+        raise ValueError(f"Instruction set {isa!r} does not run on this machine; choose one of {', '.join(available)}.")
+    return isa or available[0]
+
+
+# ---- linear layers; csrc/cpu_linear.h documents the order of a sum
+
+
+def cpu_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    isa: str | None = None,
+    num_threads: int | None = None,
+) -> Tensor:
+    """x W^T + b: [rows, in] -> [rows, out], bfloat16, float16 or float32, without gradients. The GIL is released.
+
+    x: rows may be strided, the elements of a row are contiguous; weight: [out, in] and bias: [out] or None, contiguous.
+    Sums are fp32 and rounded once. `isa` is one of `instruction_sets()`, by default the best. Raises ValueError
+    for other arguments.
+    """
+    misfit = _linear_misfit(x, weight, bias)
+    if misfit is not None:
+        raise ValueError(misfit)
+    rows, (out_features, in_features) = x.shape[0], weight.shape
+    y = x.new_empty(rows, out_features)
+    _cpu_kernels.linear(
+        isa=choose(isa),
+        dtype=KERNEL_DTYPES[x.dtype],
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        weight=weight.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        y=y.data_ptr(),
+        y_stride=out_features,
+        rows=rows,
+        in_features=in_features,
+        out_features=out_features,
+        threads=torch.get_num_threads() if num_threads is None else num_threads,
+    )
+    return y
+
+
+def use_huge_pages(weight: Tensor) -> None:
+    """Request huge pages for a large dense CPU tensor that has not been written yet.
+
+    A product reads a few bytes of each of many rows in turn; with small pages, address translation takes longer than
+    reading.
+    """
+    if weight.is_cpu and weight.nbytes >= _HUGE_PAGE and weight.is_contiguous():
+        _cpu_kernels.use_huge_pages(weight.data_ptr(), weight.nbytes)
+
+
+def _linear_misfit(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """The error message for wrong arguments of `cpu_linear`, or None."""
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        if not tensor.is_cpu or tensor.dtype not in KERNEL_DTYPES or tensor.dtype != x.dtype:
+            return (
+                "x, weight and bias must be on the CPU and all bfloat16, float16 or float32,"
+                f" got {tensor.dtype} on {tensor.device}."
+            )
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.shape[1] == 0:
+        shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        return f"x must be [rows, in] and weight [out, in], in being positive, got {shapes}."
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must be [{weight.shape[0]}] as weight has outputs, got {tuple(bias.shape)}."
+    if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
+        return f"weight and bias must be contiguous, got a weight with strides {weight.stride()}."
+    if x.stride()[1] != 1 and x.shape[1] > 1:
+        return f"A row of x must be contiguous, got strides {x.stride()}."
+    return None
+
+
+# ---- the operations of `row_kernels`
+
+
+def takes(x: Tensor, dims: int) -> bool:
+    """Whether the kernels support x: bf16, fp16 or fp32 on the CPU, of `dims` (2 or 3) dimensions, with dense rows."""
+    if not x.is_cpu or x.dtype not in KERNEL_DTYPES or x.dim() != dims:
+        return False
+    shape, strides = x.shape, x.stride()
+    row_is_dense = strides[-1] == 1 and (dims == 2 or shape[1] == 1 or strides[1] == shape[2])
+    return row_is_dense or shape[0] == 0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(residual, x, weight, eps)
+
+
+def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    fits = takes(x, 2) and weight.is_cpu and weight.dtype == x.dtype and weight.shape == x.shape[1:]
+    if addend is not None:
+        fits = fits and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype
+    if not (fits and weight.is_contiguous()):
+        rule = "a norm takes x, and what is added to it, [rows, size] and weight [size] of one dtype"
+        raise _misfit(rule, x=x, addend=addend, weight=weight)
+    rows, size = x.shape
+    y = x.new_empty(rows, size)
+    _cpu_kernels.rms_norm(
+        dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=(0, 0) if addend is None else address(addend),
+        weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def place_heads(
+    heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    if not _heads_fit(heads, weight, cos, sin, q, k, v):
+        rule = (
+            "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of"
+            " q and k, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
+        )
+        raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
+    _cpu_kernels.place_heads(
+        dtype=KERNEL_DTYPES[heads.dtype], heads=address(heads), weight=0 if weight is None else weight.data_ptr(),
+        cos=address(cos), sin=address(sin),
+        q=address(q), k=address(k), v=address(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
+        head_dim=heads.shape[2], eps=eps, threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not all(takes(x, 3) and x.dtype == heads.dtype for x in (heads, q, k, v)):
+        return False
+    tokens, total, head_dim = heads.shape
+    rotated = q.shape[1] + k.shape[1]
+    if weight is not None and (
+        weight.dtype != heads.dtype or weight.shape != (rotated, head_dim) or not weight.is_contiguous()
+    ):
+        return False
+    for angles, width in ((cos, head_dim), (sin, head_dim // 2)):
+        if angles.dtype != torch.float32 or angles.shape != (tokens, 1, width) or angles.stride()[2] != 1:
+            return False
+    rest = (tokens, total - rotated, head_dim)
+    return head_dim % 2 == 0 and v.shape == k.shape == rest and q.shape == (tokens, q.shape[1], head_dim)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    if not takes(gate_up, 2) or gate_up.shape[1] % 2:
+        raise _misfit("silu_and_mul takes gate_up [rows, 2 * size]", gate_up=gate_up)
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    y = gate_up.new_empty(rows, size)
+    _cpu_kernels.silu_and_mul(
+        dtype=KERNEL_DTYPES[gate_up.dtype], gate_up=address(gate_up), y=(y.data_ptr(), size), rows=rows, size=size,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    _check_rows("cos_sin takes angles [tokens, pairs]", angles)
+    tokens, pairs = angles.shape
+    cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
+    _cpu_kernels.cos_sin(
+        angles=address(angles), cos=address(cos), sin=address(sin), rows=tokens, size=pairs, factor=factor,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return cos, sin
+
+
+def powers(bases: Tensor, exponents: Tensor) -> Tensor:
+    for x in (bases, exponents):
+        if not (x.is_cpu and x.dtype == torch.float64 and x.dim() == 1):
+            raise _misfit("powers takes fp64 vectors on the CPU", x=x)
+    results = bases.new_empty(len(bases), len(exponents))
+    _cpu_kernels.powers(
+        bases=bases.contiguous().data_ptr(), exponents=exponents.contiguous().data_ptr(), results=results.data_ptr(),
+        rows=len(bases), size=len(exponents), threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return results
+
+
+def softmax(x: Tensor, *, log: bool = False) -> Tensor:
+    _check_rows("softmax takes x [rows, size]", x)
+    y = x.new_empty(x.shape)
+    if x.shape[1]:
+        _cpu_kernels.softmax(
+            x=address(x), y=address(y), rows=x.shape[0], size=x.shape[1], log=log, threads=torch.get_num_threads()
+        )
+    return y
+
+
+def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
+    _check_rows("draw takes scores [rows, width]", scores)
+    tokens = tokens.expand(scores.shape)
+    if tokens.dtype != torch.int64 or starts.dtype != torch.int64 or starts.shape != scores.shape[:1]:
+        raise _misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
+    if tokens.stride()[1] != 1:
+        tokens = tokens.contiguous()
+    drawn = torch.zeros(scores.shape[0], dtype=torch.int64)
+    _cpu_kernels.draw(
+        scores=address(scores), tokens=address(tokens), starts=starts.contiguous().data_ptr(), drawn=drawn.data_ptr(),
+        rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return drawn
+
+
+def _check_rows(rule: str, x: Tensor) -> None:
+    if not (takes(x, 2) and x.dtype == torch.float32):
+        raise _misfit(f"{rule} in fp32 on the CPU, each row dense", x=x)
+
+
+def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    if not _kv_fits(pool, k, v, slots):
+        rule = (
+            "store_kv takes a pool [blocks, 2, kv_heads, block_size, head_dim] of dense blocks, k and v"
+            " [tokens, kv_heads, head_dim] of its dtype with dense heads, and int64 slots [tokens], all on the CPU"
+        )
+        raise _misfit(rule, pool=pool, k=k, v=v, slots=slots)
+    size = pool.element_size()
+    k_strides, v_strides = k.stride(), v.stride()
+    _cpu_kernels.store_kv(
+        pool=pool.data_ptr(), block_stride=pool.stride()[0] * size, blocks=pool.shape[0],
+        k=k.data_ptr(), k_strides=(k_strides[0] * size, k_strides[1] * size),
+        v=v.data_ptr(), v_strides=(v_strides[0] * size, v_strides[1] * size),
+        slots=slots.data_ptr(), tokens=k.shape[0], kv_heads=k.shape[1], block_size=pool.shape[3],
+        head_bytes=k.shape[2] * size, threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _kv_fits(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> bool:
+    if not (pool.is_cpu and k.is_cpu and v.is_cpu and slots.is_cpu and pool.dim() == 5 and k.dim() == 3):
+        return False
+    _, planes, kv_heads, block_size, head_dim = pool.shape
+    head = block_size * head_dim
+    return (
+        pool.dtype == k.dtype == v.dtype
+        and pool.stride()[1:] == (kv_heads * head, head, head_dim, 1)
+        and planes == 2
+        and k.shape == v.shape == (slots.shape[0], kv_heads, head_dim)
+        and k.stride()[2] == v.stride()[2] == 1
+        and slots.dtype == torch.int64
+        and slots.is_contiguous()
+    )
+
+
+def address(x: Tensor) -> tuple[int, int]:
+    """The address of the first row, and the stride between rows in elements."""
+    return x.data_ptr(), x.stride()[0]
+
+
+def _misfit(rule: str, **tensors: Tensor | None) -> ValueError:
+    found = [
+        f"{name} {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    return ValueError(f"{rule}; got {', '.join(found)}.")
+
+
+# ---- a decoder layer for few rows
+
+
+Product = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
+
+
+class FewRowLayer:
+    """A decoder layer without its attention for few rows: two calls instead of ten for the single operators.
+
+    The kernels and their order are those of the functions above, and so are the bits. With few rows the Python code
+    between two operators takes longer than most operators. Keeps references to the tensors, which may be filled later.
+    """
+
+    def __init__(
+        self,
+        norms: tuple[Tensor, Tensor | None, Tensor],
+        products: Sequence[Product],
+        eps: float,
+        head_dim: int,
+    ) -> None:
+        """norms: weights of the input norm [hidden], of the q and k norm [heads, head_dim] or None, and of the norm
+        after attention [hidden]; products: qkv, o, gate and up, down. All dense and of one dtype."""
+        self._tensors = (norms, products)
+        self._hidden = products[0][0].shape[1]
+        self._dtype = products[0][0].dtype
+        before, heads, after = norms
+        self._layer = _cpu_kernels.Layer(
+            isa=choose(),
+            dtype=KERNEL_DTYPES[self._dtype],
+            norms=_cpu_kernels.Norms(input=before.data_ptr(), heads=_address(heads), post=after.data_ptr(), eps=eps),
+            **{name: _product(*of) for name, of in zip(("qkv", "o", "gate_up", "down"), products, strict=True)},
+            head_dim=head_dim,
+        )
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x [rows, hidden] has at most MAX_LAYER_ROWS rows and the dtype of the weights."""
+        fits = x.shape[0] <= MAX_LAYER_ROWS and x.dtype == self._dtype
+        return fits and takes(x, 2) and x.shape[1] == self._hidden
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the rows' q [rows, heads, head_dim] and k, v [rows, kv_heads, head_dim], with RoPE applied."""
+        threads, q_heads, kv_heads = torch.get_num_threads(), q.shape[1], k.shape[1]
+        x_at, cos_at, sin_at, q_at, k_at, v_at = (address(tensor) for tensor in (x, cos, sin, q, k, v))
+        self._layer.project(x_at, cos_at, sin_at, q_at, k_at, v_at, x.shape[0], q_heads, kv_heads, threads)
+
+    def finish_(self, x: Tensor, attended: Tensor) -> None:
+        """Project attended [rows, heads * head_dim], add it to x [rows, hidden], then add the MLP of the sum to x."""
+        self._layer.finish(address(x), address(attended), x.shape[0], torch.get_num_threads())
+
+
+def few_row_layer(
+    norms: tuple[Tensor, Tensor | None, Tensor],
+    products: Sequence[Product],
+    eps: float,
+    head_dim: int,
+) -> FewRowLayer | None:
+    """The layer of these tensors, or None if they are not on the CPU or their dtype is not supported."""
+    if not all(weight.is_cpu and weight.dtype in KERNEL_DTYPES for weight, _ in products):
+        return None
+    return FewRowLayer(norms, products, eps, head_dim)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> _cpu_kernels.Linear:
+    out_features, in_features = weight.shape
+    return _cpu_kernels.Linear(
+        weight=weight.data_ptr(), bias=_address(bias), in_features=in_features, out_features=out_features
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

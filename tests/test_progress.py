@@ -1,0 +1,247 @@
+"""What a person sees of running requests: in a pseudo-terminal, and in a file."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import GREEDY, SMALL_CACHE, make_model, set_stdin
+from engines import greedy, offloaded, random_prompt
+
+from nanovllm import LLM, progress_bar
+from nanovllm.cli.main import main
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.progress import Progress
+from nanovllm.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine, duration
+
+COLUMNS = 90
+DOCUMENT = "All that is known. " * 40
+LAYERWISE = ["--enable-cpu-offload", "--kvcache-block-size", "16", "--num-gpu-blocks", "6", "--num-cpu-blocks", "60"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer is shown, however fast it is."""
+    for name in ("DELAY", "REDRAW", "REPRINT"):
+        monkeypatch.setattr(progress_bar, name, 0.0)
+
+
+class Terminal:
+    """What was written to a pseudo-terminal."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    @property
+    def drawn(self) -> list[str]:
+        """The status lines, in the order in which they were drawn, and what was written between them."""
+        return [text for text in self.written.decode().replace("\r\n", "\n").split(ERASE) if text]
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Standard error is a pseudo-terminal of COLUMNS columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    shown = Terminal()
+
+    def read() -> None:
+        while True:
+            try:
+                data = os.read(master, 4096)
+            except OSError:  # the other side is closed
+                return
+            if not data:
+                return
+            shown.written += data
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with monkeypatch.context() as patched, os.fdopen(slave, "w", encoding="utf-8") as stderr:
+        patched.setattr("sys.stderr", stderr)
+        yield shown
+    reader.join()
+    os.close(master)
+
+
+def prefills(lines: list[str]) -> list[tuple[int, int]]:
+    """Tokens done and tokens in all of each line that tells of a prefill."""
+    found = (re.search(r"prefill ([\d,]+) of ([\d,]+) tokens", line) for line in lines)
+    return [(int(f[1].replace(",", "")), int(f[2].replace(",", ""))) for f in found if f is not None]
+
+
+@pytest.mark.parametrize("options", [[*SMALL_CACHE], LAYERWISE], ids=["chunk by chunk", "layer by layer"])
+def test_chat_shows_the_prefill_of_a_document(
+    model: str,
+    options: list[str],
+    tmp_path: Path,
+    at_once: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "document").write_text(DOCUMENT)
+    set_stdin(monkeypatch, b"What?\n")
+    batches: list[Any] = []
+    execute = ModelRunner.execute
+    monkeypatch.setattr(ModelRunner, "execute", lambda self, batch: batches.append(batch) or execute(self, batch))
+    command = ["chat", "--model", model, *options, *GREEDY, "--document", str(tmp_path / "document")]
+    with terminal(monkeypatch) as shown:
+        assert main([*command, "--max-num-batched-tokens", "256"]) == 0
+    assert any(batch.layerwise is not None for batch in batches) == (options is LAYERWISE)
+    drawn = shown.drawn
+    assert drawn[0].startswith(f"loading {model}"[: COLUMNS - 1])
+    document, question = (i for i, text in enumerate(drawn) if text.endswith("]\n"))
+    seen = prefills(drawn[:document])
+    assert seen == sorted(seen) and seen[0][0] == 0 and {tokens for _, tokens in seen} == {seen[0][1]}
+    assert seen[0][1] > 700 and len({done for done, _ in seen}) >= 6, "also within a step"
+    for line in (line for line in drawn[:document] if not line.startswith("loading ")):
+        assert len(line) < COLUMNS and "\n" not in line
+        if not line.startswith("prefill 0 "):
+            rate = re.search(r"\), ([\d,.]+) tok/s in, 0:\d\d, about 0:\d\d left", line)
+            assert rate is not None and float(rate[1].replace(",", "")) > 0, line
+    assert prefills(drawn[document:question]) != [], "the question is a prefill too"
+    assert re.fullmatch(r"\[document: 0 tokens cached, \d+ computed in [\d.]+ s\]\n", drawn[document])
+    assert capsys.readouterr().out != ""
+
+
+def test_generate_shows_loading_prefill_and_totals_and_clears_the_line(
+    model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with terminal(monkeypatch) as shown:
+        command = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--max-num-batched-tokens", "128"]
+        assert main([*command, DOCUMENT, "two", "three"]) == 0
+    drawn = shown.drawn
+    prefilled = [line for line in drawn if not line.startswith("loading ")]
+    assert drawn[0].startswith("loading ") and prefilled[0].startswith("0 of 3 prompts, prefill 0 of ")
+    assert len(prefills(drawn)) >= 6 and any(" tok/s out" in line for line in drawn[:-1])
+    assert any(line.startswith("2 of 3 prompts") or line.startswith("1 of 3 prompts") for line in drawn)
+    assert drawn[-1].startswith("3 prompts, ") and drawn[-1].endswith("; 3 of 3 cut at --max-tokens or max_model_len\n")
+    assert shown.written.decode().count("\n") == 1, "status lines take no line of their own"
+
+
+def test_generate_of_llm_uses_the_same_line(model: str, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[float] = []
+    with LLM(model, max_num_batched_tokens=64, **offloaded(16, 6, 60)) as llm:
+        llm.watch_steps(watched.append)
+        with terminal(monkeypatch) as shown:
+            llm.generate(random_prompt(400, 300, 1), greedy(2))
+        assert llm.watch_steps(None) == watched.append, "the function that was there before is back"
+        seen = prefills(shown.drawn)
+        assert (
+            len(set(seen)) > 6 and seen == sorted(seen) and shown.drawn[-1].startswith("1 prompt, 400 tokens computed")
+        )
+        assert len(watched) >= 2 * 7 and watched[0] == 0.0 and all(0 <= share < 1 for share in watched)
+        with terminal(monkeypatch) as silent:
+            llm.generate("Hello", greedy(2), use_tqdm=False)
+        assert silent.written == b""
+
+
+def test_work_that_is_over_at_once_shows_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bar, "DELAY", 60.0)
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm, terminal(monkeypatch) as shown:
+        llm.generate("Hello", greedy(2))
+    assert shown.written == b""
+
+
+def test_the_clock_goes_on_while_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_bar, "TICK", 0.01)
+    seconds = iter(range(100))
+    with terminal(monkeypatch) as shown, StatusLine() as line:
+        line.show("working", lambda: f", {duration(next(seconds))}")
+        time.sleep(0.2)
+        line.clear()
+        time.sleep(0.05)
+        cleared = len(shown.drawn)
+        time.sleep(0.1)
+    assert shown.drawn[:3] == ["working, 0:00", "working, 0:01", "working, 0:02"]
+    assert len(shown.drawn) == cleared, "a cleared line stays away"
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+class Log(io.StringIO):
+    """A file that knows when each line was written."""
+
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self._now = now
+
+    def write(self, text: str) -> int:
+        self.times += [self._now[0]] * text.count("\n")
+        return super().write(text)
+
+
+def test_in_a_file_there_is_at_most_a_line_a_second_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    log = Log(now)
+    monkeypatch.setattr("sys.stderr", log)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    progress = Progress(num_requests=1, prompt_tokens=1000)
+    with StatusLine(shown=True) as line:
+        display = ProgressDisplay(line, Meter(1), lambda share: progress.plus(share * 500), lambda watch: None)
+        with display:
+            for tick in range(400):  # for 20 seconds; for 8 of them nothing is done
+                now[0] += 0.05
+                display.refresh(min(1.0, max(0, tick - 160) / 200))
+    lines = log.getvalue().splitlines()
+    assert all(b - a >= 1 for a, b in zip(log.times, log.times[1:], strict=False)) and 10 <= len(lines) <= 13
+    assert len(set(lines)) == len(lines) and len({line.split(" tokens")[0] for line in lines}) >= 10
+    assert lines[0].startswith("prefill 0 of 1,000 tokens (0%)") and "prefill 500 of 1,000 tokens (50%)" in lines[-1]
+    assert "\r" not in log.getvalue()
+
+
+def test_a_terminal_that_is_gone_ends_the_display_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    monkeypatch.setattr("sys.stderr", closed)
+    with StatusLine(shown=True) as line:
+        closed.close()
+        line.show("working")
+        assert not line.shown
+        line.show("working")
+
+
+def test_a_process_without_standard_error_generates(
+    model: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LLM(model, kvcache_block_size=16, num_gpu_blocks=80) as llm:
+        monkeypatch.setattr("sys.stderr", None)
+        assert len(llm.generate("Hello", greedy(2))[0].outputs[0].token_ids) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_the_time_left_is_that_of_the_prefill_or_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    alone, many = Meter(1), Meter(4)
+    now[0] = 30.0
+    cached = Progress(1, prompt_tokens=4000, prompt_tokens_done=2000, computed_tokens=1000)
+    assert alone.state(cached) == "prefill 2,000 of 4,000 tokens (50%), 33.3 tok/s in"
+    said = alone.clock(cached)
+    assert said() == ", 0:30, about 1:00 left", "cached tokens took no time"
+    now[0] = 31.0
+    assert said() == ", 0:31, about 0:59 left"
+    many.finished = 1
+    assert many.clock(Progress())() == ", 0:31, about 1:33 left"
+    decoding = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=1)
+    assert alone.state(decoding) == "129.0 tok/s in" and alone.clock(decoding)() == ", 0:31"
+    now[0] = 41.0
+    later = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=21)
+    assert alone.state(later) == "129.0 tok/s in, 2.0 tok/s out", "decode does not dilute the rate of the prefill"
+    assert duration(3723) == "1:02:03"
