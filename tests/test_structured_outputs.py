@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,21 @@ def test_a_grammar_is_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     run(llm, [[1]] * 3, structured("regex"))
     with pytest.raises(BaseException, match="it is read again"):
         run(llm, [[1]], SamplingParams(structured_outputs={"regex": "another"}))
+
+
+def test_grammars_are_prepared_in_another_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = structured("regex", structured_outputs={"regex": "prepared{1,3}"}, seed=1)
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(llm.engine.prepare, params) for _ in range(2)]
+        run(llm, [[1, 2]], structured("choice", seed=1))
+        for future in running:
+            future.result()
+        with pytest.raises(RequestError, match="unclosed group"):
+            pool.submit(llm.engine.prepare, structured("regex", structured_outputs={"regex": "(("})).result()
+    compiler = llm.engine._inputs.grammars
+    assert isinstance(compiler, GrammarCompiler)
+    monkeypatch.setattr(compiler._process, "read", lambda *_: pytest.fail("it is read again"))
+    assert run(llm, [[1, 2]], params)[0].outputs[0].text.startswith("prepared")
 
 
 def test_schemas_are_closed_where_they_do_not_speak_of_other_properties() -> None:

@@ -42,6 +42,10 @@ class GrammarCompiler(Protocol):
         """
         ...
 
+    def prepare(self, params: StructuredOutputsParams) -> object:
+        """Compile a grammar and keep it, so that `compile` finds it. Raises as `compile`; both take up to seconds."""
+        ...
+
     def close(self) -> None:
         """End its threads and processes. Safe to call twice."""
         ...

@@ -104,6 +104,14 @@ class LLMEngine:
         """The token ids of a prompt, truncated as `params` say. Raises RequestError if it cannot be served."""
         return self._inputs.check_prompt(prompt, prompt_token_ids, params)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the structured outputs of a request that will be added, which can take seconds, in any thread.
+
+        Raises RequestError if they cannot be compiled.
+        """
+        if params.structured_outputs is not None and self._inputs.grammars is not None:
+            self._inputs.grammars.prepare(params.structured_outputs)
+
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks on both tiers. Returns None for an unknown or finished request."""
         with self.guard.operation("abort_request"):

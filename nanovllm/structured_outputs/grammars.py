@@ -36,60 +36,71 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._process = GrammarProcess()
         self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="token masks")
-        self._lock = threading.Lock()
         self._library_tokenizer: Any = None  # llguidance's, made for the first grammar
         self._matchers: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()  # of the matchers, held for moments only
+        self._reading = threading.Lock()  # held while a new grammar is compiled
 
     def compile(
         self, params: StructuredOutputsParams, end_tokens: Collection[int], allowed: PackedMask | None
     ) -> MatchedGrammar:
-        if importlib.util.find_spec("llguidance") is None:
-            raise RequestError(
-                "structured_outputs need the library llguidance, which is not installed: "
-                "pip install 'nanovllm[structured]'"
-            )
         if not end_tokens:
             raise RequestError(
                 "structured_outputs need a token that ends the output, and ignore_eos or the checkpoint leaves none: "
                 "give stop_token_ids, or ignore_eos=False"
             )
-        kind, text, options = _source(params)
-        if len(text.encode()) > MOST_BYTES:
-            raise RequestError(f"{kind} has {len(text.encode()):,} bytes: give at most {MOST_BYTES:,}")
-        with self._lock:
-            try:
-                matcher = self._matcher(kind, text, options)
-            except RequestError as error:
-                value = getattr(params, kind)
-                raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {error}") from None
         return MatchedGrammar(
-            matcher,
+            self.prepare(params),
             self._pool,
             eos=_bits(self._library_tokenizer.eos_tokens),
             ends=_bits(end_tokens),
             allowed=None if allowed is None else int.from_bytes(allowed.bits, "little"),
         )
 
+    def prepare(self, params: StructuredOutputsParams) -> Any:
+        """The compiled grammar, before its first token. It is kept for the next request with the same one."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise RequestError(
+                "structured_outputs need the library llguidance, which is not installed: "
+                "pip install 'nanovllm[structured]'"
+            )
+        kind, text, options = _source(params)
+        if len(text.encode()) > MOST_BYTES:
+            raise RequestError(f"{kind} has {len(text.encode()):,} bytes: give at most {MOST_BYTES:,}")
+        key = (kind, text, json.dumps(options))
+        if (kept := self._kept(key)) is not None:
+            return kept
+        try:
+            with self._reading:
+                return self._kept(key) or self._compiled(key, options)
+        except RequestError as error:
+            value = getattr(params, kind)
+            raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {error}") from None
+
     def close(self) -> None:
         self._process.close()
         self._pool.shutdown(wait=False)
 
-    def _matcher(self, kind: str, text: str, options: dict[str, Any]) -> Any:
-        """The compiled grammar, before its first token."""
-        key = (kind, text, json.dumps(options))
-        if key not in self._matchers:
-            from llguidance import LLMatcher, LLParserLimits
+    def _kept(self, key: tuple[str, str, str]) -> Any | None:
+        with self._lock:
+            if key in self._matchers:
+                self._matchers.move_to_end(key)
+            return self._matchers.get(key)
 
-            tokenizer = self._read_tokenizer()
-            grammar = self._process.read("json" if kind == "json_object" else kind, text, options, LIMITS)
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-            if matcher.is_error():
-                raise RequestError(one_line(matcher.get_error(), 400))
+    def _compiled(self, key: tuple[str, str, str], options: dict[str, Any]) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        kind, text, _ = key
+        tokenizer = self._read_tokenizer()
+        grammar = self._process.read("json" if kind == "json_object" else kind, text, options, LIMITS)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise RequestError(one_line(matcher.get_error(), 400))
+        with self._lock:
             self._matchers[key] = matcher
             if len(self._matchers) > MOST_KEPT:
                 self._matchers.popitem(last=False)
-        self._matchers.move_to_end(key)
-        return self._matchers[key]
+        return matcher
 
     def _read_tokenizer(self) -> Any:
         """The library's tokenizer, which takes about a second for a large vocabulary."""
