@@ -25,6 +25,7 @@ from nanovllm import (
 )
 from nanovllm.errors import RequestError
 from nanovllm.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
+from nanovllm.sampling_params import StructuredOutputsParams
 
 PROMPTS = [
     "Hello, my name is",
@@ -269,7 +270,10 @@ def test_beam_search(llm: LLM, width: int) -> None:
         ({"beam_width": "2"}, "beam_width='2'"),
         ({"max_tokens": -1}, "max_tokens=-1"),
         ({"temperature": 0.7}, "temperature=0.7: beams are ranked by the raw log-probabilities"),
-        ({"structured_outputs": object()}, "structured_outputs=.*: not supported with beam search"),
+        (
+            {"structured_outputs": StructuredOutputsParams(regex="a+")},
+            "structured_outputs=.*: not supported with beam search",
+        ),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output=True"),
     ],
     ids=str,
