@@ -281,7 +281,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no tokens": (["plan", *QWEN_1M, "--prompt-len", "0"], "a number of tokens of at least 1, such as 4096, 32K or 1M"),
     "a dtype": (["plan", *QWEN_1M, "--dtype", "int8"], "bfloat16"),
     "too few blocks": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "3"], "at least 4"),
-    "blocks beyond the memory": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "10000"], "\n--num-gpu-blocks 139\n"),
+    "blocks beyond the memory": (["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "10000"], "\n--num-gpu-blocks 1116\n"),
     "weights beyond the memory": (["plan", *QWEN_1M, "--gpu-mem", "8GB"], "weights alone take 15.2 GB"),
     "host memory alone": (["plan", *QWEN_1M, "--host-mem", "8GB"], "--host-mem needs --gpu-mem"),
     "offload without a host": (["plan", *QWEN_1M, "--gpu-mem", "24GB", "--enable-cpu-offload"], "--host-mem"),

@@ -173,8 +173,8 @@ def test_any_error_of_a_request_is_its_own(
 def test_add_request_says_what_it_takes(llm: LLM, answer: list[list[int]]) -> None:
     add = llm.engine.add_request
     bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        (("q", 5, greedy(1)), {}, "a prompt must be text, and token ids are prompt_token_ids: got 5"),
-        (("q", [1, 2], greedy(1)), {}, r"a prompt must be text, .* got \[1, 2\]"),
+        (("q", 5, greedy(1)), {}, "a prompt must be text, a list of token ids or a dict, got 5"),
+        (("q", [1, "2"], greedy(1)), {}, r"a prompt must be text, .* got \[1, '2'\]"),
         ((5, "text", greedy(1)), {}, "request_id=5: must be a string"),
         (([], "text", greedy(1)), {}, r"request_id=\[\]: must be a string"),
         (("q", "text", greedy(1)), {"priority": 1.5}, "priority=1.5: must be a whole number"),

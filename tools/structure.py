@@ -19,8 +19,8 @@ SIDES: dict[str, tuple[str, ...]] = {
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),
-    "command line": ("cli", "__main__.py"),
     "server": ("server", "cli/serve.py"),
+    "command line": ("cli", "__main__.py"),
     "vLLM's API": ("beam_search.py", "choices.py", "engine_args.py", "metrics_reader.py"),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
@@ -29,6 +29,9 @@ SIDES: dict[str, tuple[str, ...]] = {
 # The other sides that a side imports. All other sides work without each other.
 NEEDS: dict[str, tuple[str, ...]] = {
     "planner": ("CPU attention", "command line"),
+    "command line": ("progress",),
+    "server": ("chat templates", "command line"),
+    "vLLM's API": ("command line",),
     "recall and demo": ("SmolLM2",),
 }
 

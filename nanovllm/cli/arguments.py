@@ -80,7 +80,7 @@ HELP = {
     "stop_token_ids": "token that ends the output; repeat it for several",
     "include_stop_str_in_output": "keep the stop text",
     "ignore_eos": "continue after the model's end-of-sequence token",
-    "max_tokens": "most tokens to generate; none: up to max_model_len; 0, with --prompt-logprobs: score the prompt",
+    "max_tokens": "most tokens to generate; none: up to max_model_len",
     "min_tokens": "generate at least this many tokens",
     "logprobs": "most likely tokens to report at each output position (JSON); -1: all",
     "prompt_logprobs": "the same for the prompt",
