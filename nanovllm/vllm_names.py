@@ -2,7 +2,7 @@
 
 A name is a field of `EngineConfig` or `SamplingParams` and does what it does in vLLM, or it stands in a table here.
 Values of a table that mean what the engine does anyway are accepted; all others are refused with the reason. The lists
-are those of vLLM 0.32, with a few names of earlier versions that scripts still use.
+are those of vLLM 0.33, with a few names of earlier versions that scripts still use.
 """
 
 from __future__ import annotations
@@ -338,6 +338,7 @@ ENGINE_ARGUMENTS = _table(
             "performance_mode": ("balanced",),
             "model_impl": ("auto",),
             "model_class_overrides": CONFIG,
+            "monokernel": OFF,
             "jit_monitor_mode": ("warn",),
             "jit_monitor_verbose": OFF,
         },
@@ -384,6 +385,7 @@ ENGINE_ARGUMENTS = _table(
     (
         "get_metrics() and the metrics of every output are always there, and logging is Python's",
         {
+            "watchdog_config": CONFIG,
             "disable_log_stats": (False, True),
             "aggregate_engine_logging": OFF,
             "show_hidden_metrics_for_version": UNSET,
@@ -413,6 +415,7 @@ ENGINE_ARGUMENTS = _table(
         "the engine cannot sleep: close() frees its memory",
         {
             "enable_sleep_mode": OFF,
+            "sleep_mode_backend": ("cumem",),
             "sleep_mode_offload_cudagraph": OFF,
             "sleep_preserve_parameter_names": (None, []),
             "enable_cumem_allocator": OFF,

@@ -35,11 +35,26 @@ def sorted_logits(llm: LLM, num_prompts: int) -> Tensor:
     return torch.stack([logits[key] for key in sorted(logits)])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "layers"),
-    [("float32", 32, 3), ("bfloat16", 128, 3), ("bfloat16", 32, 1), ("float32", 24, 2)],  # 24: torch's operator
-)
-@pytest.mark.parametrize("num_prompts", [1, 3])
+FAST = {("float32", 32, 3), ("bfloat16", 128, 1)}  # dtype, head_dim, prompts
+
+
+def fast_or_slow(*case: object) -> list[pytest.MarkDecorator]:
+    return [] if case in FAST else [pytest.mark.slow]
+
+
+CASES = [
+    pytest.param(dtype, head_dim, layers, num_prompts, marks=fast_or_slow(dtype, head_dim, num_prompts))
+    for num_prompts in (1, 3)
+    for dtype, head_dim, layers in (
+        ("float32", 32, 3),
+        ("bfloat16", 128, 3),
+        ("bfloat16", 32, 1),
+        ("float32", 24, 2),  # torch's operator
+    )
+]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "layers", "num_prompts"), CASES)
 def test_logits_are_bit_identical_for_every_device_budget(
     tmp_path: Path, dtype: str, head_dim: int, layers: int, num_prompts: int
 ) -> None:

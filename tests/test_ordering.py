@@ -212,8 +212,15 @@ CPU_ATTENTION_SHARES = {
 }
 
 
-@pytest.mark.parametrize("ring_slots", [3, 4, 8])  # in groups of up to 1, 2 and 4
-@pytest.mark.parametrize("name", CPU_ATTENTION_SHARES)
+FAST = {("no CPU attention", 8), ("in order", 4), ("all concurrent", 3)}
+RINGS = [  # 3, 4 and 8 slots: in groups of up to 1, 2 and 4
+    pytest.param(name, slots, marks=[] if (name, slots) in FAST else [pytest.mark.slow])
+    for name in CPU_ATTENTION_SHARES
+    for slots in (3, 4, 8)
+]
+
+
+@pytest.mark.parametrize(("name", "ring_slots"), RINGS)
 def test_the_engine_orders_everything(
     model_dir: Path, name: str, ring_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
