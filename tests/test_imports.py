@@ -62,7 +62,7 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files", "vllm_names"},
+    {"memory_checks", "model_files", "vllm_names", "worker_process"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
