@@ -82,7 +82,7 @@ class Scheduler:
                 budget.schedule(request)
         self._resume_swapped(budget)
         self._admit_waiting(budget, now)
-        self._schedule_long_prefill(budget)
+        budget.schedule_long_prefill()
         return self._make_batch(budget)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
@@ -168,17 +168,11 @@ class Scheduler:
             else:
                 budget.reserve_for(request)
 
-    def _schedule_long_prefill(self, budget: SchedulingBudget) -> None:
-        """Give the long prefill all tokens that are left; `_make_batch` does so for one that goes layer by layer."""
-        budget.release_reserved()
-        if budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is None:
-            budget.schedule(budget.long_prefill)
-
     def _make_batch(self, budget: SchedulingBudget) -> Batch:
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
-        if self._layerwise is not None and budget.long_prefill is not None:
+        if self._layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
             if seq.layerwise is not None:
                 prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)

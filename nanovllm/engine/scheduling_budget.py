@@ -8,7 +8,7 @@ short prompt waits for a long prefill to end, and the long prefill advances in e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.request import Request, Sequence
@@ -39,21 +39,21 @@ class SchedulerLimits:
         return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
 
 
+@dataclass(slots=True)
 class SchedulingBudget:
     """Tokens and sequence slots of one step, and what has been scheduled so far.
 
-    chunks: (sequence, number of tokens to compute), in batch order. left: tokens not yet scheduled.
-    free_seqs: free sequence slots. max_prefill_chunk: most tokens of one sequence that is not decoding.
-    long_prefill: the long prefill of this step, for which tokens are reserved.
+    left: tokens not yet scheduled. free_seqs: free sequence slots. max_prefill_chunk: most tokens of one sequence that
+    is not decoding. chunks: (sequence, number of tokens to compute), in batch order. long_prefill: the long prefill of
+    this step, for which tokens are reserved.
     """
 
-    def __init__(self, num_tokens: int, free_seqs: int, max_prefill_chunk: int) -> None:
-        self.chunks: list[tuple[Sequence, int]] = []
-        self.left = num_tokens
-        self.free_seqs = free_seqs
-        self.long_prefill: Request | None = None
-        self._reserved = 0
-        self.max_prefill_chunk = max_prefill_chunk
+    left: int
+    free_seqs: int
+    max_prefill_chunk: int
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    long_prefill: Request | None = None
+    _reserved: int = field(default=0, init=False)
 
     def schedule(self, request: Request) -> None:
         """Add the request's chunks to the step."""
@@ -67,6 +67,8 @@ class SchedulingBudget:
         self._reserved = self.left // 2
         self.left -= self._reserved
 
-    def release_reserved(self) -> None:
-        """Make the reserved tokens available again."""
+    def schedule_long_prefill(self) -> None:
+        """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
         self.left, self._reserved = self.left + self._reserved, 0
+        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
+            self.schedule(self.long_prefill)
