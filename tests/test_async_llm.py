@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_helpers import CACHE, in_engine, make_served_model, nothing_left, run_async
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
@@ -130,6 +131,31 @@ def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
 
     longest, count = run_async(ticks())
     assert count > 50 and longest < 0.15
+
+
+def test_nothing_waits_for_a_grammar_to_be_compiled(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, prepare = threading.Event(), engine.llm.engine.prepare
+
+    def slow(sampling: SamplingParams) -> None:
+        assert compiled.wait(30)
+        prepare(sampling)
+
+    monkeypatch.setattr(engine.llm.engine, "prepare", slow)
+
+    async def use() -> None:
+        structured = params(4, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), stop_token_ids=[2])
+        answer = asyncio.create_task(collect(engine, "a", structured))
+        await asyncio.sleep(0)
+        other = await collect(engine, "b", params(4))
+        assert other[-1].finished and not answer.done()
+        compiled.set()
+        assert (await answer)[-1].outputs[0].text in ("yes", "no")
+
+    try:
+        run_async(use())
+    finally:
+        compiled.set()
+    assert nothing_left(engine)
 
 
 def test_a_consumer_that_goes_away_aborts_its_request(shared: AsyncLLM) -> None:

@@ -116,6 +116,8 @@ class AsyncLLM:
         params = sampling_params if sampling_params is not None else self.llm.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
+        if params.structured_outputs is not None:  # compiling takes up to seconds, in which the engine goes on
+            await asyncio.to_thread(self.llm.engine.prepare, params)
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         collector = OutputCollector(params.output_kind)
 
