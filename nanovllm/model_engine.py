@@ -22,7 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
-    from nanovllm.metrics_reader import Metric
+    from nanovllm.vllm_api.metrics_reader import Metric
 
 
 class MakesConfig(Protocol):
@@ -45,8 +45,8 @@ class LLMEngine(llm_engine.LLMEngine):
         self.config = config
         self.runner = ModelRunner(config)
         plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
-        self._reader = sides.metrics_reader()
-        self._histograms = None if self._reader is None else self._reader.RequestHistograms(plan.max_model_len)
+        self._vllm_api = sides.vllm_api()
+        self._histograms = self._vllm_api.RequestHistograms(plan.max_model_len) if self._vllm_api else None
         super().__init__(
             SchedulerLimits(
                 config.max_num_seqs,
@@ -116,10 +116,10 @@ class LLMEngine(llm_engine.LLMEngine):
         return _sampling_defaults(self.config)
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
-        if self._reader is None or self._histograms is None:
-            raise EngineError("get_metrics() needs nanovllm.metrics_reader, which this installation does not have")
-        return self._reader.snapshot(self.metrics(), self._histograms, self.config.model_name)
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
+        if self._vllm_api is None or self._histograms is None:
+            raise EngineError("get_metrics() needs nanovllm.vllm_api, which this installation does not have")
+        return self._vllm_api.snapshot(self.metrics(), self._histograms, self.config.model_name)
 
 
 def _sampling_defaults(config: EngineConfig) -> SamplingParams:

@@ -8,7 +8,6 @@ short prompt waits for a long prefill to end, and the long prefill advances in e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanovllm.config import PreemptionMode
@@ -44,25 +43,21 @@ class SchedulingBudget:
     """Tokens and sequence slots of one step, and what has been scheduled so far.
 
     chunks: (sequence, number of tokens to compute), in batch order. left: tokens not yet scheduled.
-    free_seqs: free sequence slots. long_prefill: the long prefill of this step, for which tokens are reserved.
+    free_seqs: free sequence slots. max_prefill_chunk: most tokens of one sequence that is not decoding.
+    long_prefill: the long prefill of this step, for which tokens are reserved.
     """
 
     def __init__(self, num_tokens: int, free_seqs: int, max_prefill_chunk: int) -> None:
-        """max_prefill_chunk: most tokens of one sequence that is not decoding."""
         self.chunks: list[tuple[Sequence, int]] = []
         self.left = num_tokens
         self.free_seqs = free_seqs
         self.long_prefill: Request | None = None
         self._reserved = 0
-        self._max_prefill_chunk = max_prefill_chunk
-
-    def chunks_for(self, request: Request) -> list[tuple[Sequence, int]]:
-        """The chunks that the request gets of the tokens that are left; empty if it does not fit."""
-        return request.chunks(self.left, self._max_prefill_chunk)
+        self.max_prefill_chunk = max_prefill_chunk
 
     def schedule(self, request: Request) -> None:
         """Add the request's chunks to the step."""
-        chunks = self.chunks_for(request)
+        chunks = request.chunks(self.left, self.max_prefill_chunk)
         self.chunks += chunks
         self.left -= sum(chunk for _, chunk in chunks)
 
@@ -75,14 +70,3 @@ class SchedulingBudget:
     def release_reserved(self) -> None:
         """Make the reserved tokens available again."""
         self.left, self._reserved = self.left + self._reserved, 0
-
-
-def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
-    """The long prefill in progress: the layer-by-layer one, else the first that `tokens` in this step do not complete.
-
-    A request whose sequences are recomputed side by side has no single prompt, and does not count.
-    """
-    alone = [request for request in running if len(request.computing) == 1]
-    layerwise = (request for request in alone if request.computing[0].layerwise is not None)
-    long = (request for request in alone if request.computing[0].num_remaining > max(tokens, 1))
-    return next(layerwise, next(long, None))

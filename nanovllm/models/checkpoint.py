@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
 from nanovllm.memory_checks import check_fits, gib
-from nanovllm.model_files import OBJECT, checked_fields, read_json_object
+from nanovllm.model_files.json_fields import OBJECT, checked_fields, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
