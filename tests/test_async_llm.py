@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_helpers import CACHE, eventually, in_engine, make_served_model, nothing_left, run_async
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
