@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from attention_cases import BOUNDS, Case, Shape, same_bits, split
+from fast import fast_only, fast_products
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
@@ -112,8 +113,7 @@ def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(at_once.out, by_block.out) and torch.equal(at_once.lse, by_block.lse)
 
 
-@pytest.mark.parametrize("programs", [1, 7])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("programs", "window"), fast_products([(1, 20), (7, None)], (1, 7), (None, 20)))
 def test_few_programs_take_several_partitions_to_the_same_bits(
     programs: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,9 +128,10 @@ def test_few_programs_take_several_partitions_to_the_same_bits(
     assert torch.equal(one_each.lse.isinf(), in_steps.lse.isinf())
 
 
-@pytest.mark.parametrize("programs", [8192, 4])
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "programs"),
+    fast_products([(torch.float32, 37, 4), (NARROW, 37, 8192)], (torch.float32, NARROW), (None, 37), (8192, 4)),
+)
 def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     window: int | None, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,8 +180,14 @@ def test_partitions_cover_a_block(block_size: int) -> None:
 PREFILL_VARIANTS = sorted({c for major in (8, 9) for c in prefill_variants(128, NARROW, (major, 0))}, key=str)
 
 
-@pytest.mark.parametrize("config", PREFILL_VARIANTS, ids=str)
-@pytest.mark.parametrize("block_size, window", [(128, None), (48, 70)])
+@pytest.mark.parametrize(
+    ("config", "block_size", "window"),
+    fast_only(
+        [(config, *((128, None) if number % 3 else (48, 70))) for number, config in enumerate(PREFILL_VARIANTS[::3])],
+        [(config, *case) for config in PREFILL_VARIANTS for case in ((128, None), (48, 70))],
+    ),
+    ids=str,
+)
 def test_prefill_with_every_configuration(block_size: int, window: int | None, config: PrefillConfig) -> None:
     """Exact, and the same bits one block at a time; blocks of whole tiles and others."""
     case = Case(Shape(32, 1, 1, block_size, window, ((70, 131), (0, 66))), NARROW, 1, DEVICE)
@@ -197,7 +204,7 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
     assert same_bits(attend([[piece] for s in case.sequences for piece in split(s, [1, 2, 3], block_size)]), together)
 
 
-@pytest.mark.parametrize("config", decode_variants(128, NARROW), ids=str)
+@pytest.mark.parametrize("config", fast_only(decode_variants(128, NARROW)[::4], decode_variants(128, NARROW)), ids=str)
 def test_decode_with_every_configuration(config: DecodeConfig) -> None:
     case = Case(Shape(32, 1, 2, 160, None, ((330, 2), (30, 1))), NARROW, 1, DEVICE)
 
