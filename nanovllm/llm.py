@@ -25,6 +25,7 @@ from nanovllm.prompts import (
     Message,
     Prompt,
     PromptParts,
+    check_use_tqdm,
     final_only,
     params_for_each,
     priority_for_each,
@@ -262,10 +263,9 @@ class LLM:
         """Tokens looked up in the prefix cache so far, and how many of them were found."""
         return self.engine.scheduler.block_manager.stats
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
-        self.engine.reset_prefix_cache()
-        return True
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLMEngine.reset_prefix_cache`."""
+        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def metrics(self) -> EngineMetrics:
         """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""
@@ -297,6 +297,7 @@ class LLM:
 
     def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
         """The final outputs of the calls, in order."""
+        check_use_tqdm(use_tqdm)
         finished: dict[str, RequestOutput] = {}
         side = sides.progress_bar() if use_tqdm else None
         bar = side.ProgressBar(len(calls), self.engine.progress, self.watch_steps) if side is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.config import EngineConfig
@@ -17,12 +18,16 @@ from nanovllm.models.hf_config import (
     load_model_type,
     load_sampling_defaults,
 )
+from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, prompt_part
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nanovllm.vllm_names import ENGINE_CALL_ARGUMENTS, own_arguments
 
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
     from nanovllm.vllm_api.metrics_reader import Metric
+
+ADD_REQUEST_ARGUMENTS = ("sampling_params", "params", "prompt_token_ids", "arrival_time", "priority", "cache_salt")
 
 
 class MakesConfig(Protocol):
@@ -76,15 +81,20 @@ class LLMEngine(llm_engine.LLMEngine):
         )
 
     @classmethod
-    def from_engine_args(cls, engine_args: MakesConfig) -> LLMEngine:
-        """The engine that `EngineArgs` describe."""
+    def from_engine_args(cls, engine_args: MakesConfig, **vllm_arguments: Any) -> LLMEngine:
+        """The engine that `EngineArgs` describe. vllm_arguments: vLLM's others, see `vllm_names`."""
+        _refuse_others("from_engine_args", vllm_arguments)
         return cls(engine_args.create_engine_config())
 
     def add_request(self, request_id: str, prompt: Prompt | None = None, *args: Any, **arguments: Any) -> None:
         """Queue a request; see `engine.llm_engine.LLMEngine.add_request`.
 
         prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
+        vLLM's other arguments: see `vllm_names`.
         """
+        arguments = own_arguments(
+            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, ENGINE_CALL_ARGUMENTS, RequestError
+        )
         if "params" in arguments:
             arguments["sampling_params"] = arguments.pop("params")
         if prompt is None or isinstance(prompt, str):
@@ -98,6 +108,21 @@ class LLMEngine(llm_engine.LLMEngine):
                 if value is not None:
                     arguments[name] = value
             super().add_request(request_id, part.text, *args, **arguments)
+
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
+        """End a request, and return its output if it was unfinished. Several ids, as vLLM has them, return None."""
+        _refuse_others("abort_request", {"internal": internal})
+        if isinstance(request_id, str):
+            return super().abort_request(request_id)
+        for each in request_id:
+            super().abort_request(each)
+        return None
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
+        others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
+        _refuse_others("reset_prefix_cache", others)
+        return super().reset_prefix_cache()
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
@@ -119,6 +144,11 @@ class LLMEngine(llm_engine.LLMEngine):
         """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
         side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
         return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
+
+
+def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
+    own_arguments(f"argument of {method}", arguments, (), ENGINE_CALL_ARGUMENTS, RequestError)
 
 
 def _sampling_defaults(config: EngineConfig) -> SamplingParams:

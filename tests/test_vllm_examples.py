@@ -95,6 +95,13 @@ def test_chat(llm: LLM) -> None:
     assert [output.outputs[0].text for output in many] == [one.outputs[0].text] * 10
 
 
+def test_a_progress_bar_of_another_library_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"use_tqdm=.*: must be True or False: the engine shows progress of its own"):
+        llm.generate("Hello", greedy(1), use_tqdm=iter)  # type: ignore[arg-type]
+    assert not llm.engine.has_unfinished_requests()
+    assert len(llm.generate("Hello", greedy(1), use_tqdm=0)) == 1  # type: ignore[arg-type]
+
+
 # ---- automatic_prefix_caching, prefix_caching
 
 

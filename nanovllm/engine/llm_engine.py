@@ -140,10 +140,11 @@ class LLMEngine:
         with suppress(EngineError), self.guard.operation("abort_request"):
             self._abort_dropped()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached content. Unfinished requests keep their blocks."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
         with self.guard.operation("reset_prefix_cache"):
             self.scheduler.block_manager.reset_prefix_cache()
+        return True
 
     def metrics(self) -> EngineMetrics:
         return engine_metrics(self.scheduler)
