@@ -25,6 +25,7 @@ from nanovllm.prompts import (
     Message,
     Prompt,
     PromptParts,
+    check_use_tqdm,
     final_only,
     params_for_each,
     priority_for_each,
@@ -35,13 +36,13 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:  # for annotations only: these are sides
-    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.chat_template.process import TemplateProcess
     from nanovllm.chat_template.template import ChatTemplate
-    from nanovllm.choices import ChoiceScore
-    from nanovllm.metrics_reader import Metric
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
+    from nanovllm.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.vllm_api.choices import ChoiceScore
+    from nanovllm.vllm_api.metrics_reader import Metric
 
 CHAT_ARGUMENTS = (
     "messages",
@@ -217,16 +218,16 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best beams of each prompt; see `nanovllm.beam_search`. concurrency_limit: most prompts at a time."""
+        """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
         refuse_unknown("beam_search", {"lora_request": lora_request}, ("prompts", "params", "use_tqdm"))
-        side = _installed(sides.beam_search(), "beam_search", "beam_search")
+        side = _installed(sides.vllm_api(), "beam_search", "vllm_api")
         return side.beam_search(self, prompts, params, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
     ) -> list[ChoiceScore]:
-        """How likely each choice is after the prompt, in the order of the choices; see `nanovllm.choices`."""
-        return _installed(sides.choices(), "score_choices", "choices").score_choices(self, prompt, choices, use_tqdm)
+        """How likely each choice is after the prompt, in the order of the choices; see `vllm_api.choices`."""
+        return _installed(sides.vllm_api(), "score_choices", "vllm_api").score_choices(self, prompt, choices, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
@@ -237,7 +238,7 @@ class LLM:
         return self.engine.get_default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
         return self.engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
@@ -270,10 +271,9 @@ class LLM:
         """Tokens looked up in the prefix cache so far, and how many of them were found."""
         return self.engine.scheduler.block_manager.stats
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
-        self.engine.reset_prefix_cache()
-        return True
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLMEngine.reset_prefix_cache`."""
+        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def metrics(self) -> EngineMetrics:
         """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""
@@ -305,6 +305,7 @@ class LLM:
 
     def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
         """The final outputs of the calls, in order."""
+        check_use_tqdm(use_tqdm)
         finished: dict[str, RequestOutput] = {}
         side = sides.progress_bar() if use_tqdm else None
         bar = side.ProgressBar(len(calls), self.engine.progress, self.watch_steps) if side is not None else None

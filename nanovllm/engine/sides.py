@@ -160,22 +160,14 @@ class ProgressBar(AbstractContextManager[object], Protocol):
         ...
 
 
-class BeamSearch(Protocol):
-    """Beam search with vLLM's parameters. Without it `LLM.beam_search` is refused."""
+class VllmApi(Protocol):
+    """vLLM's beam search and metrics, and scores of choices. Without it those methods of LLM are refused."""
 
     def beam_search(
         self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
     ) -> list[Any]: ...
 
-
-class Choices(Protocol):
-    """Scores answers to a prompt. Without it `LLM.score_choices` is refused."""
-
     def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
-
-
-class MetricsReader(Protocol):
-    """The engine's metrics in vLLM's shapes. Without it `get_metrics` is refused."""
 
     def RequestHistograms(self, max_model_len: int) -> Any: ...
 
@@ -225,16 +217,8 @@ def progress_bar() -> ProgressBars | None:
     return cast("ProgressBars | None", _find("nanovllm.progress_bar"))
 
 
-def beam_search() -> BeamSearch | None:
-    return cast("BeamSearch | None", _find("nanovllm.beam_search"))
-
-
-def choices() -> Choices | None:
-    return cast("Choices | None", _find("nanovllm.choices"))
-
-
-def metrics_reader() -> MetricsReader | None:
-    return cast("MetricsReader | None", _find("nanovllm.metrics_reader"))
+def vllm_api() -> VllmApi | None:
+    return cast("VllmApi | None", _find("nanovllm.vllm_api"))
 
 
 def check_arguments(config: EngineConfig) -> None:
