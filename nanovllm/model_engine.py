@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.config import EngineConfig
@@ -10,19 +11,23 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted
+from nanovllm.errors import ConfigError, RequestError, as_request_error, quoted
 from nanovllm.models.hf_config import (
     load_decoder_spec,
     load_eos_token_ids,
     load_model_type,
     load_sampling_defaults,
 )
+from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, prompt_part
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nanovllm.vllm_names import ENGINE_CALL_ARGUMENTS, own_arguments
 
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
-    from nanovllm.metrics_reader import Metric
+    from nanovllm.vllm_api.metrics_reader import Metric
+
+ADD_REQUEST_ARGUMENTS = ("sampling_params", "params", "prompt_token_ids", "arrival_time", "priority", "cache_salt")
 
 
 class MakesConfig(Protocol):
@@ -45,8 +50,8 @@ class LLMEngine(llm_engine.LLMEngine):
         self.config = config
         self.runner = ModelRunner(config)
         plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
-        self._reader = sides.metrics_reader()
-        self._histograms = None if self._reader is None else self._reader.RequestHistograms(plan.max_model_len)
+        self._vllm_api = sides.vllm_api()
+        self._histograms = self._vllm_api.RequestHistograms(plan.max_model_len) if self._vllm_api else None
         super().__init__(
             SchedulerLimits(
                 config.max_num_seqs,
@@ -76,15 +81,20 @@ class LLMEngine(llm_engine.LLMEngine):
         )
 
     @classmethod
-    def from_engine_args(cls, engine_args: MakesConfig) -> LLMEngine:
-        """The engine that `EngineArgs` describe."""
+    def from_engine_args(cls, engine_args: MakesConfig, **vllm_arguments: Any) -> LLMEngine:
+        """The engine that `EngineArgs` describe. vllm_arguments: vLLM's others, see `vllm_names`."""
+        _refuse_others("from_engine_args", vllm_arguments)
         return cls(engine_args.create_engine_config())
 
     def add_request(self, request_id: str, prompt: Prompt | None = None, *args: Any, **arguments: Any) -> None:
         """Queue a request; see `engine.llm_engine.LLMEngine.add_request`.
 
         prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
+        vLLM's other arguments: see `vllm_names`.
         """
+        arguments = own_arguments(
+            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, ENGINE_CALL_ARGUMENTS, RequestError
+        )
         if "params" in arguments:
             arguments["sampling_params"] = arguments.pop("params")
         if prompt is None or isinstance(prompt, str):
@@ -98,6 +108,21 @@ class LLMEngine(llm_engine.LLMEngine):
                 if value is not None:
                     arguments[name] = value
             super().add_request(request_id, part.text, *args, **arguments)
+
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
+        """End a request, and return its output if it was unfinished. Several ids, as vLLM has them, return None."""
+        _refuse_others("abort_request", {"internal": internal})
+        if isinstance(request_id, str):
+            return super().abort_request(request_id)
+        for each in request_id:
+            super().abort_request(each)
+        return None
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
+        others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
+        _refuse_others("reset_prefix_cache", others)
+        return super().reset_prefix_cache()
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
@@ -116,10 +141,14 @@ class LLMEngine(llm_engine.LLMEngine):
         return _sampling_defaults(self.config)
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
-        if self._reader is None or self._histograms is None:
-            raise EngineError("get_metrics() needs nanovllm.metrics_reader, which this installation does not have")
-        return self._reader.snapshot(self.metrics(), self._histograms, self.config.model_name)
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
+        side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
+        return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
+
+
+def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
+    own_arguments(f"argument of {method}", arguments, (), ENGINE_CALL_ARGUMENTS, RequestError)
 
 
 def _sampling_defaults(config: EngineConfig) -> SamplingParams:

@@ -148,7 +148,7 @@ class Meter:
         parts = [] if self.total == 1 else [f"{of(self.finished + self.failed, self.total)} prompts"]
         done, tokens = self._prefill(running)
         if done < tokens:
-            parts.append(f"prefill {done:,.0f} of {tokens:,} tokens ({done / tokens:.0%})")
+            parts.append(f"prefill {done:,.0f} of {tokens:,} tokens ({int(100 * done / tokens)}%)")
         return ", ".join([*parts, *self._rates(running)])
 
     def clock(self, running: Progress) -> Callable[[], str]:
@@ -177,10 +177,15 @@ class Meter:
         return before + running.prompt_tokens_done, before + running.prompt_tokens + running.waiting_tokens
 
     def _seconds_left(self, running: Progress, seconds: float) -> float | None:
-        """At the average speed so far: of all prompts if some have finished, else of the prefill."""
+        """At the average speed so far: of all prompts if some have finished, else of the prefill.
+
+        A running prompt counts by its generated tokens, as if it had as many in all as the finished ones on average.
+        """
         ended = self.finished + self.failed
         if self.total is not None and ended:
-            return seconds / ended * (self.total - ended) if ended < self.total else None
+            average = self._ended_output / ended
+            done = ended + (min(running.output_tokens / average, running.num_requests) if average else 0.0)
+            return seconds / done * (self.total - done) if done < self.total else None
         done, tokens = self._prefill(running)
         computed = self._ended_input + running.computed_tokens
         return seconds * (tokens - done) / computed if computed and done < tokens else None

@@ -88,6 +88,12 @@ def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[st
     own_arguments(f"argument of {method}", arguments, known, CALL_ARGUMENTS, RequestError)
 
 
+def check_use_tqdm(use_tqdm: object) -> None:
+    """Raise RequestError for anything but a truth value; vLLM also takes a class of progress bars."""
+    if use_tqdm not in (True, False):
+        raise RequestError(f"use_tqdm={quoted(use_tqdm)}: must be True or False: the engine shows progress of its own")
+
+
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, from one or many; a list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):

@@ -473,6 +473,21 @@ CALL_ARGUMENTS = _table(
     ),
 )
 
+# Arguments of the methods of its LLMEngine, and of reset_prefix_cache, likewise.
+ENGINE_CALL_ARGUMENTS = _table(
+    ("the engine has no LoRA adapters: merge the adapter into the checkpoint", {"lora_request": UNSET}),
+    ("encode the prompt with get_tokenizer() and give token ids", {"tokenization_kwargs": CONFIG}),
+    ("give a prompt with token ids, {'prompt_token_ids': ids, 'prompt': text}", {"prompt_text": UNSET}),
+    ("the engine argument trace=FILE writes a timeline with the requests' ids", {"trace_headers": CONFIG}),
+    ("cache_salt keeps the prefix cache of a group of requests to them", {"session_id": UNSET, "kv_hints": UNSET}),
+    ("running requests keep their blocks: abort_request() ends them", {"reset_running_requests": OFF}),
+    ("the KV cache is this engine's own, without connectors", {"reset_connector": OFF}),
+    ("the engine runs in this process", {"enable_multiprocessing": OFF}),
+    ("get_metrics() has all metrics", {"stat_loggers": (None, [])}),
+    ("the engine reports no usage", {"usage_context": UNSET}),
+    ("an abort is always the caller's", {"internal": OFF}),
+)
+
 _POOLING = "the engine generates text and has no pooling models"
 _WEIGHTS = "weights are read once, when the LLM is made"
 _SLEEP = "the engine cannot sleep: close() frees its memory"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +19,17 @@ from nanovllm.cli.arguments import (
     SAMPLING,
     add_engine_flags,
     add_sampling_flags,
+    checked_config,
     engine_arguments,
     flag_name,
     sampling_arguments,
 )
 from nanovllm.cli.chat import NO_FLAGS
 from nanovllm.cli.main import Parser
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, engine_config
+from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
 
 MILLIONS = {"max_model_len": 1_500_000, "max_num_batched_tokens": 8192}
 KINDS = {ENGINE: (EngineConfig, NO_ENGINE_FLAGS), SAMPLING: (SamplingParams, NO_SAMPLING_FLAGS)}
@@ -46,7 +51,9 @@ def test_every_field_has_a_flag_with_a_text(parser: argparse.ArgumentParser) -> 
         assert set(left_out) <= names
         wanted |= {flag_name(kind, name) for name in names - set(left_out)}
         explained |= names - {*left_out, "seed"}
-    assert wanted == set(flags) - {"-h", "--model"}
+    shown = {flag for flag, action in flags.items() if action.help != argparse.SUPPRESS}
+    assert wanted == shown - {"-h", "--model"}
+    assert {flag_name(ENGINE, name) for name in ENGINE_ALIASES.keys() | ENGINE_ARGUMENTS.keys()} == flags.keys() - shown
     assert set(HELP) == explained
     assert set(NO_FLAGS) <= {field.name for field in fields(SamplingParams)}
 
@@ -104,6 +111,18 @@ def test_what_is_no_value_costs_one_sentence(
         parser.parse_args(["--model", "m", *words])
     printed = capsys.readouterr().err
     assert stopped.value.code == 2 and told in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_every_command_takes_the_engine_flags_of_vllm(command: str, tmp_path: Path) -> None:
+    """Also where the command has a flag of the same name, such as --chat-template or --shutdown-timeout."""
+    parser = importlib.import_module(f"nanovllm.cli.{command}").add_parser(Parser().add_subparsers(), "")
+    words = "--block-size 32 --enable-chunked-prefill --disable-log-stats --tokenizer-mode auto --kv-cache-dtype auto"
+    args = parser.parse_args(["--model", str(tmp_path), *words.split(), "--compilation-config", "{}"])
+    assert checked_config(args) == engine_config(tmp_path, {"kvcache_block_size": 32})
+    assert "--tokenizer-mode" not in parser.format_help() and "--block-size" not in parser.format_help()
+    with pytest.raises(ConfigError, match=r"tokenizer_mode='mistral': not supported"):
+        checked_config(parser.parse_args(["--model", str(tmp_path), "--tokenizer-mode", "mistral"]))
 
 
 def test_a_type_without_a_flag_is_noticed() -> None:

@@ -86,6 +86,13 @@ def test_refusals_cost_one_sentence(
     assert code == 2 and printed.out == "" and printed.err.count("\n") == 1 and told in printed.err
 
 
+def test_a_sequence_that_does_not_fit_is_refused_with_flags(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(model, "--num-gpu-blocks", "4", "--kvcache-block-size", "16", "--prompt-len", "100") == 2
+    sentence, flags, *rest = capsys.readouterr().err.splitlines()
+    assert "make 104 tokens, and max_model_len is 64" in sentence and "prompts of up to 64 tokens fit" in sentence
+    assert flags.startswith("--enable-cpu-offload --num-cpu-blocks") and rest == []
+
+
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--model", str(tmp_path)]) == 2
     assert "config.json does not exist" in capsys.readouterr().err

@@ -24,6 +24,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (["--model", "{model}", "--temprature", "1", "x"], "'--temprature': did you mean --temperature?"),
         (["--model", "{model}", "--zzzz"], "see nanovllm generate --help"),
+        (["--model", "{model}", "--kv-cache-tipe", "auto"], "see nanovllm generate --help"),  # near to none
+        (["--model", "{model}", "x", "--quantization", "awq"], "quantization='awq': not supported: quantised weights"),
+        (["--model", "{model}", "x", "--no-enable-chunked-prefill"], "enable_chunked_prefill=False: not supported"),
+        (["--model", "{model}", "x", "--cpu-offload-gb", "4"], "cpu_offload_gb=4: not supported: weights stay"),
+        (["--model", "{model}", "x", "--block-size", "7"], "kvcache_block_size=7: must be"),
         (["x"], "--model"),
         (["--model", "{dir}/nothing", "x"], "is not a directory: give the path"),
         (["--model", "{dir}", "x"], "config.json does not exist"),
@@ -61,6 +66,13 @@ def test_refusals_cost_one_sentence_and_no_model(
     assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith("nanovllm generate: error: ") and told in printed.err
     assert (tmp_path / "file").read_text() == "text"
+
+
+def test_without_a_command_the_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "no command is given: name one of generate, chat, serve, plan, bench, or see" in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(

@@ -239,6 +239,11 @@ def test_the_time_left_is_that_of_the_prefill_or_of_the_prompts(monkeypatch: pyt
     assert said() == ", 0:31, about 0:59 left"
     many.finished = 1
     assert many.clock(Progress())() == ", 0:31, about 1:33 left"
+    many._ended_output = 60
+    assert many.clock(Progress(3, output_tokens=65))() == ", 0:31, about 0:28 left", "65 of 180 in the other three"
+    assert many.clock(Progress(3, output_tokens=200))() == ", 0:31", "these are longer, and how long is not known"
+    nearly = Progress(1, prompt_tokens=6103, prompt_tokens_done=6080)
+    assert "(99%)" in Meter(1).state(nearly), "100% is for the end"
     decoding = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=1)
     assert alone.state(decoding) == "129.0 tok/s in" and alone.clock(decoding)() == ", 0:31"
     now[0] = 41.0

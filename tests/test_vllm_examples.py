@@ -24,8 +24,8 @@ from nanovllm import (
     TokensPrompt,
 )
 from nanovllm.errors import RequestError
-from nanovllm.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.vllm_api.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 
 PROMPTS = [
     "Hello, my name is",
@@ -93,6 +93,13 @@ def test_chat(llm: LLM) -> None:
     (one,) = llm.chat(conversation, params, use_tqdm=False)
     many = llm.chat([conversation for _ in range(10)], params, use_tqdm=True)
     assert [output.outputs[0].text for output in many] == [one.outputs[0].text] * 10
+
+
+def test_a_progress_bar_of_another_library_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"use_tqdm=.*: must be True or False: the engine shows progress of its own"):
+        llm.generate("Hello", greedy(1), use_tqdm=iter)  # type: ignore[arg-type]
+    assert not llm.engine.has_unfinished_requests()
+    assert len(llm.generate("Hello", greedy(1), use_tqdm=0)) == 1  # type: ignore[arg-type]
 
 
 # ---- automatic_prefix_caching, prefix_caching

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_api
+from checkpoints import make_checkpoint
 
-from nanovllm import LLM, EngineArgs, SamplingParams
+from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS, VllmName
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=97)
+    made = LLMEngine.from_engine_args(EngineArgs(model=str(path), block_size=16, num_gpu_blocks=20))
+    yield made
+    made.close()
 
 
 class Strange:
@@ -92,6 +103,37 @@ def test_a_method_that_only_vllm_has_is_refused_with_the_reason() -> None:
         assert str(refusal.value) == f"LLM.{name}() is not supported: {reason}"
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nothing'"):
         _ = llm.nothing
+
+
+def test_the_methods_of_its_engine_take_its_arguments(engine: LLMEngine) -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    others = {"lora_request": None, "tokenization_kwargs": None, "trace_headers": None, "session_id": None}
+    for name in "abc":
+        engine.add_request(name, [1, 2, 3], params, arrival_time=1.0, priority=0, **others)
+    assert engine.reset_prefix_cache(reset_running_requests=False, reset_connector=False) is True
+    assert engine.abort_request(["a", "b", "unknown"]) is None and engine.get_num_unfinished_requests() == 1
+    output = engine.abort_request("c")
+    assert output is not None and output.outputs[0].finish_reason == "abort"
+    for name, says in (
+        ("lora_request", "lora_request=5: not supported: the engine has no LoRA"),
+        ("session_id", "session_id=5: not supported: cache_salt"),
+        ("max_tokens", "unknown argument of add_request 'max_tokens'"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            engine.add_request("d", [1], params, **{name: 5})
+    with pytest.raises(RequestError, match="reset_running_requests=True: not supported: running requests keep"):
+        engine.reset_prefix_cache(reset_running_requests=True)
+    with pytest.raises(RequestError, match="internal=True: not supported"):
+        engine.abort_request("d", internal=True)
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_engine_is_made_with_its_other_arguments(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"stat_loggers=.*: not supported: get_metrics"):
+        LLMEngine.from_engine_args(EngineArgs(model=str(tmp_path)), stat_loggers=[Strange()])
+    others = {"usage_context": None, "stat_loggers": None, "enable_multiprocessing": False}
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        LLMEngine.from_engine_args(EngineArgs(model=str(tmp_path)), **others)
 
 
 # ---- EngineArgs

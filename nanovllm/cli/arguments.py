@@ -12,6 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from decimal import Decimal
 from typing import Any, Literal, Union
@@ -19,6 +20,7 @@ from typing import Any, Literal, Union
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import quoted
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, VllmName
 
 ENGINE, SAMPLING = "engine", "sampling"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
@@ -30,6 +32,7 @@ TOKENS = "such as 4096, 32K or 1M (K is 1,000, Ki is 1,024)"
 COUNTS = "Counts may be written as 32K or 1M (K is 1,000, Ki is 1,024)."
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+PROGRESS = "show progress on standard error (default: if that is a terminal)"
 EXAMPLE_OBJECT = '{"top_p": 0.9}'
 HELP = {
     "device": "cpu or cuda (default: cuda if available)",
@@ -37,7 +40,7 @@ HELP = {
     "max_model_len": "longest sequence in tokens; none: what the model's positions and the KV cache allow",
     "max_num_seqs": "sequences in a step",
     "max_num_batched_tokens": "tokens in a step; longer prompts are computed in chunks",
-    "kvcache_block_size": "tokens in a KV block",
+    "kvcache_block_size": "tokens in a KV block (default: 256, under offload up to 4096)",
     "gpu_memory_utilization": "share of the memory that sizing from memory may use",
     "enable_cpu_offload": "extend the KV cache into host memory",
     "batch_invariant": "require logits that do not depend on the batch; without it, kernels may be faster",
@@ -52,7 +55,7 @@ HELP = {
     "load_format": "safetensors, or dummy for random weights from a config alone",
     "enforce_eager": "no CUDA graphs",
     "tensor_parallel_size": "only 1 is supported",
-    "trace": "file for a timeline of all copies and kernels",
+    "trace": "file for a timeline of copies, kernels and linear layers",
     "trust_remote_code": "accepted for models that need no code of their own, which is never run",
     "tokenizer": "directory or hub name of another tokenizer",
     "skip_tokenizer_init": "no tokenizer: prompts are token ids, and outputs have no text",
@@ -95,18 +98,36 @@ HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for e
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, and a flag for every other engine argument."""
+    """--model, a flag for every other engine argument, and hidden ones for vLLM's others. Call it last."""
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="a checkpoint in Hugging Face format, or its name on the hub"
     )
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
+    for name, known in ENGINE_ARGUMENTS.items():
+        _add_hidden(parser, name, vllm_flag_options(known))
 
 
 def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) -> Any:
     """A flag for each of the engine arguments `names`; returns their group, to add others."""
     group = parser.add_argument_group("engine", f"as in LLM, with its defaults. {COUNTS}")
     _add_flags(group, ENGINE, EngineConfig, names)
+    hints = typing.get_type_hints(EngineConfig)
+    for alias, name in ENGINE_ALIASES.items():
+        if name in names:
+            _add_hidden(group, alias, flag_options(hints[name]))
     return group
+
+
+def _add_hidden(parser: Any, name: str, options: Mapping[str, Any]) -> None:
+    """A flag of vLLM's that --help leaves out. Its value is checked with those of all engine arguments."""
+    with suppress(argparse.ArgumentError):  # the command has a flag of this name
+        parser.add_argument(
+            flag_name(ENGINE, name),
+            dest=f"{ENGINE}.{name}",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+            **options,
+        )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, leave_out: Collection[str] = (), **defaults: Any) -> None:
@@ -194,6 +215,20 @@ def flag_options(hint: Any) -> dict[str, Any]:
     if str in kinds or Literal in origins:
         return {"type": text_argument, "metavar": "TEXT"}
     raise TypeError(f"no flag can be made for a field of type {hint}")
+
+
+def vllm_flag_options(known: VllmName) -> dict[str, Any]:
+    """How argparse reads an argument that only vLLM has: a flag for a truth value, else JSON, else text."""
+    if any(isinstance(value, bool) for value in known.same):
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": _json_or_text, "metavar": "VALUE"}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], float | None]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.arguments import (
+    PROGRESS,
     TOKENS,
     add_engine_flags,
     checked_config,
@@ -89,7 +90,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     add("--repeats", type=positive, default=3, metavar="N", help="counted runs (default: %(default)s)")
     add("--warmup", type=not_negative, default=1, metavar="N", help="warm-up runs (default: %(default)s)")
     add("--json", action="store_true", help="all figures as one JSON object")
-    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    add("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
     add_engine_flags(parser)
     return parser
 
@@ -116,12 +117,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_lengths(args: argparse.Namespace, llm: LLM) -> None:
-    """Check all lengths before the first run."""
+    """Check all lengths before the first run. Raises ConfigError, with what would make them fit."""
     longest = max(args.prompt_len) + args.output_len
     if longest > llm.max_model_len:
+        advice = llm.engine.runner.advise(longest)
         raise ConfigError(
             f"--prompt-len {max(args.prompt_len)} and --output-len {args.output_len} make {longest} tokens, and "
-            f"max_model_len is {llm.max_model_len}: measure a shorter sequence, or give the KV cache more memory"
+            f"max_model_len is {llm.max_model_len}: {advice.text}",
+            advice.changes,
         )
 
 

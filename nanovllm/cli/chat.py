@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.arguments import (
+    PROGRESS,
     add_engine_flags,
     add_sampling_flags,
     checked_config,
@@ -59,7 +60,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
     parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
     add_sampling_flags(parser, leave_out=NO_FLAGS, max_tokens=MAX_TOKENS)
     add_engine_flags(parser)
     return parser

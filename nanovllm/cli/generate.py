@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanovllm.cli.arguments import (
+    PROGRESS,
     add_engine_flags,
     add_sampling_flags,
     checked_config,
@@ -64,7 +65,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="FILE", help="where results go; by default standard output")
     parser.add_argument("--stream", action="store_true", help="show text as it is generated, one prompt at a time")
     add_chat_options(parser)
-    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser

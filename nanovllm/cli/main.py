@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from nanovllm import __version__
 from nanovllm.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
-from nanovllm.errors import ConfigError, ModelError, RequestError, one_line, quoted
+from nanovllm.errors import NEAR, ConfigError, ModelError, RequestError, one_line, quoted
 from nanovllm.progress_bar import ERASE
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
@@ -116,7 +116,7 @@ class _LineFormatter(logging.Formatter):
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="nanovllm", description="Runs prompts whose KV cache is larger than device memory, exactly.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="show the version")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     named = _command(arguments)
     known = parser
     for command, summary in COMMANDS.items():
@@ -127,6 +127,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if known is not parser:
         known.add_argument("--verbose", action="store_true", help="log what the engine holds and where, and tracebacks")
     args, unknown = parser.parse_known_args(arguments)
+    if args.command is None:
+        parser.error(f"no command is given: name one of {', '.join(COMMANDS)}, or see {parser.prog} --help")
     if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
         args.prompts += unknown  # argparse takes only the first consecutive prompts
     elif unknown:
@@ -141,7 +143,7 @@ def _command(arguments: Sequence[str]) -> str | None:
 def _nearest(word: str, parser: argparse.ArgumentParser) -> str:
     """A hint at the most similar option, if there is one."""
     options = re.findall(r"--[\w-]+", parser.format_help())
-    near = difflib.get_close_matches(word.partition("=")[0][:100], options, n=1)
+    near = difflib.get_close_matches(word.partition("=")[0][:100], options, n=1, cutoff=NEAR)
     return f": did you mean {near[0]}?" if near else f": see {parser.prog} --help"
 
 

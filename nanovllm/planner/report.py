@@ -168,7 +168,7 @@ def _rates(plan: Plan) -> list[str]:
 def _request(plan: Plan, request: RequestPlan, wanted: int) -> list[str]:
     cut = f", not {wanted:,}: there the longest sequence ends" if request.output_len < wanted else ""
     rows = [
-        _row("fits", "yes", f"and {request.output_len:,} tokens out{cut}"),
+        _row("fits", "yes", f"and {request.output_len:,} token{'s' * (request.output_len != 1)} out{cut}"),
         _row("KV cache", show_bytes(request.kv_bytes), f"{request.num_blocks:,} blocks"),
         _row("stays on the device", show_bytes(request.resident_bytes)),
         _row("on the host", show_bytes(request.streamed_bytes)),

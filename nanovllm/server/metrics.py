@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from nanovllm.llm import LLM
-from nanovllm.metrics_reader import Counter, Gauge, Histogram
+from nanovllm.vllm_api.metrics_reader import Counter, Gauge, Histogram
 
 AS_IN_VLLM = "What vLLM's metric of this name counts"
 

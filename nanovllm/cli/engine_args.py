@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Any, Self, get_type_hints
 
@@ -55,12 +53,12 @@ class EngineArgs(_Fields):
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for every field to the parser, under the field's name in the result. Returns the parser."""
-        from nanovllm.cli.arguments import flag_options
+        from nanovllm.cli.arguments import flag_options, vllm_flag_options
 
         hints = get_type_hints(EngineConfig)
         for found in fields(EngineArgs):
             name = ENGINE_ALIASES.get(found.name, found.name)
-            options = flag_options(hints[name]) if name in hints else _options(ENGINE_ARGUMENTS[name].same[0])
+            options = flag_options(hints[name]) if name in hints else vllm_flag_options(ENGINE_ARGUMENTS[name])
             default = found.default_factory() if callable(found.default_factory) else found.default
             parser.add_argument(f"--{found.name.replace('_', '-')}", dest=found.name, default=default, **options)
         return parser
@@ -69,18 +67,3 @@ class EngineArgs(_Fields):
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """The arguments that a parser with `add_cli_args` has read."""
         return cls(**{found.name: getattr(args, found.name) for found in fields(cls) if hasattr(args, found.name)})
-
-
-def _options(default: object) -> dict[str, Any]:
-    """How argparse reads a value of vLLM's: a flag for a truth value, else JSON, else text."""
-    if isinstance(default, bool):
-        return {"action": argparse.BooleanOptionalAction}
-    read: Callable[[str], Any] = _json_or_text
-    return {"type": read, "metavar": "VALUE"}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
