@@ -68,6 +68,24 @@ def test_a_cached_prefix_comes_in_once_per_layer(model_dir: Path) -> None:
     assert moved.h2d_bytes == output.metrics.h2d_bytes and moved.d2h_bytes == output.metrics.d2h_bytes
 
 
+def test_a_layer_waits_once_for_each_load(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each of its chunks: a prompt of a million tokens has 500 chunks and 4,000 blocks."""
+    waits: list[int] = []
+    acquire = OffloadEngine.acquire_buffer
+
+    def counted(engine: OffloadEngine, index: int) -> None:
+        waits.append(index)
+        acquire(engine, index)
+
+    monkeypatch.setattr(OffloadEngine, "acquire_buffer", counted)
+    with open_llm(model_dir, chunk=20) as llm:
+        watched = watch_layerwise(llm)
+        token_ids(llm, random_prompt(200, VOCAB, 1), greedy(1))
+        resident = llm.kv_stats().resident_blocks
+    on_host = [index for index, physical_id in enumerate(watched[-1].block_table) if physical_id >= resident]
+    assert len(on_host) > 8 and waits == LAYERS * on_host
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
