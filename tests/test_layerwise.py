@@ -265,10 +265,6 @@ def run_layerwise(model_dir: Path) -> None:
             llm.engine.step()
 
 
-def without_wait(engine: OffloadEngine, index: int) -> torch.Tensor:
-    return engine.layer_buffer[index]
-
-
 def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
     if (layer + 1) * cache._part.layerwise.num_chunks < cache._part.end_layer_chunk:
         cache._fill(layer + 1)
@@ -276,7 +272,7 @@ def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
 
 
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "blocks are used before they are loaded": (OffloadEngine, "buffered", without_wait),
+    "blocks are used before they are loaded": (OffloadEngine, "acquire_buffer", lambda *_: None),
     "blocks are never released": (OffloadEngine, "release_buffer", lambda *_: None),
     "the next layer is loaded before this one is released": (LayerwiseKVCache, "_end_layer", fill_before_release),
     "a part that ends within a layer releases nothing": (LayerwiseKVCache, "end_part", lambda *_: None),
