@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import ROPES, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
 
