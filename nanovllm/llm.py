@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
@@ -55,15 +55,6 @@ CHAT_ARGUMENTS = (
     "tools",
     "chat_template_kwargs",
 )
-
-
-T = TypeVar("T")
-
-
-def _installed(side: T | None, method: str, module: str) -> T:
-    if side is None:
-        raise EngineError(f"{method}() needs nanovllm.{module}, which this installation does not have")
-    return side
 
 
 class _Call(NamedTuple):
@@ -220,14 +211,15 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
         refuse_unknown("beam_search", {"lora_request": lora_request}, ("prompts", "params", "use_tqdm"))
-        side = _installed(sides.vllm_api(), "beam_search", "vllm_api")
+        side = sides.installed(sides.vllm_api(), "beam_search", "vllm_api")
         return side.beam_search(self, prompts, params, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
     ) -> list[ChoiceScore]:
         """How likely each choice is after the prompt, in the order of the choices; see `vllm_api.choices`."""
-        return _installed(sides.vllm_api(), "score_choices", "vllm_api").score_choices(self, prompt, choices, use_tqdm)
+        side = sides.installed(sides.vllm_api(), "score_choices", "vllm_api")
+        return side.score_choices(self, prompt, choices, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
@@ -247,7 +239,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = _installed(sides.planner(), "plan", "planner and nanovllm.cpu_attention"), self._runner
+        planner, runner = sides.installed(sides.planner(), "plan", "planner and nanovllm.cpu_attention"), self._runner
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
@@ -298,7 +290,7 @@ class LLM:
 
     def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
         """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
-        templates = _installed(sides.chat_templates(), "chat", "chat_template")
+        templates = sides.installed(sides.chat_templates(), "chat", "chat_template")
         if self._template_process is None:
             self._template_process = templates.TemplateProcess()
         return templates.ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)

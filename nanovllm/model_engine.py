@@ -11,7 +11,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted
+from nanovllm.errors import ConfigError, RequestError, as_request_error, quoted
 from nanovllm.models.hf_config import (
     load_decoder_spec,
     load_eos_token_ids,
@@ -142,9 +142,8 @@ class LLMEngine(llm_engine.LLMEngine):
 
     def get_metrics(self) -> list[Metric]:
         """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
-        if self._vllm_api is None or self._histograms is None:
-            raise EngineError("get_metrics() needs nanovllm.vllm_api, which this installation does not have")
-        return self._vllm_api.snapshot(self.metrics(), self._histograms, self.config.model_name)
+        side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
+        return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
 
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:

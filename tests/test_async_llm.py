@@ -315,6 +315,19 @@ def test_deltas_merge_in_any_grouping_to_the_same(steps: list[list[tuple[int, in
     assert whole.finished
 
 
+def test_outputs_of_a_prompts_chunks_wait_for_its_first_token() -> None:
+    async def use() -> None:
+        collector = OutputCollector(DELTA)
+        for scored in ([None], [{5: Logprob(-1.0, 1, None)}]):
+            chunk = RequestOutput("r", None, [1], [], False, RequestMetrics(0.0), prompt_logprobs=list(scored))
+            assert not collector.put(chunk), "no consumer is woken"
+        assert collector.put(output_of([completion(0, [7], None)], False))
+        output = await collector.take()
+        assert output.outputs[0].token_ids == [7] and len(output.prompt_logprobs or ()) == 2
+
+    run_async(use())
+
+
 def test_a_collector_holds_one_output_and_raises_its_error_last() -> None:
     async def use() -> None:
         collector = OutputCollector(DELTA)

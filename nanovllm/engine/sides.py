@@ -12,10 +12,10 @@ import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from nanovllm.config import EngineConfig, PreemptionMode
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
     from nanovllm import chat_template
@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.planner.plan import Plan
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class SequenceGroups(Protocol):
@@ -219,6 +221,13 @@ def progress_bar() -> ProgressBars | None:
 
 def vllm_api() -> VllmApi | None:
     return cast("VllmApi | None", _find("nanovllm.vllm_api"))
+
+
+def installed(side: T | None, method: str, module: str) -> T:
+    """The side. Raises EngineError if it is None: `method` needs nanovllm.`module`."""
+    if side is None:
+        raise EngineError(f"{method}() needs nanovllm.{module}, which this installation does not have")
+    return side
 
 
 def check_arguments(config: EngineConfig) -> None:
