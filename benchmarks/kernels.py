@@ -160,11 +160,11 @@ def problem(
     shape = (sequences * per_sequence, 2, sizes.kv_heads, block_size, sizes.head_dim)
     pool = torch.randn(shape, device=device, dtype=sizes.dtype)
     q = torch.randn(sequences * rows, sizes.heads, sizes.head_dim, device=device).to(sizes.dtype)
-    segments = [
+    metadata = [
         SequenceMetadata(i * rows, rows, context - rows, 0, context, range(i * per_sequence, (i + 1) * per_sequence))
         for i in range(sequences)
     ]
-    return q, pool, AttentionMetadata(segments), AttentionState.empty(q)
+    return q, pool, AttentionMetadata(metadata), AttentionState.empty(q)
 
 
 def decode(sizes: Sizes, device: torch.device, backends: Sequence[AttentionBackend]) -> list[Figure]:

@@ -9,6 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
+from nanovllm.cli.arguments import not_negative as not_negative
+from nanovllm.cli.arguments import positive as positive
 from nanovllm.config import DEVICES, DTYPES
 from nanovllm.errors import ConfigError, ModelError, RequestError
 
@@ -66,20 +68,6 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 def layers(text: str) -> int | None:
     """How many to keep; None for "all"."""
     return None if text == "all" else positive(text)
-
-
-def positive(text: str) -> int:
-    return _whole_number(text, 1)
-
-
-def not_negative(text: str) -> int:
-    return _whole_number(text, 0)
-
-
-def _whole_number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
 
 
 def share(text: str) -> Fraction:

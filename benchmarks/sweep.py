@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_variants import decode_variants, prefill_variants
 from benchmarks.kernels import Sizes, kernel_facts, open_device, operations, problem, seconds
 from benchmarks.options import Parser, add_json_option, positive
 from benchmarks.report import print_row, write_json
@@ -31,8 +32,6 @@ from nanovllm.ops.kernel_config import (
     DecodeConfig,
     PrefillConfig,
     TunedEntry,
-    decode_variants,
-    prefill_variants,
     read_table,
     table_path,
 )

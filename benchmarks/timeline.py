@@ -6,7 +6,7 @@ Traces are files of `LLM(trace=...)`, or of torch's profiler for the gaps betwee
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.device.busy import union_seconds
 from nanovllm.device.trace import COMPUTE
 from nanovllm.errors import ConfigError
 
@@ -102,10 +103,10 @@ class Overlap:
         copies = [(max(begin, s.begin), min(until, s.end)) for s in found if s.is_copy]
         waits = [s.interval for s in found if s.stream == COMPUTE and s.name == "wait"]
         computing = [step.interval for step in steps]
-        inside = seconds(computing) + seconds(copies) - seconds([*copies, *computing])
-        waited = seconds(copies) + seconds(waits) - seconds([*copies, *waits])
+        inside = union_seconds(computing) + union_seconds(copies) - union_seconds([*copies, *computing])
+        waited = union_seconds(copies) + union_seconds(waits) - union_seconds([*copies, *waits])
         hidden = max(0.0, inside - waited)
-        return cls(seconds(computing), copied_bytes, seconds(copies), hidden, seconds(waits))
+        return cls(union_seconds(computing), copied_bytes, union_seconds(copies), hidden, union_seconds(waits))
 
 
 def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
@@ -115,15 +116,6 @@ def overlaps(timeline: Timeline, decode_steps: int) -> dict[str, Overlap]:
     end = max(piece.end for piece in [*timeline.steps, *timeline.slices])
     found = {"prefill": Overlap.of(timeline, prefill, decode[0].begin if decode else end)}
     return found | ({"decode": Overlap.of(timeline, decode, end)} if decode else {})
-
-
-def seconds(intervals: Iterable[Interval]) -> float:
-    """Seconds that at least one interval covers."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 # ---- between kernels
@@ -145,7 +137,7 @@ class Gaps:
         if not kernels:
             return None
         total = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
-        return cls(len(kernels), total, total - seconds(kernels))
+        return cls(len(kernels), total, total - union_seconds(kernels))
 
 
 def kernel_gaps(llm: LLM, prompt: list[int], output_len: int) -> dict[str, Gaps | None]:

@@ -2,7 +2,7 @@
 //
 // A packed operand consists of 4-byte words, each holding X::kStep elements along the summed dimension: one fp32, or a
 // pair of bf16. Every element of a result is summed in the order of that dimension by one lane, packed or direct, so a
-// row's result is the same in any company of rows.
+// row's result is the same whatever the other rows are.
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 

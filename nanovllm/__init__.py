@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanovllm.choices import ChoiceScore
-    from nanovllm.engine_args import EngineArgs
+    from nanovllm.cli.engine_args import EngineArgs
     from nanovllm.llm import LLM
     from nanovllm.model_engine import LLMEngine
     from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
     from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from nanovllm.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.vllm_api.choices import ChoiceScore
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BeamSearchOutput": "nanovllm.beam_search",
-    "BeamSearchParams": "nanovllm.beam_search",
-    "BeamSearchSequence": "nanovllm.beam_search",
-    "ChoiceScore": "nanovllm.choices",
+    "BeamSearchOutput": "nanovllm.vllm_api.beam_search",
+    "BeamSearchParams": "nanovllm.vllm_api.beam_search",
+    "BeamSearchSequence": "nanovllm.vllm_api.beam_search",
+    "ChoiceScore": "nanovllm.vllm_api.choices",
     "CompletionOutput": "nanovllm.outputs",
-    "EngineArgs": "nanovllm.engine_args",
+    "EngineArgs": "nanovllm.cli.engine_args",
     "LLM": "nanovllm.llm",
     "LLMEngine": "nanovllm.model_engine",
     "Logprob": "nanovllm.outputs",

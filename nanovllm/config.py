@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.hub import find_directories
+from nanovllm.model_files.hub import find_directories
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class EngineConfig:
         nowhere, and everything else is a directory. override_generation_config: fields that replace those found there.
     served_model_name: the model's name in metrics, or a list whose first name that is; None takes `model` as given.
     revision, tokenizer_revision, download_dir, hf_token: of models that are named as on the Hugging Face hub; see
-        `nanovllm.hub.find_directory`.
+        `nanovllm.model_files.hub.find_directory`.
     """
 
     model: str

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
@@ -36,13 +36,13 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import LLM_METHODS
 
 if TYPE_CHECKING:  # for annotations only: these are sides
-    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.chat_template.process import TemplateProcess
     from nanovllm.chat_template.template import ChatTemplate
-    from nanovllm.choices import ChoiceScore
-    from nanovllm.metrics_reader import Metric
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
+    from nanovllm.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.vllm_api.choices import ChoiceScore
+    from nanovllm.vllm_api.metrics_reader import Metric
 
 CHAT_ARGUMENTS = (
     "messages",
@@ -55,15 +55,6 @@ CHAT_ARGUMENTS = (
     "tools",
     "chat_template_kwargs",
 )
-
-
-T = TypeVar("T")
-
-
-def _installed(side: T | None, method: str, module: str) -> T:
-    if side is None:
-        raise EngineError(f"{method}() needs nanovllm.{module}, which this installation does not have")
-    return side
 
 
 class _Call(NamedTuple):
@@ -218,16 +209,17 @@ class LLM:
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best beams of each prompt; see `nanovllm.beam_search`. concurrency_limit: most prompts at a time."""
+        """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
         refuse_unknown("beam_search", {"lora_request": lora_request}, ("prompts", "params", "use_tqdm"))
-        side = _installed(sides.beam_search(), "beam_search", "beam_search")
+        side = sides.installed(sides.vllm_api(), "beam_search", "vllm_api")
         return side.beam_search(self, prompts, params, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
     ) -> list[ChoiceScore]:
-        """How likely each choice is after the prompt, in the order of the choices; see `nanovllm.choices`."""
-        return _installed(sides.choices(), "score_choices", "choices").score_choices(self, prompt, choices, use_tqdm)
+        """How likely each choice is after the prompt, in the order of the choices; see `vllm_api.choices`."""
+        side = sides.installed(sides.vllm_api(), "score_choices", "vllm_api")
+        return side.score_choices(self, prompt, choices, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
@@ -238,7 +230,7 @@ class LLM:
         return self.engine.get_default_sampling_params()
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
         return self.engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
@@ -247,7 +239,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = _installed(sides.planner(), "plan", "planner and nanovllm.cpu_attention"), self._runner
+        planner, runner = sides.installed(sides.planner(), "plan", "planner and nanovllm.cpu_attention"), self._runner
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
@@ -298,7 +290,7 @@ class LLM:
 
     def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
         """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
-        templates = _installed(sides.chat_templates(), "chat", "chat_template")
+        templates = sides.installed(sides.chat_templates(), "chat", "chat_template")
         if self._template_process is None:
             self._template_process = templates.TemplateProcess()
         return templates.ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)

@@ -11,7 +11,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import ConfigError, EngineError, RequestError, as_request_error, quoted
+from nanovllm.errors import ConfigError, RequestError, as_request_error, quoted
 from nanovllm.models.hf_config import (
     load_decoder_spec,
     load_eos_token_ids,
@@ -25,7 +25,7 @@ from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from nanovllm.vllm_names import ENGINE_CALL_ARGUMENTS, own_arguments
 
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
-    from nanovllm.metrics_reader import Metric
+    from nanovllm.vllm_api.metrics_reader import Metric
 
 ADD_REQUEST_ARGUMENTS = ("sampling_params", "params", "prompt_token_ids", "arrival_time", "priority", "cache_salt")
 
@@ -50,8 +50,8 @@ class LLMEngine(llm_engine.LLMEngine):
         self.config = config
         self.runner = ModelRunner(config)
         plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
-        self._reader = sides.metrics_reader()
-        self._histograms = None if self._reader is None else self._reader.RequestHistograms(plan.max_model_len)
+        self._vllm_api = sides.vllm_api()
+        self._histograms = self._vllm_api.RequestHistograms(plan.max_model_len) if self._vllm_api else None
         super().__init__(
             SchedulerLimits(
                 config.max_num_seqs,
@@ -141,10 +141,9 @@ class LLMEngine(llm_engine.LLMEngine):
         return _sampling_defaults(self.config)
 
     def get_metrics(self) -> list[Metric]:
-        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `nanovllm.metrics_reader`."""
-        if self._reader is None or self._histograms is None:
-            raise EngineError("get_metrics() needs nanovllm.metrics_reader, which this installation does not have")
-        return self._reader.snapshot(self.metrics(), self._histograms, self.config.model_name)
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
+        side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
+        return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
 
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ class RequestMetrics:
     """When a request arrived, ran and ended, and what it took. `as_dict` has all of it.
 
     Times are in seconds since the epoch, as of `time.time()`; their differences are exact even if the system's clock
-    is set meanwhile (`engine.clock`). Durations are in seconds, rates in tokens per second; None until they are known.
+    is set meanwhile. Durations are in seconds, rates in tokens per second; None until they are known.
     Counts are in tokens, h2d_bytes and d2h_bytes in bytes of KV copied to the device and to the host.
     prefill_tokens: computed prompt tokens, including those recomputed after a preemption. cached_tokens: found in the
     prefix cache when the request first ran. decode_tokens: generated tokens without the first of each sequence.

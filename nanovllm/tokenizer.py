@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from tokenizers import Tokenizer as Backend
 
 from nanovllm.errors import ModelError, RequestError, quoted, told
-from nanovllm.model_files import (
+from nanovllm.model_files.json_fields import (
     FLAG,
     LIST,
     NULL,

@@ -50,7 +50,7 @@ class Case:
         Random(seed).shuffle(order)
         block = (2, shape.kv_heads, shape.block_size, shape.head_dim)
         self.pool = torch.full((len(order), *block), float("nan"), dtype=dtype)
-        self.segments: list[SequenceMetadata] = []
+        self.sequences: list[SequenceMetadata] = []
         self.keys: list[tuple[Tensor, Tensor]] = []
         start = 1  # rows before, between and after the sequences are of none
         for (context, new), count in zip(shape.lengths, counts, strict=True):
@@ -62,17 +62,17 @@ class Case:
             for position in range(context + new):
                 where = blocks[position // shape.block_size], position % shape.block_size
                 self.pool[where[0], 0, :, where[1]], self.pool[where[0], 1, :, where[1]] = k[position], v[position]
-            self.segments.append(SequenceMetadata(start, new, context, 0, context + new, blocks))
+            self.sequences.append(SequenceMetadata(start, new, context, 0, context + new, blocks))
             self.keys.append((k, v))
             start += new + 1
         self.q = random(start, shape.heads, shape.head_dim).to(device)
         self.pool = self.pool.to(device)
 
     def attend(self, backend: AttentionBackend, tables: list[list[SequenceMetadata]] | None = None) -> AttentionState:
-        """The state after one call for each list of segments; by default all in one call."""
+        """The state after one call for each list of sequences; by default all in one call."""
         state = AttentionState.empty(self.q)
-        for segments in tables or [self.segments]:
-            backend.attend(self.q, self.pool, AttentionMetadata(segments), state, self.shape.scale, self.shape.window)
+        for sequences in tables or [self.sequences]:
+            backend.attend(self.q, self.pool, AttentionMetadata(sequences), state, self.shape.scale, self.shape.window)
         return state
 
     def check(self, state: AttentionState) -> None:
@@ -80,27 +80,25 @@ class Case:
         out_bound, lse_bound = BOUNDS[self.q.dtype]
         q, state = self.q.cpu(), AttentionState(state.out.cpu(), state.lse.cpu())
         unused = torch.ones(q.shape[0], dtype=torch.bool)
-        for segment, (k, v) in zip(self.segments, self.keys, strict=True):
-            rows = slice(segment.query_start, segment.query_start + segment.query_len)
+        for seq, (k, v) in zip(self.sequences, self.keys, strict=True):
+            rows = slice(seq.query_start, seq.query_start + seq.query_len)
             unused[rows] = False
-            out, lse = reference_attention(
-                q[rows], k, v, self.shape.scale, segment.context_len, window=self.shape.window
-            )
+            out, lse = reference_attention(q[rows], k, v, self.shape.scale, seq.context_len, window=self.shape.window)
             assert (state.out[rows] - out).abs().max() <= out_bound
             assert (state.lse[:, rows] - lse).abs().max() <= lse_bound
         assert (state.out[unused] == 0).all() and (state.lse[:, unused] == -math.inf).all()
 
 
-def part(segment: SequenceMetadata, first: int, last: int, block_size: int) -> SequenceMetadata:
+def part(seq: SequenceMetadata, first: int, last: int, block_size: int) -> SequenceMetadata:
     """The same rows over the blocks [first, last) only."""
-    end = min(segment.kv_end, segment.first_position + last * block_size)
-    begin = segment.first_position + first * block_size
-    return replace(segment, first_position=begin, kv_end=end, block_table=segment.block_table[first:last])
+    end = min(seq.kv_end, seq.first_position + last * block_size)
+    begin = seq.first_position + first * block_size
+    return replace(seq, first_position=begin, kv_end=end, block_table=seq.block_table[first:last])
 
 
-def split(segment: SequenceMetadata, cuts: list[int], block_size: int) -> list[SequenceMetadata]:
-    edges = sorted({0, len(segment.block_table), *(cut for cut in cuts if cut < len(segment.block_table))})
-    return [part(segment, *edge, block_size) for edge in pairwise(edges)]
+def split(seq: SequenceMetadata, cuts: list[int], block_size: int) -> list[SequenceMetadata]:
+    edges = sorted({0, len(seq.block_table), *(cut for cut in cuts if cut < len(seq.block_table))})
+    return [part(seq, *edge, block_size) for edge in pairwise(edges)]
 
 
 def same_bits(a: AttentionState, b: AttentionState) -> bool:

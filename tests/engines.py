@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kvcache import sizing
-from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.kvcache.budget import DeviceSplit, TransferCount
 from nanovllm.kvcache.layerwise import NO_LAYERWISE
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
@@ -63,6 +63,21 @@ def offloaded(block_size: int = 16, num_gpu_blocks: int = 4, num_cpu_blocks: int
     }
 
 
+def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
+    """Every batch that runs from now on, its result, and what was copied over the link while it ran."""
+    batches: list[tuple[Batch, StepResult, TransferCount]] = []
+    execute = llm.engine.executor.execute
+
+    def record(batch: Batch) -> StepResult:
+        before = llm.kv_stats().transfers
+        result = execute(batch)
+        batches.append((batch, result, llm.kv_stats().transfers - before))
+        return result
+
+    llm.engine.executor.execute = record  # type: ignore[method-assign]
+    return batches
+
+
 @contextmanager
 def recorded_logits(llm: LLM) -> Iterator[list[Tensor]]:
     """The logits of every sampled row, `[rows, vocab]` for each step, while the context is open."""
@@ -97,7 +112,7 @@ def logits_by_request(llm: LLM, prompts: list[list[int]], max_tokens: int) -> di
     def recording_logits(hidden: Tensor) -> Tensor:
         logits = compute_logits(hidden)
         found.update(zip(rows[: len(logits)], logits.clone(), strict=True))
-        del rows[: len(logits)]  # a span that ends has a call of its own, after the others
+        del rows[: len(logits)]  # a layer-by-layer prefill that ends has a call of its own, last
         return logits
 
     runner.execute, runner.model.compute_logits = recording_execute, recording_logits  # type: ignore[method-assign]

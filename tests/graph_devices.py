@@ -141,15 +141,15 @@ class RowsOnCpu(NativeAttention):
     def _attend_rows(
         self, q: Tensor, pool: Tensor, table: DeviceMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        segments = []
+        sequences = []
         for index, row in enumerate(table.few.rows.tolist()):
             query_start, query_len, start, count, first_position, kv_end, position, rows_before = row
             assert count <= table.few.max_blocks and query_len == (count > 0)
             if count:
                 assert query_start == rows_before == index
                 blocks = table.blocks[start : start + count].tolist()
-                segments.append(SequenceMetadata(query_start, query_len, position, first_position, kv_end, blocks))
-        self.attend(q, pool, AttentionMetadata(segments), state, scale, window)
+                sequences.append(SequenceMetadata(query_start, query_len, position, first_position, kv_end, blocks))
+        self.attend(q, pool, AttentionMetadata(sequences), state, scale, window)
 
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:

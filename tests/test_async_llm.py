@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_helpers import CACHE, in_engine, make_served_model, nothing_left, run_async
+from server_helpers import CACHE, eventually, in_engine, make_served_model, nothing_left, run_async
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, RequestError
@@ -132,6 +133,37 @@ def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
     assert count > 50 and longest < 0.15
 
 
+def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar of a large schema takes seconds to compile. Its client may also go away meanwhile."""
+    grammars = shared.llm.engine._inputs.grammars
+    assert grammars is not None
+    compiling, go_on, compiled = threading.Event(), threading.Event(), grammars._compiled  # type: ignore[attr-defined]
+
+    def slow(*arguments: Any) -> Any:
+        compiling.set()
+        assert go_on.wait(60)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(grammars, "_compiled", slow)
+    structured = params(20, ignore_eos=False, stop_token_ids=[298], structured_outputs={"regex": "[ab]{3}"})
+
+    async def ask() -> None:
+        waiting, leaving = (asyncio.ensure_future(collect(shared, "a", structured)) for _ in range(2))
+        assert await asyncio.to_thread(compiling.wait, 60)
+        assert (await collect(shared, "b", params(3)))[-1].finished and not waiting.done()
+        leaving.cancel()
+        go_on.set()
+        assert len((await waiting)[-1].outputs[0].text) == 3
+
+    run_async(ask())
+    assert nothing_left(shared)
+
+
+def test_a_long_text_is_truncated_as_asked(shared: AsyncLLM) -> None:
+    output = run_async(collect(shared, "ab" * 1000, params(1, truncate_prompt_tokens=2)))[-1]
+    assert bytes(output.prompt_token_ids) == b"ab"
+
+
 def test_a_consumer_that_goes_away_aborts_its_request(shared: AsyncLLM) -> None:
     async def leave() -> None:
         async with aclosing(shared.generate("going", params(900))) as outputs:
@@ -225,7 +257,7 @@ def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -
             await engine.call(lambda llm: llm.metrics())
 
     run_async(requests())
-    assert ended == [True] and engine.error is not None
+    assert eventually(lambda: ended == [True]) and engine.error is not None
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
@@ -238,8 +270,9 @@ def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:
         await asyncio.to_thread(engine.close)
         for result in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(result, EngineError) and "closed" in str(result)
-        with pytest.raises(EngineError, match="closed"):
-            await engine.add([1], params())
+        for prompt in ([1], "text"):
+            with pytest.raises(EngineError, match="closed"):
+                await engine.add(prompt, params())
 
     run_async(pending())
     engine.close()
@@ -280,6 +313,19 @@ def test_deltas_merge_in_any_grouping_to_the_same(steps: list[list[tuple[int, in
     assert {each.index: each.token_ids for each in whole.outputs} == expected
     assert whole.outputs == [completion(index, tokens, None) for index, tokens in expected.items()]
     assert whole.finished
+
+
+def test_outputs_of_a_prompts_chunks_wait_for_its_first_token() -> None:
+    async def use() -> None:
+        collector = OutputCollector(DELTA)
+        for scored in ([None], [{5: Logprob(-1.0, 1, None)}]):
+            chunk = RequestOutput("r", None, [1], [], False, RequestMetrics(0.0), prompt_logprobs=list(scored))
+            assert not collector.put(chunk), "no consumer is woken"
+        assert collector.put(output_of([completion(0, [7], None)], False))
+        output = await collector.take()
+        assert output.outputs[0].token_ids == [7] and len(output.prompt_logprobs or ()) == 2
+
+    run_async(use())
 
 
 def test_a_collector_holds_one_output_and_raises_its_error_last() -> None:

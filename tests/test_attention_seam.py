@@ -107,7 +107,7 @@ def test_fixed_shapes(backend: AttentionBackend, name: str, narrow: bool) -> Non
     case.check(together)
     block_size = case.shape.block_size
     cuts = [1, 2, 5, 11]
-    alone = [[piece] for segment in case.segments for piece in split(segment, cuts, block_size)]
+    alone = [[piece] for seq in case.sequences for piece in split(seq, cuts, block_size)]
     assert same_bits(case.attend(backend, alone), together)
 
 
@@ -128,7 +128,7 @@ def test_attention_carries_on_from_earlier_blocks(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
     case = Case(shape, dtype, seed)
-    tables = [[piece] for segment in case.segments for piece in split(segment, cuts, shape.block_size)]
+    tables = [[piece] for seq in case.sequences for piece in split(seq, cuts, shape.block_size)]
     case.check(case.attend(backend, tables))
 
 
@@ -170,9 +170,9 @@ def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> No
     shape = Shape(64, 1, 2, 16, None, ((50, new),))
     case = make_case(backend, shape, 1)
     case.q *= 400
-    (k, v), segment = case.keys[0], case.segments[0]
-    rows = slice(segment.query_start, segment.query_start + segment.query_len)
-    out, lse = reference_attention(case.q[rows].cpu(), k, v, shape.scale, segment.context_len)
+    (k, v), seq = case.keys[0], case.sequences[0]
+    rows = slice(seq.query_start, seq.query_start + seq.query_len)
+    out, lse = reference_attention(case.q[rows].cpu(), k, v, shape.scale, seq.context_len)
     state = case.attend(backend)
     assert lse.abs().max() > 500
     torch.testing.assert_close(state.lse[:, rows].double().cpu(), lse, rtol=1e-6, atol=1e-4)
@@ -184,15 +184,15 @@ def test_large_scores_do_not_overflow(backend: AttentionBackend, new: int) -> No
 def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: int) -> None:
     """Blocks after a row's position, or left behind by its window, change nothing."""
     case = make_case(backend, Shape(16, 1, 1, 16, 10, ((40, new),)), 1)
-    segment = case.segments[0]
+    seq = case.sequences[0]
     early, late = (
-        part(segment, 0, 1, 16),
-        replace(segment, context_len=0, first_position=96, kv_end=112, block_table=[0]),
+        part(seq, 0, 1, 16),
+        replace(seq, context_len=0, first_position=96, kv_end=112, block_table=[0]),
     )
     case.pool[0] = 1.0
     assert same_bits(case.attend(backend, [[early]]), AttentionState.empty(case.q))
     assert same_bits(case.attend(backend, [[late]]), AttentionState.empty(case.q))
-    assert same_bits(case.attend(backend, [[segment], [early]]), case.attend(backend))
+    assert same_bits(case.attend(backend, [[seq], [early]]), case.attend(backend))
 
 
 # ---- the same bits however the work is cut
@@ -207,9 +207,9 @@ def test_grouping_of_blocks_and_other_rows_change_no_bit(
 ) -> None:
     case = Case(shape, dtype, seed)
     together = case.attend(backend)
-    alone = [[piece] for segment in case.segments for piece in split(segment, cuts, shape.block_size)]
+    alone = [[piece] for seq in case.sequences for piece in split(seq, cuts, shape.block_size)]
     assert same_bits(case.attend(backend, alone), together)
-    assert same_bits(case.attend(backend, [case.segments[::-1]]), together)
+    assert same_bits(case.attend(backend, [case.sequences[::-1]]), together)
 
 
 @EVERY_BACKEND
@@ -219,14 +219,14 @@ def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> Non
     order = torch.randperm(len(case.pool), generator=torch.Generator().manual_seed(1)).to(case.pool.device)
     where = order.argsort().tolist()
     case.pool = case.pool[order]
-    case.segments = [replace(s, block_table=[where[block] for block in s.block_table]) for s in case.segments]
+    case.sequences = [replace(s, block_table=[where[block] for block in s.block_table]) for s in case.sequences]
     assert same_bits(case.attend(backend), together)
     # One block at a time in a slot of its own, as it streams through a ring.
     state = AttentionState.empty(case.q)
-    for segment in case.segments:
-        for index, block in enumerate(segment.block_table):
+    for seq in case.sequences:
+        for index, block in enumerate(seq.block_table):
             slot = case.pool[block].clone().unsqueeze(0)
-            table = AttentionMetadata([replace(part(segment, index, index + 1, 32), block_table=[0])])
+            table = AttentionMetadata([replace(part(seq, index, index + 1, 32), block_table=[0])])
             backend.attend(case.q, slot, table, state, case.shape.scale, None)
     assert same_bits(state, together)
 
@@ -239,12 +239,12 @@ def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
 ) -> None:
     case = Case(shape, dtype, seed)
     chunks = []
-    for segment in case.segments:
-        for first in range(0, segment.query_len, size):
-            rows = min(size, segment.query_len - first)
-            start, position = segment.query_start + first, segment.context_len + first
+    for seq in case.sequences:
+        for first in range(0, seq.query_len, size):
+            rows = min(size, seq.query_len - first)
+            start, position = seq.query_start + first, seq.context_len + first
             kv_end = position + rows  # what a chunk could see when it was computed
-            blocks = segment.block_table[: -(-kv_end // shape.block_size)]
+            blocks = seq.block_table[: -(-kv_end // shape.block_size)]
             chunks.append([SequenceMetadata(start, rows, position, 0, kv_end, blocks)])
     assert same_bits(case.attend(NativeAttention(), chunks), case.attend(NativeAttention()))
 

@@ -35,7 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         ("mistral", "float32", {"head_dim": 48, "sliding_window": 21}),
     ],
 )
-def test_logits_do_not_depend_on_company(tmp_path: Path, family: str, dtype: str, options: dict[str, Any]) -> None:
+def test_logits_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: str, options: dict[str, Any]) -> None:
     make_checkpoint(tmp_path, family, vocab=VOCAB, dtype=dtype, hidden=128, intermediate=160, **options)
     prompts = [random_prompt(length, VOCAB, seed=6) for length in LENGTHS]
     alone: dict[tuple[int, int], Tensor] = {}

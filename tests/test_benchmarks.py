@@ -47,6 +47,7 @@ def model(tmp_path: Path) -> Path:
 # ---- bench.py
 
 
+@pytest.mark.slow
 def test_bench_runs_as_a_script(model: Path) -> None:
     """From the repository root, as the manual has it, with everything that the report promises."""
     output = model.parent / "report.json"

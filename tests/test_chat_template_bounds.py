@@ -164,7 +164,7 @@ def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(template_process, "WALL_SECONDS", -template_process.CPU_SECONDS)
     process = TemplateProcess()
     assert "gave no answer" in refusal(lambda: process.render(HUNGRY["nested loops"], {}), RequestError)
-    assert process._process is None
+    assert process._worker.running is None
 
 
 def test_a_long_conversation_has_room() -> None:
@@ -205,8 +205,8 @@ def test_the_process_has_nothing_of_this_one(monkeypatch: pytest.MonkeyPatch, tm
     with (tmp_path / "open").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         process.render("{{ 1 }}", {})
-    assert process._process is not None
-    pid = process._process.pid
+    assert process._worker.running is not None
+    pid = process._worker.running.pid
     assert b"SECRET" not in Path(f"/proc/{pid}/environ").read_bytes()
     links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
     assert not any(str(tmp_path) in link for link in links) and len(links) <= 4
@@ -219,9 +219,9 @@ def test_the_process_has_nothing_of_this_one(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_process_that_was_killed_is_started_again() -> None:
     process = TemplateProcess()
     process.render("{{ 1 }}", {})
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
+    assert process._worker.running is not None
+    os.kill(process._worker.running.pid, signal.SIGKILL)
+    process._worker.running.wait()
     assert process.render("{{ 2 }}", {}) == "2"
 
 

@@ -1,4 +1,4 @@
-"""The C++ row-wise work of a layer: against plain torch, the same to the bit in any company, refusals."""
+"""The C++ row-wise work of a layer: against plain torch, the same to the bit in any batch, refusals."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_each_token_goes_into_its_slot_and_nowhere_else(
     assert torch.equal(whole, expected)
 
 
-# ---- company
+# ---- other rows
 
 
 def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:

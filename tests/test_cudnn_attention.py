@@ -50,7 +50,7 @@ class Other(NativeAttention):
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        self.rows += sum(segment.query_len for segment in table.sequences)
+        self.rows += sum(seq.query_len for seq in table.sequences)
         super().attend(q, pool, table, state, scale, window)
 
 
@@ -60,7 +60,7 @@ def test_whole_blocks_are_attended_exactly_in_few_shapes() -> None:
     case.check(together)
     assert other.rows == 0
     assert set(operator.calls) == {(192, 64, False), (64, 64, True), (128, 64, False), (64, 64, False)}
-    alone = [[piece] for segment in case.segments for piece in split(segment, [1, 2, 3], 64)]
+    alone = [[piece] for seq in case.sequences for piece in split(seq, [1, 2, 3], 64)]
     assert same_bits(case.attend(CudnnAttention(operator, other), alone), together)
 
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_left_to_another_backend(
 ) -> None:
     case, operator, other = Case(shape, dtype, 2), Operator(), Other()
     case.check(case.attend(CudnnAttention(operator, other, from_block)))
-    total = sum(segment.query_len for segment in case.segments)
+    total = sum(seq.query_len for seq in case.sequences)
     assert other.rows == left and bool(operator.calls) == (left < total)
 
 

@@ -134,7 +134,7 @@ LIMITED = """
 import resource
 from nanovllm.device import memory
 resource.setrlimit(resource.{limit}, ({size}, {size}))
-print(memory.total_bytes(), memory.available_bytes(), memory.mapped_bytes())
+print(memory.total_bytes(), memory.available_bytes(), memory._statm()[0])
 """
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, token_ids
+from engines import greedy, offloaded, random_prompt, recorded_batches, token_ids
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.ordering import OrderingCheck
-from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.kvcache.budget import TransferCount
 
 BLOCK, VOCAB = 16, 101
@@ -82,30 +81,15 @@ def test_a_preempted_request_resumes_with_the_greedy_output_of_an_unpreempted_on
         assert (stats.swapped if mode == "swap" else stats.recomputed) == stats.total > 0
 
 
-def steps(llm: LLM) -> list[tuple[Batch, TransferCount]]:
-    """Every batch that runs from now on, and what was copied over the link while it ran."""
-    seen: list[tuple[Batch, TransferCount]] = []
-    execute = llm.engine.executor.execute
-
-    def record(batch: Batch) -> StepResult:
-        before = llm.kv_stats().transfers
-        result = execute(batch)
-        seen.append((batch, llm.kv_stats().transfers - before))
-        return result
-
-    llm.engine.executor.execute = record  # type: ignore[method-assign]
-    return seen
-
-
 @pytest.mark.parametrize("tiers", ["device", "host"])
 def test_copy_on_write_moves_exactly_one_block(model_dir: Path, tiers: str) -> None:
     arguments = {"device": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 20}, "host": offloaded(BLOCK, 4, 20)}[tiers]
     prompt = random_prompt(3 * BLOCK + 5, VOCAB, seed=1)
     with LLM(model_dir, dtype="float32", **arguments) as llm:
-        seen = steps(llm)
+        seen = recorded_batches(llm)
         llm.generate(prompt, sampled(2, 8, 1), use_tqdm=False)
         stats = llm.kv_stats()
-    copies = [move for batch, _ in seen for move in batch.moves]
+    copies = [move for batch, _, _ in seen for move in batch.moves]
     assert len(copies) == 1 and copies[0].keeps_source
     assert (copies[0].src >= stats.resident_blocks) == (tiers == "host")
     if tiers == "device":

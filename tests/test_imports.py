@@ -31,7 +31,7 @@ TORCH_FREE = (
     "nanovllm.config",
     "nanovllm.errors",
     "nanovllm.memory_checks",
-    "nanovllm.model_files",
+    "nanovllm.model_files.json_fields",
     "nanovllm.outputs",
     "nanovllm.sampling_params",
     "nanovllm.tokenizer",
@@ -62,8 +62,7 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors"},
-    {"memory_checks", "model_files", "vllm_names"},
-    {"hub"},
+    {"memory_checks", "model_files", "vllm_names", "worker_process"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
     {"sampling_params"},
@@ -77,13 +76,12 @@ ROWS: tuple[set[str], ...] = (
     {"engine"},
     {"layerwise_prefill", "sequence_groups", "structured_outputs"},
     {"progress_bar"},
-    {"beam_search", "choices", "metrics_reader"},
+    {"vllm_api"},
     {"model_engine"},
     {"llm", "recall"},
     {""},
     {"smollm2", "server"},
     {"demo", "cli"},
-    {"engine_args"},
     {"__main__"},
 )
 

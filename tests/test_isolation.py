@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
+from fast import fast_only
 
 from nanovllm import LLM, SamplingParams
 
@@ -65,7 +66,10 @@ ENGINES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+FAST = ["all at once, resident", "few blocks, so that some are preempted", "offloaded"]
+
+
+@pytest.mark.parametrize("name", fast_only(FAST, ENGINES))
 def test_200_requests_of_one_process_equal_200_fresh_engines(
     name: str,
     model_dir: Path,

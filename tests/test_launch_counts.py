@@ -1,6 +1,6 @@
 """What a step puts on the device, counted at the seam: launches, copies, waits, and that the host never waits.
 
-Host blocks are visited in groups, which are at least 16 MiB where the ring can hold two of them
+Host blocks are attended in groups, which are at least 16 MiB where the ring can hold two of them
 (`DeviceSplit.group_slots`). The bounds are per layer, for a sequence alone whose host blocks are neighbours; `written`
 blocks get new tokens, and `written groups` have one of them:
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.batch import ScheduledSequence
 from nanovllm.errors import EngineError
+from nanovllm.kvcache.hybrid_manager import HybridManager
 from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 LAYERS, BUDGET = 4, 24
@@ -97,6 +98,19 @@ def test_a_prompt_beyond_the_layerwise_memory_goes_in_parts_and_its_tail_by_chun
         (200, 1, False),
     ]
     assert bench.tokens("long") == expected_output(prompt_of(200), 2)
+
+
+def test_a_prompt_without_layerwise_memory_is_not_searched_for_host_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every step: a prompt of a million tokens has 4,000 blocks."""
+    bench = bench_with_layerwise(layerwise_memory=LayerwiseMemory(buffer_blocks=2, max_tokens=1000))
+    bench.add("long", prompt_of(300), 1)
+    bench.step()
+    looked_at: list[int] = []
+    tier_of = HybridManager.tier_of
+    monkeypatch.setattr(HybridManager, "tier_of", lambda tiers, block: looked_at.append(block) or tier_of(tiers, block))
+    for _ in range(5):
+        bench.scheduler._layerwise.plan(bench.scheduler.running[0].computing[0], bench.manager, bench.limits)
+    assert looked_at == []
 
 
 def test_a_cached_prefix_is_not_computed_again() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import PREFILL_WAYS, logits_by_request, offloaded, random_prompt, set_prefill, watch_layerwise
+from fast import fast_products
 from torch import Tensor
 
 from nanovllm import LLM
@@ -35,29 +36,15 @@ def sorted_logits(llm: LLM, num_prompts: int) -> Tensor:
     return torch.stack([logits[key] for key in sorted(logits)])
 
 
-FAST = {("float32", 32, 3), ("bfloat16", 128, 1)}  # dtype, head_dim, prompts
+WIDE, LARGE_HEADS = ("float32", 32, 3), ("bfloat16", 128, 3)  # dtype, head_dim, layers
+MODELS = (WIDE, LARGE_HEADS, ("bfloat16", 32, 1), ("float32", 24, 2))  # 24: torch's operator
 
 
-def fast_or_slow(*case: object) -> list[pytest.MarkDecorator]:
-    return [] if case in FAST else [pytest.mark.slow]
-
-
-CASES = [
-    pytest.param(dtype, head_dim, layers, num_prompts, marks=fast_or_slow(dtype, head_dim, num_prompts))
-    for num_prompts in (1, 3)
-    for dtype, head_dim, layers in (
-        ("float32", 32, 3),
-        ("bfloat16", 128, 3),
-        ("bfloat16", 32, 1),
-        ("float32", 24, 2),  # torch's operator
-    )
-]
-
-
-@pytest.mark.parametrize(("dtype", "head_dim", "layers", "num_prompts"), CASES)
+@pytest.mark.parametrize(("model", "num_prompts"), fast_products([(WIDE, 3), (LARGE_HEADS, 1)], MODELS, (1, 3)))
 def test_logits_are_bit_identical_for_every_device_budget(
-    tmp_path: Path, dtype: str, head_dim: int, layers: int, num_prompts: int
+    tmp_path: Path, model: tuple[str, int, int], num_prompts: int
 ) -> None:
+    dtype, head_dim, layers = model
     make_checkpoint(tmp_path, vocab=VOCAB, dtype=dtype, head_dim=head_dim, layers=layers)
     resident, is_layerwise = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major")
     assert torch.isfinite(resident.float()).all() and not is_layerwise, "there is nothing to save"

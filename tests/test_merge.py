@@ -69,14 +69,6 @@ def test_rows_and_heads_are_merged_each_by_its_own_weight() -> None:
     torch.testing.assert_close(state_lse, lses(lse), rtol=1e-6, atol=0)
 
 
-def test_views_of_a_larger_state_are_merged_in_place() -> None:
-    out, lse = torch.zeros(9, HEADS, HEAD_DIM), torch.full((HEADS, 9), -INF)
-    merge_states_(out[2:7], lse[:, 2:7], *state(3.0, 1.0))
-    assert (out[2:7] == 3).all() and (lse[:, 2:7] == 1).all()
-    assert (out[:2] == 0).all() and (out[7:] == 0).all()
-    assert (lse[:, :2] == -INF).all() and (lse[:, 7:] == -INF).all()
-
-
 def parts(count: int, keys_each: int, seed: int) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
     """fp32 (output, LSE) over each of `count` pieces of the keys, and fp64 attention over all of them."""
     generator = torch.Generator().manual_seed(seed)

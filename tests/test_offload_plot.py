@@ -157,11 +157,6 @@ def test_nothing_copied_has_no_overlap(timeline: ModuleType, tmp_path: Path) -> 
     assert found.hidden_share is None and found.copied_bytes == 0 and found.steps_s == pytest.approx(0.01)
 
 
-def test_time_is_counted_once(timeline: ModuleType) -> None:
-    assert timeline.seconds([(5, 6), (0, 2), (1, 3), (1, 2), (8, 8)]) == 4
-    assert timeline.seconds([]) == 0
-
-
 def test_windows_are_the_step_that_copies_most_and_the_last(
     plot: ModuleType, timeline: ModuleType, trace: Path, tmp_path: Path
 ) -> None:

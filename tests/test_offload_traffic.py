@@ -8,12 +8,20 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import force_share, kv_cache, most_cpu_attention_tokens
-from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
+from engines import (
+    PREFILL_WAYS,
+    greedy,
+    offloaded,
+    random_prompt,
+    recorded_batches,
+    set_prefill,
+    token_ids,
+    watch_layerwise,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
-from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.kvcache.budget import (
     CpuAttentionUse,
     TransferCount,
@@ -39,21 +47,6 @@ def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: i
     """Bytes that decoding loads: for each token all earlier KV on the host."""
     lengths = range(prompt_len, prompt_len + max_tokens - 1)
     return sum(max(0, length - resident * BLOCK) for length in lengths) * layout.token_bytes
-
-
-def recorded_batches(llm: LLM) -> list[tuple[Batch, StepResult, TransferCount]]:
-    """Every batch that runs from now on, its result, and what was copied while it ran."""
-    batches: list[tuple[Batch, StepResult, TransferCount]] = []
-    execute = llm.engine.executor.execute
-
-    def record(batch: Batch) -> StepResult:
-        before = llm.kv_stats().transfers
-        result = execute(batch)
-        batches.append((batch, result, llm.kv_stats().transfers - before))
-        return result
-
-    llm.engine.executor.execute = record  # type: ignore[method-assign]
-    return batches
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

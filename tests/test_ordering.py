@@ -14,6 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import DeviceOfItsOwn, add_cpu_attention_streams, force_share
 from engines import greedy, offloaded, random_prompt, set_prefill, set_ring
+from fast import fast_products
 from host_tasks import PythonTask
 
 from nanovllm import LLM, SamplingParams
@@ -212,12 +213,8 @@ CPU_ATTENTION_SHARES = {
 }
 
 
-FAST = {("no CPU attention", 8), ("in order", 4), ("all concurrent", 3)}
-RINGS = [  # 3, 4 and 8 slots: in groups of up to 1, 2 and 4
-    pytest.param(name, slots, marks=[] if (name, slots) in FAST else [pytest.mark.slow])
-    for name in CPU_ATTENTION_SHARES
-    for slots in (3, 4, 8)
-]
+FAST = [("no CPU attention", 8), ("in order", 4), ("all concurrent", 3)]
+RINGS = fast_products(FAST, CPU_ATTENTION_SHARES, (3, 4, 8))  # slots: in groups of up to 1, 2 and 4
 
 
 @pytest.mark.parametrize(("name", "ring_slots"), RINGS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -80,6 +82,29 @@ def test_choices(
 ) -> None:
     layerwise = plan_prefill(host, BLOCK, begin, end, 64, memory)
     assert (None if layerwise is None else (layerwise.begin, layerwise.end)) == expected, what
+
+
+class CountedBlocks(Sequence[int]):
+    """Block indices 0 to `count` - 1, and how often one was looked at."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.looks = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return range(self.count)[index]
+
+
+def test_a_million_tokens_are_planned_in_an_instant() -> None:
+    """Not with a look at each of the 4,000 blocks for each of the 500 chunks."""
+    tokens, chunk = 1 << 20, 2048
+    host = CountedBlocks(tokens // 256)
+    memory = LayerwiseMemory(buffer_blocks=tokens // 256, max_tokens=tokens)
+    assert plan_prefill(host, 256, 0, tokens, chunk, memory) == LayerwisePrefill(0, tokens, chunk)
+    assert host.looks < 20 * tokens // chunk
 
 
 @given(resident=st.integers(0, 12), end=st.integers(1, 12 * BLOCK), chunk=st.integers(1, 40), memory=MEMORY)

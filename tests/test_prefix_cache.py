@@ -78,8 +78,33 @@ def test_a_waiting_prompt_is_compared_once_while_nothing_leaves_the_cache(monkey
         assert manager.can_allocate(waiting) is AllocStatus.OK
     assert 0 < first == len(compared)
     manager.allocate(sequence(prompt_of(7 * BLOCK, 2)))  # evicts one of the six
+    first = len(compared)
     assert manager.can_allocate(waiting) is AllocStatus.LATER
-    assert len(manager.find_prefix(waiting)) == 5 and len(compared) > first
+    assert len(manager.find_prefix(waiting)) == 5 and len(compared) == first, "the other five are not compared again"
+
+
+def test_what_was_found_is_looked_up_again_from_the_first_removed_block_on() -> None:
+    manager = BlockManager(12, 0, BLOCK)
+    first, second = sequence(prompt_of(4 * BLOCK)), sequence(prompt_of(2 * BLOCK, 1))
+    waiting = sequence([*first.token_ids, 0])
+    for seq in (first, second):
+        manager.allocate(seq)
+        compute(manager, seq)
+    blocks = first.block_table
+    assert manager.find_prefix(waiting) == blocks
+    manager.prefix_cache.forget(manager._blocks[second.block_table[0]])
+    assert manager.find_prefix(waiting) == blocks
+    manager.prefix_cache.forget(manager._blocks[blocks[1]])
+    assert manager.find_prefix(waiting) == blocks[:1]
+    manager.prefix_cache.register(first, BLOCK, manager._blocks)  # the block has the content again
+    assert manager.find_prefix(waiting) == blocks
+    manager.free(first)
+    manager.free(second)
+    manager.reset()
+    other = sequence(prompt_of(4 * BLOCK, 2))  # the same block ids with other content
+    manager.allocate(other)
+    compute(manager, other)
+    assert other.block_table == blocks and manager.find_prefix(waiting) == []
 
 
 def test_content_that_appears_while_a_prompt_waits_is_found() -> None:

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, token_ids, watch_layerwise
+from fast import fast_products
 
 from nanovllm import LLM
 from nanovllm.device import memory
@@ -55,22 +56,23 @@ def reset_peak_rss() -> int:
     return memory.rss_bytes()
 
 
+SIZES = ((256, 1024, True, 4), (64, 700, False, 12))  # block, chunk, CPU attention, ring slots
+
+
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("way", PREFILL_WAYS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("block", "chunk", "cpu_attention", "ring_slots"), [(256, 1024, True, 4), (64, 700, False, 12)]
+    ("sizes", "dtype", "way"),
+    fast_products(
+        [(SIZES[0], "bfloat16", PREFILL_WAYS[0]), (SIZES[1], "float32", PREFILL_WAYS[1])],
+        SIZES,
+        ("bfloat16", "float32"),
+        PREFILL_WAYS,
+    ),
 )
 def test_4k(
-    tmp_path: Path,
-    block: int,
-    chunk: int,
-    cpu_attention: bool,
-    ring_slots: int,
-    dtype: str,
-    way: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, sizes: tuple[int, int, bool, int], dtype: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    block, chunk, cpu_attention, ring_slots = sizes
     set_ring(monkeypatch, ring_slots)
     ask_everything(tmp_path, 4096, block, chunk, dtype, way, cpu_attention=cpu_attention)
 

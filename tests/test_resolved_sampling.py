@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from itertools import count
 from typing import Any
 
@@ -188,3 +189,15 @@ def test_prompt_targets_cover_each_row_once() -> None:
     assert found == prompt[1:]
     assert prompt_targets(sequence(prompt, []), 10) is None
     assert prompt_targets(sequence([1], [], prompt_logprobs=2), 1) is None
+
+
+def test_a_large_vocabulary_costs_a_request_nothing() -> None:
+    facts = SamplingFacts(vocab_size=200_000)
+    params = SamplingParams(logit_bias={1: -1.0, 2: float("-inf")})
+    tracemalloc.start()
+    try:
+        resolve_sampling(params, [1, 2, 3], facts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000, "bytes"

@@ -133,6 +133,25 @@ def test_chat_streams_join_to_the_answer(engine: AsyncLLM) -> None:
     assert counts == sorted(counts) and counts[-1] == 16
 
 
+def test_streams_have_the_logprobs_of_prompts_computed_in_chunks(model: str) -> None:
+    prompt, more = list(range(50)), {"max_tokens": 2, "temperature": 0.5, "n": 2, "seed": 1, "ignore_eos": True}
+    long = [{"role": "user", "content": "hello " * 9}]
+    with AsyncLLM(model, **CACHE, max_num_batched_tokens=16, max_num_seqs=8) as engine:
+        body = {"prompt": [prompt, prompt[5:]], "echo": True, "logprobs": 1, "prompt_logprobs": 1, **more}
+        whole, *chunks = ok(engine, COMPLETIONS, **body), *ok(engine, COMPLETIONS, stream=True, **body)[:-1]
+        for choice in whole["choices"]:
+            parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+            for name, values in choice["logprobs"].items():
+                assert [value for part in parts for value in part["logprobs"][name]] == values
+            assert parts[0]["prompt_logprobs"] == choice["prompt_logprobs"]
+            assert len(choice["prompt_logprobs"]) in (45, 50)
+        chat = {"messages": long, "prompt_logprobs": 0, "return_token_ids": True, **more}
+        whole, *chunks = ok(engine, CHAT, **chat), *ok(engine, CHAT, stream=True, **chat)[:-1]
+        for name in ("prompt_logprobs", "prompt_token_ids"):
+            assert chunks[0][name] == whole[name] and len(whole[name]) > 50
+            assert not any(name in chunk for chunk in chunks[1:])
+
+
 def test_a_prefix_that_was_computed_is_reported(engine: AsyncLLM) -> None:
     body = {"prompt": list(range(1, 100)), "max_tokens": 1, "cache_salt": "counted"}
     cached = [ok(engine, COMPLETIONS, **body)["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
@@ -247,7 +266,7 @@ def test_tokenize_and_detokenize(engine: AsyncLLM, offline: LLM) -> None:
     assert error(engine, "/tokenize", {})["param"] == "prompt"
 
 
-def test_models_health_version_and_metrics(engine: AsyncLLM) -> None:
+def test_models_health_and_version(engine: AsyncLLM) -> None:
     listed = ask(engine, "/v1/models").json()
     assert [card["id"] for card in listed["data"]] == [NAME, "alias"] and listed["data"][0]["max_model_len"] == 1024
     assert ask(engine, f"/v1/models/{NAME}").json()["id"] == NAME
@@ -255,17 +274,40 @@ def test_models_health_version_and_metrics(engine: AsyncLLM) -> None:
     assert ask(engine, "/health").json() == {"status": "ok"}
     assert ask(engine, "/version").json()["version"]
 
-    async def scraped() -> str:
-        async with client_of(engine) as client:
-            for _ in range(2):
-                await client.post(COMPLETIONS, json={"prompt": "count me", "max_tokens": 4, "ignore_eos": True})
-            return (await client.get("/metrics")).text
 
-    metrics = run_async(scraped())
-    assert f'vllm:generation_tokens_total{{model_name="{NAME}"}} 8.0' in metrics
-    assert 'finished_reason="length"' in metrics and "vllm:time_to_first_token_seconds_bucket" in metrics
-    assert 'nanovllm:kv_transfer_bytes_total{direction="h2d"' in metrics and "vllm:kv_cache_usage_perc" in metrics
-    assert "nanovllm:kv_link_bytes_per_second" in metrics
+def test_metrics(engine: AsyncLLM) -> None:
+    def counted() -> dict[str, float]:
+        lines = ask(engine, "/metrics").text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = counted()
+    for _ in range(2):
+        ok(engine, COMPLETIONS, prompt="count me", max_tokens=4, ignore_eos=True)
+
+    async def leave() -> None:
+        stream = await engine.add([1], SamplingParams(max_tokens=500, ignore_eos=True))
+        await anext(stream)
+        stream.close()
+
+    run_async(leave())
+    assert nothing_left(engine)
+    metrics = counted()
+
+    def grown(name: str, more: str = "") -> float:
+        label = f'{name}{{engine="0"{more},model_name="{NAME}"}}'
+        return metrics[label] - before[label]
+
+    assert grown("vllm:request_success_total", ',finished_reason="length"') == 2
+    assert grown("vllm:request_success_total", ',finished_reason="abort"') == 1, "clients that went away count"
+    assert 8 < grown("vllm:generation_tokens_total") < 8 + 500
+    assert grown("vllm:time_to_first_token_seconds_bucket", ',le="+Inf"') == 3
+    assert grown("vllm:time_to_first_token_seconds_count") == 3 and grown("vllm:time_to_first_token_seconds_sum") > 0
+    metrics_text = ask(engine, "/metrics").text
+    assert (
+        'nanovllm:kv_transfer_bytes_total{direction="h2d"' in metrics_text
+        and "vllm:kv_cache_usage_perc" in metrics_text
+    )
+    assert "nanovllm:kv_link_bytes_per_second" in metrics_text
 
 
 # ---- errors
@@ -283,8 +325,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "temprature": 1}, "temprature", "did you mean 'temperature'"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
     (COMPLETIONS, {"prompt": "a", "request_id": ""}, "request_id", "printable"),
-    (COMPLETIONS, {"prompt": ""}, "", "empty"),
-    (COMPLETIONS, {"prompt": [999]}, "", "999"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [999]}, "prompt", "999"),
+    (COMPLETIONS, {"prompt": [[1], []]}, "prompt", "empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "0 prompts"),
     (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt", "257"),
     (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "valid"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.ops.kernel_config import decode_variants, prefill_variants
+from benchmarks.kernel_variants import decode_variants, prefill_variants
 
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # bytes that a program may have (CUDA C++ Guide, 16.2)
 REGISTERS = 65536  # of a multiprocessor

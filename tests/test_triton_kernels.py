@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from attention_cases import BOUNDS, Case, Shape, same_bits, split
+from fast import fast_only, fast_products
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
+from benchmarks.kernel_variants import decode_variants, prefill_variants
 from nanovllm.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.layers import sampler
@@ -18,7 +20,7 @@ from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows
 from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_variants, prefill_variants
+from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
@@ -71,12 +73,12 @@ def test_store_kv_of_nothing() -> None:
 
 def with_alibi(case: Case, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """fp64 attention of the case's only sequence, each key's score lowered by slope times distance."""
-    (segment,), ((k, v),) = case.segments, case.keys
-    q = case.q[segment.query_start : segment.query_start + segment.query_len].cpu().double()
+    (seq,), ((k, v),) = case.sequences, case.keys
+    q = case.q[seq.query_start : seq.query_start + seq.query_len].cpu().double()
     group = case.shape.group
     scores = torch.einsum("thd,shd->hts", q, k.double().repeat_interleave(group, 1)) * case.shape.scale
-    positions = segment.context_len + torch.arange(segment.query_len)
-    distance = positions.unsqueeze(1) - torch.arange(segment.kv_end)
+    positions = seq.context_len + torch.arange(seq.query_len)
+    distance = positions.unsqueeze(1) - torch.arange(seq.kv_end)
     scores -= slopes.double()[:, None, None] * distance
     scores.masked_fill_(distance < 0, float("-inf"))
     return torch.einsum("hts,shd->thd", scores.softmax(-1), v.double().repeat_interleave(group, 1)), scores.logsumexp(
@@ -89,7 +91,7 @@ def test_alibi_slopes_lower_the_scores_of_distant_keys(dtype: torch.dtype) -> No
     case = Case(Shape(64, 2, 3, 32, None, ((90, 3),)), dtype, 1, DEVICE)
     slopes = 2.0 ** -torch.arange(1, 7)
     state = AttentionState.empty(case.q)
-    table = AttentionMetadata(case.segments).on(case.q.device)
+    table = AttentionMetadata(case.sequences).on(case.q.device)
     decode_(case.q, case.pool, table, state, case.shape.scale, None, slopes.to(DEVICE))
     out, lse = with_alibi(case, slopes)
     assert (state.out[1:4].cpu() - out).abs().max() < BOUNDS[dtype][0]
@@ -111,8 +113,7 @@ def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(at_once.out, by_block.out) and torch.equal(at_once.lse, by_block.lse)
 
 
-@pytest.mark.parametrize("programs", [1, 7])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("programs", "window"), fast_products([(1, 20), (7, None)], (1, 7), (None, 20)))
 def test_few_programs_take_several_partitions_to_the_same_bits(
     programs: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,9 +128,10 @@ def test_few_programs_take_several_partitions_to_the_same_bits(
     assert torch.equal(one_each.lse.isinf(), in_steps.lse.isinf())
 
 
-@pytest.mark.parametrize("programs", [8192, 4])
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "programs"),
+    fast_products([(torch.float32, 37, 4), (NARROW, 37, 8192)], (torch.float32, NARROW), (None, 37), (8192, 4)),
+)
 def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     window: int | None, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +139,8 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     monkeypatch.setattr(triton_decode, "MAX_PROGRAMS", programs)
     shape = Shape(32, 2, 2, 16, window, ((69, 1), (0, 1), (15, 1), (16, 1), (47, 1)))
     case = Case(shape, dtype, 2, DEVICE)
-    sequences = [SequenceMetadata.full(row, 1, s.context_len, s.block_table) for row, s in enumerate(case.segments)]
-    new = torch.tensor([s.query_start for s in case.segments], device=DEVICE)
+    sequences = [SequenceMetadata.full(row, 1, s.context_len, s.block_table) for row, s in enumerate(case.sequences)]
+    new = torch.tensor([s.query_start for s in case.sequences], device=DEVICE)
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
     geometry = AttentionGeometry(shape.scale, shape.heads, (None, window))
@@ -152,11 +154,11 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
 
     assert torch.equal(pools[0], case.pool.nan_to_num(7.0))
     expected = case.pool.clone()
-    for row, (seq, segment) in enumerate(zip(sequences, case.segments, strict=True)):
+    for row, (seq, before) in enumerate(zip(sequences, case.sequences, strict=True)):
         block, offset = seq.block_table[seq.context_len // 16], seq.context_len % 16
         expected[block, 0, :, offset], expected[block, 1, :, offset] = k[row], v[row]
-        segment_keys = case.keys[row]
-        segment_keys[0][segment.context_len], segment_keys[1][segment.context_len] = k[row].cpu(), v[row].cpu()
+        keys, values = case.keys[row]
+        keys[before.context_len], values[before.context_len] = k[row].cpu(), v[row].cpu()
     assert torch.equal(pools[1].nan_to_num(7.0), expected.nan_to_num(7.0))
     case.pool = expected
     state = case.attend(TritonAttention())
@@ -178,8 +180,14 @@ def test_partitions_cover_a_block(block_size: int) -> None:
 PREFILL_VARIANTS = sorted({c for major in (8, 9) for c in prefill_variants(128, NARROW, (major, 0))}, key=str)
 
 
-@pytest.mark.parametrize("config", PREFILL_VARIANTS, ids=str)
-@pytest.mark.parametrize("block_size, window", [(128, None), (48, 70)])
+@pytest.mark.parametrize(
+    ("config", "block_size", "window"),
+    fast_only(
+        [(config, *((128, None) if number % 3 else (48, 70))) for number, config in enumerate(PREFILL_VARIANTS[::3])],
+        [(config, *case) for config in PREFILL_VARIANTS for case in ((128, None), (48, 70))],
+    ),
+    ids=str,
+)
 def test_prefill_with_every_configuration(block_size: int, window: int | None, config: PrefillConfig) -> None:
     """Exact, and the same bits one block at a time; blocks of whole tiles and others."""
     case = Case(Shape(32, 1, 1, block_size, window, ((70, 131), (0, 66))), NARROW, 1, DEVICE)
@@ -191,12 +199,12 @@ def test_prefill_with_every_configuration(block_size: int, window: int | None, c
             prefill_(case.q, case.pool, table, state, case.shape.scale, window, config)
         return state
 
-    together = attend([case.segments])
+    together = attend([case.sequences])
     case.check(together)
-    assert same_bits(attend([[piece] for s in case.segments for piece in split(s, [1, 2, 3], block_size)]), together)
+    assert same_bits(attend([[piece] for s in case.sequences for piece in split(s, [1, 2, 3], block_size)]), together)
 
 
-@pytest.mark.parametrize("config", decode_variants(128, NARROW), ids=str)
+@pytest.mark.parametrize("config", fast_only(decode_variants(128, NARROW)[::4], decode_variants(128, NARROW)), ids=str)
 def test_decode_with_every_configuration(config: DecodeConfig) -> None:
     case = Case(Shape(32, 1, 2, 160, None, ((330, 2), (30, 1))), NARROW, 1, DEVICE)
 
@@ -207,23 +215,23 @@ def test_decode_with_every_configuration(config: DecodeConfig) -> None:
             decode_(case.q, case.pool, table, state, case.shape.scale, None, None, config)
         return state
 
-    together = attend([case.segments])
+    together = attend([case.sequences])
     case.check(together)
-    assert same_bits(attend([[piece] for s in case.segments for piece in split(s, [1, 2], 160)]), together)
+    assert same_bits(attend([[piece] for s in case.sequences for piece in split(s, [1, 2], 160)]), together)
 
 
 def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
     """Rows that have seen keys, rows that have not, and rows that see none here, whose LSE must not change by a bit."""
     case = Case(Shape(16, 1, 2, 16, None, ((40, 70),)), torch.float32, 1, DEVICE)
     state = case.attend(TritonAttention())
-    (segment,) = case.segments
-    late = replace(segment, first_position=segment.context_len + 30, kv_end=segment.kv_end + 30)
+    (seq,) = case.sequences
+    late = replace(seq, first_position=seq.context_len + 30, kv_end=seq.kv_end + 30)
     before = AttentionState(state.out.clone(), state.lse.clone())
     case.pool = case.pool.nan_to_num(0.5)
     TritonAttention().attend(case.q, case.pool, AttentionMetadata([late]), state, case.shape.scale, None)
-    blind = slice(segment.query_start, segment.query_start + 30)
+    blind = slice(seq.query_start, seq.query_start + 30)
     assert torch.equal(state.lse[:, blind], before.lse[:, blind]) and torch.equal(state.out[blind], before.out[blind])
-    assert (state.lse[:, blind.stop : segment.query_start + 70] > before.lse[:, blind.stop : -1]).all()
+    assert (state.lse[:, blind.stop : seq.query_start + 70] > before.lse[:, blind.stop : -1]).all()
 
 
 # ---- norm, heads, activation

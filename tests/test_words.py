@@ -17,6 +17,8 @@ PRIVATE = {
     "arm": "CPU attention",
     "seat": "free sequence slot",
     "door": "KV cache",
+    "company": "other rows, other requests",
+    "segment": "sequence",
     "newcomer": "reader, user",
     "whoever": "the noun that is meant",
     "nobody": "no request, no stream, ...",

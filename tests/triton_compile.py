@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.ops import triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.kernel_config import decode_variants, prefill_config, prefill_variants
+from nanovllm.ops.kernel_config import prefill_config
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
@@ -94,6 +94,9 @@ def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
 
 def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
     """Every configuration that a sweep tries, by its fields."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    from benchmarks.kernel_variants import decode_variants, prefill_variants
+
     q, pool = torch.zeros(201, HEADS, head_dim, dtype=dtype), torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
     few = AttentionMetadata([SequenceMetadata(0, 1, 100, 0, 101, [0])]).on(q.device)
     many = AttentionMetadata([SequenceMetadata(1, 200, 0, 0, 200, [1, 2])]).on(q.device)
@@ -118,9 +121,9 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             rows = few + 81 * many
             q, k = torch.zeros(rows, HEADS, head_dim, dtype=dtype), torch.zeros(rows, KV_HEADS, head_dim, dtype=dtype)
             state, end = AttentionState.empty(q), 16 * blocks - 3
-            segments = [SequenceMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
-            segments += [SequenceMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
-            table = AttentionMetadata(segments).on(q.device)
+            sequences = [SequenceMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
+            sequences += [SequenceMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
+            table = AttentionMetadata(sequences).on(q.device)
             decode_(q, pool, table, state, 0.1, None)
             prefill_(q, pool, table, state, 0.1, None)
             merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None])

@@ -21,7 +21,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "progress": ("progress_bar.py",),
     "server": ("server", "cli/serve.py"),
     "command line": ("cli", "__main__.py"),
-    "vLLM's API": ("beam_search.py", "choices.py", "engine_args.py", "metrics_reader.py"),
+    "vLLM's API": ("vllm_api",),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
 }
@@ -30,8 +30,7 @@ SIDES: dict[str, tuple[str, ...]] = {
 NEEDS: dict[str, tuple[str, ...]] = {
     "planner": ("CPU attention", "command line"),
     "command line": ("progress",),
-    "server": ("chat templates", "command line"),
-    "vLLM's API": ("command line",),
+    "server": ("chat templates", "command line", "vLLM's API"),
     "recall and demo": ("SmolLM2",),
 }
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from tools.structure import PACKAGE, print_sizes, side_of
+from tools.structure import PACKAGE, code_lines, print_sizes, side_of
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -127,8 +127,9 @@ def main() -> None:
     if not args.brief:
         print("extension functions\n" + "".join(f"    {name}\n" for name in walk.kernels), end="")
     num_functions = sum(len(names) for names in walk.functions.values())
-    print(f"one offloaded decode step passes {len(walk.functions)} files and {num_functions} functions, "
-          f"and calls {len(walk.kernels)} extension functions")  # fmt: skip
+    lines = sum(map(code_lines, walk.functions))
+    print(f"one offloaded decode step passes {len(walk.functions)} files with {lines:,} lines of code and "
+          f"{num_functions} functions, and calls {len(walk.kernels)} extension functions")  # fmt: skip
     print()
     print_sizes()
 

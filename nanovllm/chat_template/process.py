@@ -2,28 +2,24 @@
 
 The kernel bounds the process's CPU time, memory and output, since a single operation of a template, such as
 'a' * 10 ** 10, can exhaust any of them. The process runs Jinja2 in its sandbox, with an empty environment and no files
-of this process. It is started for the first template, and again after an error that ended it.
+of this process.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import selectors
 import signal
 import subprocess
-import sys
-import threading
 import time
-import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from nanovllm.chat_template import worker
 from nanovllm.chat_template.worker import FAILED, LENGTH_BYTES, OUT_OF_MEMORY, RENDERED, TOO_LONG
 from nanovllm.errors import RequestError, one_line
+from nanovllm.worker_process import WorkerProcess
 
 # Bounds of one rendering, and what is added per byte of the conversation.
 CPU_SECONDS, CPU_SECONDS_PER_BYTE = 5.0, 1e-6
@@ -37,9 +33,7 @@ class TemplateProcess:
     """Renders templates, one at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-        self._end: weakref.finalize[..., Any] | None = None
+        self._worker = WorkerProcess(worker.__file__, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """The rendered text. Raises RequestError for a template that fails or exceeds a bound."""
@@ -57,7 +51,7 @@ class TemplateProcess:
             ).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages and template arguments must hold what JSON can express: {error}") from None
-        with self._lock:
+        with self._worker.lock:
             answer = self._ask(request, cpu_seconds, 4 * max_chars + 1)
         status, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
         if status == RENDERED:
@@ -72,13 +66,11 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process. The next call starts another."""
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
+        self._worker.close()
 
     def _ask(self, request: bytes, cpu_seconds: float, most: int) -> bytes:
         """The status and text of the answer. Any failure ends the process."""
-        process = self._started()
+        process = self._worker.started()
         assert process.stdin is not None and process.stdout is not None
         try:
             deadline = time.monotonic() + cpu_seconds + WALL_SECONDS
@@ -94,40 +86,6 @@ class TemplateProcess:
         except BaseException:  # an interrupt: the next request would read this request's answer
             self.close()
             raise
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            try:
-                self._process = _start()
-            except OSError as error:
-                raise RequestError(f"no process can be started for the chat template: {error.strerror}") from None
-            self._end = weakref.finalize(self, _end, self._process)
-        return self._process
-
-
-def _start() -> subprocess.Popen[bytes]:
-    """A process without this one's environment, open files, terminal and Ctrl-C."""
-    found = (importlib.util.find_spec(name) for name in ("jinja2", "markupsafe"))
-    libraries = [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", worker.__file__, *libraries],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ},
-        cwd="/",
-        start_new_session=True,
-        bufsize=0,
-    )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
 
 
 def _write(pipe: int, data: bytes, deadline: float) -> None:

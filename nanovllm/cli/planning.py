@@ -16,10 +16,10 @@ from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
 from nanovllm.errors import ConfigError
-from nanovllm.hub import find_directory
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
+from nanovllm.model_files.hub import find_directory
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.models.loader import fill_with_random_weights

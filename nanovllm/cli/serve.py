@@ -50,9 +50,13 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=parser)
     group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at /")
     group.add_argument("--access-log", action="store_true", help="log the path and status of every request")
-    for name, text in (("keyfile", "private key"), ("certfile", "certificate"), ("ca-certs", "CA certificates")):
-        group.add_argument(f"--ssl-{name}", metavar="FILE", help=f"{text}, for TLS")
-    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="of the private key")
+    for name, text in (
+        ("keyfile", "private key for TLS, as PEM"),
+        ("certfile", "certificate for TLS, as PEM"),
+        ("ca-certs", "ask clients for a certificate of one of these CAs"),
+    ):
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=text)
+    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="of an encrypted private key")
 
 
 def _add_limits(group: Any) -> None:

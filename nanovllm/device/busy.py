@@ -64,11 +64,6 @@ class MarkedCopy:
     end: Mark
     num_bytes: int
 
-    def times(self) -> tuple[float, float] | None:
-        """Begin and end in seconds; None before the end."""
-        begin, end = self.begin.seconds(), self.end.seconds()
-        return None if begin is None or end is None else (begin, end)
-
 
 class LinkMeter:
     """Samples copies: marks _MEASURED of every _OUT_OF copies and reads the marks when all are passed."""
@@ -98,13 +93,19 @@ class LinkMeter:
 
     def read(self) -> Busy:
         """Bytes of the sampled copies, and the time during which at least one of them ran. Does not wait."""
-        times = [copy.times() for copy in self._sample]
+        times = [times_of(copy.begin, copy.end) for copy in self._sample]
         passed = [pair for pair in times if pair is not None]
         if self._sample and len(passed) == len(self._sample):
             num_bytes = self._total.num_bytes + sum(copy.num_bytes for copy in self._sample)
             self._total = Busy(num_bytes, self._total.seconds + union_seconds(passed))
             self._sample = []
         return self._total
+
+
+def times_of(begin: Mark, end: Mark) -> tuple[float, float] | None:
+    """The times of two marks in seconds; None before both are reached."""
+    times = begin.seconds(), end.seconds()
+    return None if times[0] is None or times[1] is None else (times[0], times[1])
 
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:

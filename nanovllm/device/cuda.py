@@ -23,6 +23,7 @@ from nanovllm.device.busy import LinkMeter
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
+from nanovllm.memory_checks import gib
 
 _HIGH_PRIORITY = -1
 _ORIGIN_SECONDS = 4.0  # CUDA reports elapsed time as fp32 milliseconds, exact to half a microsecond up to here
@@ -184,7 +185,7 @@ class CudaDevice(Device):
             return torch.empty(shape, dtype=dtype, device=self.torch_device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
-                f"{name}: {_gib(_bytes_of(shape, dtype))} cannot be allocated, {_gib(self.free_memory())} of device "
+                f"{name}: {gib(_bytes_of(shape, dtype))} cannot be allocated, {gib(self.free_memory())} of device "
                 "memory are free; lower num_gpu_blocks or gpu_memory_utilization"
             ) from error
 
@@ -275,7 +276,3 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
 
 def _bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.empty(shape, dtype=dtype, device="meta").nbytes
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -35,11 +35,6 @@ def memory_limits() -> list[MemoryLimit]:
     return [*_cgroup_limits(SYSTEM_ROOT), *_resource_limits()]
 
 
-def mapped_bytes() -> int:
-    """Mapped address space of this process, resident or not."""
-    return _statm()[0]
-
-
 def address_space_left() -> int | None:
     """Bytes that may still be mapped; None without a limit of `ulimit -v`."""
     return min((limit.left for limit in _resource_limits() if limit.name == "ulimit -v"), default=None)

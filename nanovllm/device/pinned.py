@@ -22,6 +22,7 @@ from torch import Tensor
 from nanovllm.comm import _sgdma
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError
+from nanovllm.memory_checks import gib
 
 MAX_PIECE = 64 << 30  # bytes locked by one call; one call for more than 512 GiB fails
 MAX_TOUCHING_THREADS = 16
@@ -165,7 +166,7 @@ def _piece_size(row_bytes: int, max_piece: int) -> int:
 def _check_container(name: str, size: int) -> None:
     free = memory.container_free_bytes()
     if free is not None and size > free:
-        raise ConfigError(_refusal(name, size, f"the container leaves {free / 2**30:.2f} GiB"))
+        raise ConfigError(_refusal(name, size, f"the container leaves {gib(free)}"))
 
 
 def _touch_all(start: int, size: int) -> str | None:
@@ -182,7 +183,7 @@ def _touch_all(start: int, size: int) -> str | None:
         _sgdma.touch_pages(start + done, step, threads)
         done += step
         if free < TOUCHED_STEP and not _has_grown(total):
-            return f"{done / 2**30:.2f} GiB of it were taken, and no more are free"
+            return f"{gib(done)} of it were taken, and no more are free"
     return None
 
 
@@ -197,4 +198,4 @@ def _has_grown(total: int) -> bool:
 
 
 def _refusal(name: str, size: int, reason: str) -> str:
-    return f"{name}: {size / 2**30:.2f} GiB of page-locked host memory cannot be had: {reason}; lower num_cpu_blocks"
+    return f"{name}: {gib(size)} of page-locked host memory cannot be had: {reason}; lower num_cpu_blocks"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, StepSequence, Stream
+from nanovllm.device.busy import times_of
 from nanovllm.device.trace_blocks import TracedBlocks, Uses
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
@@ -45,11 +46,6 @@ class Slice:
     facts: dict[str, int]
     uses: Uses
 
-    def times(self) -> tuple[float, float] | None:
-        """Begin and end in seconds; None before the end."""
-        begin, end = self.begin.seconds(), self.end.seconds()
-        return None if begin is None or end is None else (begin, end)
-
 
 @dataclass(slots=True)
 class OpenKernel:
@@ -73,7 +69,7 @@ class Timeline:
         """Turn finished slices into events and drop their marks."""
         under_way = []
         for piece in self.slices:
-            times = piece.times()
+            times = times_of(piece.begin, piece.end)
             if times is None:
                 under_way.append(piece)
             else:

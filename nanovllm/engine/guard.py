@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from nanovllm.errors import EngineError
 
 HOLDER = "holder"
 
 
+@dataclass(eq=False, slots=True)
 class EngineCall:
     """A call that uses the engine. `running`: false while a stream is suspended between two outputs."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.thread = threading.current_thread()
-        self.running = True
+    name: str
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    running: bool = True
 
     def __str__(self) -> str:
         return f"{self.name}() in thread {self.thread.name!r}"

@@ -105,12 +105,14 @@ class InputProcessor:
             advice = self.advise(len(token_ids))
             lengths = f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_model_len}"
             raise RequestError(f"{lengths}: {advice.text}", advice.changes)
-        for token in token_ids:
-            if type(token) is not int or not 0 <= token < self.facts.vocab_size:
-                raise RequestError(
-                    f"token id {quoted(token)} in the prompt is not one of the model's: ids are of type int, from 0 to "
-                    f"{self.facts.vocab_size - 1}"
-                )
+        vocab_size = self.facts.vocab_size
+        # A loop over a million ids would keep the running requests waiting.
+        if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            wrong = next(token for token in token_ids if type(token) is not int or not 0 <= token < vocab_size)
+            raise RequestError(
+                f"token id {quoted(wrong)} in the prompt is not one of the model's: ids are of type int, from 0 to "
+                f"{vocab_size - 1}"
+            )
         return token_ids
 
     def _num_kept(self, params: SamplingParams) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -9,7 +10,6 @@ from contextlib import suppress
 
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.clock import Clock
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts
@@ -23,6 +23,23 @@ from nanovllm.errors import Advice, EngineError, RequestError, as_request_error,
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
+
+
+class Clock:
+    """Seconds since the epoch, comparable with `time.time()`, that go on as steadily as `time.monotonic()`.
+
+    So differences are durations even if the system's clock is set in between. `reset` follows such a change.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Read `time.time()` anew."""
+        self._offset = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        return self._offset + time.monotonic()
 
 
 class LLMEngine:

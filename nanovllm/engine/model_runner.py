@@ -25,6 +25,7 @@ from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.memory_checks import gib
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
@@ -186,6 +187,6 @@ def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: D
             return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed, free)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"model={config.model!r}: its weights do not fit into the {device.total_memory() / 2**30:.2f} GiB of the "
-            "device; free device memory or use device='cpu'"
+            f"model={config.model!r}: its weights do not fit into the {gib(device.total_memory())} of the device; "
+            "free device memory or use device='cpu'"
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from array import array
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ import xxhash
 from nanovllm.engine.request import Sequence
 
 MAX_HASH_BLOCK_SIZE = 256  # tokens; small beside a prompt that is worth caching, and many for one hash
-TOKEN_BYTES = array("q").itemsize
+TOKEN_BYTES = struct.calcsize("q")
 
 
 def hash_block_size_of(block_size: int) -> int:
@@ -106,7 +106,9 @@ class PrefixCache:
         self.stats = PrefixCacheStats()
         self._hashes_per_block = block_size // self.hash_block_size
         self._by_hash: dict[bytes, Block] = {}
-        self._num_removals = 0  # earlier results of `find` are valid while it does not change
+        self._num_removals = 0
+        self._removed_at: dict[int, int] = {}  # by block id: `_num_removals` after its content was last forgotten
+        self._cleared_at = 0  # `_num_removals` after the last `clear`
 
     def find(self, seq: Sequence) -> list[int]:
         """The cached full blocks that `seq` starts with, at most those of its `num_cacheable` tokens.
@@ -116,7 +118,7 @@ class PrefixCache:
         if not self.enabled:
             return []
         limit = seq.num_cacheable // self.block_size
-        found = seq.found_prefix if seq.prefix_age == self._num_removals else []
+        found = self._still_cached(seq.found_prefix, seq.prefix_age)
         while len(found) < limit:
             block = self._find_block(seq, (len(found) + 1) * self._hashes_per_block - 1)
             if block is None:
@@ -167,13 +169,17 @@ class PrefixCache:
         """Forget the content of a block; does nothing if it is not in the cache."""
         for content_hash in block.hashes:
             del self._by_hash[content_hash]
-        self._num_removals += bool(block.hashes)
+        if block.hashes:
+            self._num_removals += 1
+            self._removed_at[block.block_id] = self._num_removals
         block.tokens, block.hashes = b"", []
 
     def clear(self) -> None:
         """Forget all blocks. The caller gives up their records, or forgets each of them too."""
         self._by_hash.clear()
+        self._removed_at.clear()
         self._num_removals += 1
+        self._cleared_at = self._num_removals
 
     def check(self, blocks: Mapping[int, Block]) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent."""
@@ -182,6 +188,14 @@ class PrefixCache:
         for block in blocks.values():
             size = self.hash_block_size
             assert block.num_cached_tokens % size == 0 and len(block.hashes) <= block.num_cached_tokens // size
+
+    def _still_cached(self, found: list[int], age: int) -> list[int]:
+        """What `find` found when there had been `age` removals, as far as nothing of it was removed since."""
+        if age == self._num_removals:
+            return found
+        removed_at, cleared_at = self._removed_at, self._cleared_at
+        removed = (index for index, block_id in enumerate(found) if removed_at.get(block_id, cleared_at) > age)
+        return found[: next(removed, len(found))]
 
     def _find_block(self, seq: Sequence, index: int) -> Block | None:
         """The block that holds hash block `index` of the sequence, and the sequence's tokens before it in the block."""
@@ -193,7 +207,7 @@ class PrefixCache:
         return block if block.tokens.startswith(self._content(seq, begin, end)) else None
 
     def _content(self, seq: Sequence, begin: int, end: int) -> bytes:
-        return array("q", seq.token_ids[begin:end]).tobytes()
+        return struct.pack(f"{end - begin}q", *seq.token_ids[begin:end])
 
     def _hash_of(self, seq: Sequence, index: int) -> bytes:
         """The hash of a sequence's hash block; hashes are kept on the sequence."""

@@ -177,7 +177,7 @@ class Sequence:
         self.layerwise_done = 0  # (layer, chunk) pairs of it that are computed; num_computed changes after the last one
         self.block_hashes: list[bytes] = []  # of its hash blocks, as far as they were needed
         self.found_prefix: list[int] = []  # full blocks that the prefix cache found, see PrefixCache.find
-        self.prefix_age = -1
+        self.prefix_age = -1  # removals from the prefix cache before that
         grammar = request.sampling.grammar
         self.grammar = grammar.start() if grammar is not None else None  # how much of the output it has read
         self._output_array = token_array()

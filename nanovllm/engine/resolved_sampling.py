@@ -134,7 +134,7 @@ def _check_some_token_is_left(
             f"min_tokens={quoted(params.min_tokens)}: each of the {vocab_size} tokens of the model ends the text, "
             "so that none can come before that many; give fewer stop_token_ids, or min_tokens=0"
         )
-    if not set(allowed) - banned - end_tokens:
+    if all(token in banned or token in end_tokens for token in allowed):
         which = f"{vocab_size}" if params.allowed_token_ids is None else "allowed"
         raise RequestError(
             f"logit_bias, bad_words and min_tokens={quoted(params.min_tokens)} ban all {which} tokens of the model"

@@ -15,7 +15,9 @@ MAX_REPETITION_PENALTY = 1e9
 
 def sampling_row(seq: Sequence) -> SamplingRow:
     """How to sample the next token of `seq`."""
-    p = seq.params
+    p, processors = seq.params, None
+    if functions := seq.request.sampling.processors:
+        processors = LogitsProcessors(functions, seq.request.prompt_token_ids, seq.output_token_ids)
     return SamplingRow(
         temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
         top_k=min(max(p.top_k, 0), MAX_TOP_K),
@@ -26,7 +28,7 @@ def sampling_row(seq: Sequence) -> SamplingRow:
         num_logprobs=seq.request.num_logprobs,
         adjustments=_adjustments(seq),
         mask=_mask(seq),
-        processors=_processors(seq),
+        processors=processors,
     )
 
 
@@ -56,11 +58,6 @@ def _mask(seq: Sequence) -> TokenMask | None:
         return seq.request.sampling.allowed
     new = seq.token_ids[seq.prompt_len + grammar.num_read :]
     return grammar.mask(new, hold_end=seq.num_output_tokens < seq.params.min_tokens)
-
-
-def _processors(seq: Sequence) -> LogitsProcessors | None:
-    functions = seq.request.sampling.processors
-    return LogitsProcessors(functions, seq.request.prompt_token_ids, seq.output_token_ids) if functions else None
 
 
 def _adjustments(seq: Sequence) -> LogitAdjustments | None:

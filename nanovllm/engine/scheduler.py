@@ -12,7 +12,7 @@ from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
 from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
-from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget, long_prefill
+from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget
 from nanovllm.errors import ConfigError, RequestError, told
 
 logger = logging.getLogger(__name__)
@@ -73,12 +73,16 @@ class Scheduler:
         self._grow_running()
         free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
         budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
-        self._schedule_decodes(budget)
+        for request in self.running:
+            if not request.is_prefill:  # first of all, so that a long prefill never stalls a decode
+                budget.schedule(request)
         self._reserve_for_long_prefill(budget)
-        self._schedule_short_prefills(budget)
+        for request in self.running:
+            if request.is_prefill and request is not budget.long_prefill:
+                budget.schedule(request)
         self._resume_swapped(budget)
         self._admit_waiting(budget, now)
-        self._schedule_long_prefill(budget)
+        budget.schedule_long_prefill()
         return self._make_batch(budget)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
@@ -122,23 +126,19 @@ class Scheduler:
             else:
                 self.block_manager.grow(request.computing)
 
-    def _schedule_decodes(self, budget: SchedulingBudget) -> None:
-        """One token of each decoding sequence, before anything else: a long prefill never stalls them."""
-        for request in self.running:
-            if not request.is_prefill:
-                budget.schedule(request)
-
     def _reserve_for_long_prefill(self, budget: SchedulingBudget) -> None:
-        """Find the long prefill among the running requests, plan its next part, and reserve tokens for it."""
-        request = long_prefill(self.running, budget.left)
+        """Find the long prefill among the running requests, plan its next part, and reserve tokens for it.
+
+        It is the layer-by-layer one, else the first that the tokens left in this step do not complete. A request whose
+        sequences are recomputed side by side has no single prompt, and does not count.
+        """
+        alone = [request for request in self.running if len(request.computing) == 1]
+        layerwise = (request for request in alone if request.computing[0].layerwise is not None)
+        long = (request for request in alone if request.computing[0].num_remaining > max(budget.left, 1))
+        request = next(layerwise, next(long, None))
         if request is not None:
             self._plan_order(request.computing[0])
             budget.reserve_for(request)
-
-    def _schedule_short_prefills(self, budget: SchedulingBudget) -> None:
-        for request in self.running:
-            if request.is_prefill and request is not budget.long_prefill:
-                budget.schedule(request)
 
     def _resume_swapped(self, budget: SchedulingBudget) -> None:
         """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
@@ -168,17 +168,11 @@ class Scheduler:
             else:
                 budget.reserve_for(request)
 
-    def _schedule_long_prefill(self, budget: SchedulingBudget) -> None:
-        """Give the long prefill all tokens that are left; `_make_batch` does so for one that goes layer by layer."""
-        budget.release_reserved()
-        if budget.long_prefill is not None and budget.long_prefill.computing[0].layerwise is None:
-            budget.schedule(budget.long_prefill)
-
     def _make_batch(self, budget: SchedulingBudget) -> Batch:
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
-        if self._layerwise is not None and budget.long_prefill is not None:
+        if self._layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
             if seq.layerwise is not None:
                 prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)

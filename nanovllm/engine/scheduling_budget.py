@@ -8,8 +8,7 @@ short prompt waits for a long prefill to end, and the long prefill advances in e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanovllm.config import PreemptionMode
 from nanovllm.engine.request import Request, Sequence
@@ -40,29 +39,25 @@ class SchedulerLimits:
         return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or self.max_num_batched_tokens)
 
 
+@dataclass(slots=True)
 class SchedulingBudget:
     """Tokens and sequence slots of one step, and what has been scheduled so far.
 
-    chunks: (sequence, number of tokens to compute), in batch order. left: tokens not yet scheduled.
-    free_seqs: free sequence slots. long_prefill: the long prefill of this step, for which tokens are reserved.
+    left: tokens not yet scheduled. free_seqs: free sequence slots. max_prefill_chunk: most tokens of one sequence that
+    is not decoding. chunks: (sequence, number of tokens to compute), in batch order. long_prefill: the long prefill of
+    this step, for which tokens are reserved.
     """
 
-    def __init__(self, num_tokens: int, free_seqs: int, max_prefill_chunk: int) -> None:
-        """max_prefill_chunk: most tokens of one sequence that is not decoding."""
-        self.chunks: list[tuple[Sequence, int]] = []
-        self.left = num_tokens
-        self.free_seqs = free_seqs
-        self.long_prefill: Request | None = None
-        self._reserved = 0
-        self._max_prefill_chunk = max_prefill_chunk
-
-    def chunks_for(self, request: Request) -> list[tuple[Sequence, int]]:
-        """The chunks that the request gets of the tokens that are left; empty if it does not fit."""
-        return request.chunks(self.left, self._max_prefill_chunk)
+    left: int
+    free_seqs: int
+    max_prefill_chunk: int
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    long_prefill: Request | None = None
+    _reserved: int = field(default=0, init=False)
 
     def schedule(self, request: Request) -> None:
         """Add the request's chunks to the step."""
-        chunks = self.chunks_for(request)
+        chunks = request.chunks(self.left, self.max_prefill_chunk)
         self.chunks += chunks
         self.left -= sum(chunk for _, chunk in chunks)
 
@@ -72,17 +67,8 @@ class SchedulingBudget:
         self._reserved = self.left // 2
         self.left -= self._reserved
 
-    def release_reserved(self) -> None:
-        """Make the reserved tokens available again."""
+    def schedule_long_prefill(self) -> None:
+        """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
         self.left, self._reserved = self.left + self._reserved, 0
-
-
-def long_prefill(running: Iterable[Request], tokens: int) -> Request | None:
-    """The long prefill in progress: the layer-by-layer one, else the first that `tokens` in this step do not complete.
-
-    A request whose sequences are recomputed side by side has no single prompt, and does not count.
-    """
-    alone = [request for request in running if len(request.computing) == 1]
-    layerwise = (request for request in alone if request.computing[0].layerwise is not None)
-    long = (request for request in alone if request.computing[0].num_remaining > max(tokens, 1))
-    return next(layerwise, next(long, None))
+        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
+            self.schedule(self.long_prefill)

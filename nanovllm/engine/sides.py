@@ -12,10 +12,10 @@ import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from nanovllm.config import EngineConfig, PreemptionMode
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
     from nanovllm import chat_template
@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.planner.plan import Plan
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class SequenceGroups(Protocol):
@@ -160,22 +162,14 @@ class ProgressBar(AbstractContextManager[object], Protocol):
         ...
 
 
-class BeamSearch(Protocol):
-    """Beam search with vLLM's parameters. Without it `LLM.beam_search` is refused."""
+class VllmApi(Protocol):
+    """vLLM's beam search and metrics, and scores of choices. Without it those methods of LLM are refused."""
 
     def beam_search(
         self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
     ) -> list[Any]: ...
 
-
-class Choices(Protocol):
-    """Scores answers to a prompt. Without it `LLM.score_choices` is refused."""
-
     def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
-
-
-class MetricsReader(Protocol):
-    """The engine's metrics in vLLM's shapes. Without it `get_metrics` is refused."""
 
     def RequestHistograms(self, max_model_len: int) -> Any: ...
 
@@ -225,16 +219,15 @@ def progress_bar() -> ProgressBars | None:
     return cast("ProgressBars | None", _find("nanovllm.progress_bar"))
 
 
-def beam_search() -> BeamSearch | None:
-    return cast("BeamSearch | None", _find("nanovllm.beam_search"))
+def vllm_api() -> VllmApi | None:
+    return cast("VllmApi | None", _find("nanovllm.vllm_api"))
 
 
-def choices() -> Choices | None:
-    return cast("Choices | None", _find("nanovllm.choices"))
-
-
-def metrics_reader() -> MetricsReader | None:
-    return cast("MetricsReader | None", _find("nanovllm.metrics_reader"))
+def installed(side: T | None, method: str, module: str) -> T:
+    """The side. Raises EngineError if it is None: `method` needs nanovllm.`module`."""
+    if side is None:
+        raise EngineError(f"{method}() needs nanovllm.{module}, which this installation does not have")
+    return side
 
 
 def check_arguments(config: EngineConfig) -> None:

@@ -126,26 +126,26 @@ def group_block_reads(
     return LayerPlan(in_order.items, groups, rows)
 
 
+@dataclass(slots=True)
 class _Grouping:
     """Collects block reads into groups."""
 
-    def __init__(self, block_size: int) -> None:
-        self.items: list[BlockGroup] = []
-        self._block_size = block_size
-        self._last: dict[type[BlockGroup], int] = {}  # index of the last group of each kind
-        self._progress: dict[int, tuple[int, int]] = {}  # of each reader: index of its last group, next position
+    block_size: int
+    items: list[BlockGroup] = field(default_factory=list)
+    last: dict[type[BlockGroup], int] = field(default_factory=dict)  # index of the last group of each kind
+    progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each reader: last group, next position
 
     def append(self, kind: type[BlockGroup], read: BlockRead, max_reads: int | None = None) -> None:
         """Append the block to the last group of its kind, provided that every sequence still reads its blocks in order
         and contiguously within the group, and that the group stays within `max_reads`. Otherwise open a new group."""
-        at = self._last.get(kind, -1)
-        progress = [self._progress[reader] for reader in read.readers if reader in self._progress]
+        at = self.last.get(kind, -1)
+        progress = [self.progress[reader] for reader in read.readers if reader in self.progress]
         fits = all(last < at or (last == at and end == read.first_position) for last, end in progress)
         if at < 0 or len(self.items[at].reads) == max_reads or not fits:
-            at = self._last[kind] = len(self.items)
+            at = self.last[kind] = len(self.items)
             self.items.append(kind())
         self.items[at].reads.append(read)
-        self._progress.update(dict.fromkeys(read.readers, (at, read.first_position + self._block_size)))
+        self.progress.update(dict.fromkeys(read.readers, (at, read.first_position + self.block_size)))
 
 
 def _locate(group: BlockGroup, sequences: Sequence[SequenceMetadata], block_size: int, resident_blocks: int) -> None:

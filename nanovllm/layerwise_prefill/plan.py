@@ -11,6 +11,7 @@ layer. Projections, attention and MLP process one chunk at a time either way, wi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,10 @@ from nanovllm.kvcache.layout import KVLayout
 
 
 def stored_before(host_blocks: Sequence[int], block_size: int, position: int) -> int:
-    """Tokens at positions below `position` in the blocks with these indices."""
-    return sum(min(max(position - index * block_size, 0), block_size) for index in host_blocks)
+    """Tokens at positions below `position` in the blocks with these indices, which are sorted."""
+    index, offset = divmod(position, block_size)
+    full = bisect_left(host_blocks, index)
+    return full * block_size + (offset if full < len(host_blocks) and host_blocks[full] == index else 0)
 
 
 def chunk_major_loads(host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int) -> int:
@@ -28,18 +31,22 @@ def chunk_major_loads(host_blocks: Sequence[int], block_size: int, begin: int, e
     return sum(stored_before(host_blocks, block_size, first) for first in range(begin, end, chunk))
 
 
+def longest_prefill(block_size: int, begin: int, end: int, chunk: int, memory: LayerwiseMemory) -> int:
+    """The end of the longest layer-by-layer prefill from `begin` that memory allows, in full chunks, up to `end`."""
+    reach = min(end, memory.buffer_blocks * block_size, begin + memory.max_tokens)
+    return reach if reach == end else reach - (reach - begin) % chunk
+
+
 def plan_prefill(
     host_blocks: Sequence[int], block_size: int, begin: int, end: int, chunk: int, memory: LayerwiseMemory
 ) -> LayerwisePrefill | None:
     """The next layer-by-layer prefill of [begin, end); None if the next chunk goes through all layers.
 
-    host_blocks: indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The prefill is as long as
-    memory allows, in full chunks, and is chosen if it loads fewer bytes than its chunks would. Both orders store the
-    same bytes, and chunk by chunk takes less memory.
+    host_blocks: sorted indices of the sequence's blocks on the host; chunk: max_num_batched_tokens. The prefill is as
+    long as memory allows, and is chosen if it loads fewer bytes than its chunks would. Both orders store the same
+    bytes, and chunk by chunk takes less memory.
     """
-    reach = min(end, memory.buffer_blocks * block_size, begin + memory.max_tokens)
-    if reach < end:
-        reach -= (reach - begin) % chunk
+    reach = longest_prefill(block_size, begin, end, chunk, memory)
     if reach - begin <= chunk:
         return None
     if stored_before(host_blocks, block_size, begin) >= chunk_major_loads(host_blocks, block_size, begin, reach, chunk):

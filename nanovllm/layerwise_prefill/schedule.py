@@ -14,18 +14,21 @@ from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.kvcache.hybrid_manager import Tier
 from nanovllm.kvcache.layerwise import LayerwiseStep
-from nanovllm.layerwise_prefill.plan import Sizing, plan_prefill, step_end
+from nanovllm.layerwise_prefill.plan import Sizing, longest_prefill, plan_prefill, step_end
 
 __all__ = ["Sizing", "advance", "plan", "scheduled_part"]
 
 
 def plan(seq: Sequence, manager: BlockManager, limits: SchedulerLimits) -> None:
     """Set `seq.layerwise`: what is prefilled layer by layer next, or None if the next chunk goes through all layers."""
-    tiers = manager.tiers
-    on_host = [index for index, block in enumerate(seq.block_table) if tiers.tier_of(block) is Tier.HOST]
-    seq.layerwise = plan_prefill(
-        on_host, manager.block_size, seq.num_computed, seq.end, limits.chunk, limits.layerwise_memory
-    )
+    begin, end, block_size, chunk = seq.num_computed, seq.end, manager.block_size, limits.chunk
+    reach = longest_prefill(block_size, begin, end, chunk, limits.layerwise_memory)
+    if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
+        seq.layerwise = None
+        return
+    tier_of, blocks = manager.tiers.tier_of, seq.block_table[: -(-reach // block_size)]
+    on_host = [index for index, block in enumerate(blocks) if tier_of(block) is Tier.HOST]
+    seq.layerwise = plan_prefill(on_host, block_size, begin, end, chunk, limits.layerwise_memory)
 
 
 def scheduled_part(scheduled: ScheduledSequence, seq: Sequence, tokens: int, num_layers: int) -> ScheduledSequence:

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
 from nanovllm.memory_checks import check_fits, gib
-from nanovllm.model_files import OBJECT, checked_fields, read_json_object
+from nanovllm.model_files.hub import INDEX
+from nanovllm.model_files.json_fields import OBJECT, checked_fields, read_json_object
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_NAME = 255  # bytes, of a file
 MAPPINGS = 2  # of one file at the same time: by the safetensors library and by torch
 QUOTED = 200  # characters of a tensor's name, with its shapes, in a message

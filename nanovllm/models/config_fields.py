@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nanovllm.model_files import FLAG, NULL, OBJECT, TEXT, Field, integer, list_of, number
+from nanovllm.model_files.json_fields import FLAG, NULL, OBJECT, TEXT, Field, integer, list_of, number
 
 MAX_LAYERS = 1024  # more than any network has; a layer takes memory even without weights
 MAX_HEAD_DIM = 1 << 16  # RoPE allocates a frequency per pair

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import CONFIG_MAPPING
 
 from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
-from nanovllm.model_files import checked_fields, read_json_object
+from nanovllm.model_files.json_fields import checked_fields, read_json_object
 from nanovllm.models.config_fields import (
     FIELDS_WITHOUT_EFFECT,
     GENERATION_FIELDS,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from nanovllm.errors import ModelError, quoted
 from nanovllm.layers.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
-from nanovllm.model_files import checked_fields
+from nanovllm.model_files.json_fields import checked_fields
 from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
 
 

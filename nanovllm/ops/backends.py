@@ -104,7 +104,7 @@ def difference_from_reference(backend: AttentionBackend, device: torch.device, h
         backend = backend.for_every_block()
     block_size, heads, kv_heads, scale = 64, 4, 2, head_dim**-0.5
     many, whole = FEW_ROWS + 9, 2 * block_size
-    segments = (
+    sequences = (
         SequenceMetadata(0, many, 40, 0, many + 40, (2, 0)),
         SequenceMetadata(many, 1, 99, 0, 100, (1, 3)),
         SequenceMetadata(many + 1, whole, block_size, 0, block_size + whole, (3, 1, 2)),
@@ -113,9 +113,9 @@ def difference_from_reference(backend: AttentionBackend, device: torch.device, h
     pool = torch.randn(4, 2, kv_heads, block_size, head_dim, generator=generator).to(device, torch.bfloat16)
     q = torch.randn(many + 1 + whole, heads, head_dim, generator=generator).to(device, torch.bfloat16)
     state = AttentionState.empty(q)
-    backend.attend(q, pool, AttentionMetadata(segments), state, scale, None)
+    backend.attend(q, pool, AttentionMetadata(sequences), state, scale, None)
     worst = 0.0
-    for s in segments:
+    for s in sequences:
         k, v = pool[list(s.block_table)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]
         rows = slice(s.query_start, s.query_start + s.query_len)
         out, lse = reference_attention(q[rows], k, v, scale, s.context_len)

@@ -44,31 +44,31 @@ class CudnnAttention:
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
-        taken = [window is None and self._takes(q, pool, segment) for segment in table.sequences]
+        taken = [window is None and self._takes(q, pool, seq) for seq in table.sequences]
         if not all(taken):
-            rest = [segment for segment, take in zip(table.sequences, taken, strict=True) if not take]
+            rest = [seq for seq, take in zip(table.sequences, taken, strict=True) if not take]
             self.other.attend(q, pool, AttentionMetadata(rest) if any(taken) else table, state, scale, window)
-        for segment, take in zip(table.sequences, taken, strict=True):
+        for seq, take in zip(table.sequences, taken, strict=True):
             if take:
-                self._attend_segment(q, pool, segment, state, scale)
+                self._attend_sequence(q, pool, seq, state, scale)
 
-    def _takes(self, q: Tensor, pool: Tensor, segment: SequenceMetadata) -> bool:
+    def _takes(self, q: Tensor, pool: Tensor, seq: SequenceMetadata) -> bool:
         """Whether cuDNN attends the rows; independent of the blocks, so that their grouping changes nothing."""
         block_size = pool.shape[3]
-        whole = segment.context_len % block_size == 0 and segment.query_len % block_size == 0
-        return whole and segment.query_len > FEW_ROWS and block_size >= self._from_block and q.dtype in DTYPES
+        whole = seq.context_len % block_size == 0 and seq.query_len % block_size == 0
+        return whole and seq.query_len > FEW_ROWS and block_size >= self._from_block and q.dtype in DTYPES
 
-    def _attend_segment(
-        self, q: Tensor, pool: Tensor, segment: SequenceMetadata, state: AttentionState, scale: float
+    def _attend_sequence(
+        self, q: Tensor, pool: Tensor, seq: SequenceMetadata, state: AttentionState, scale: float
     ) -> None:
-        block_size, offset = pool.shape[3], segment.query_start - segment.context_len
-        end = segment.context_len + segment.query_len
-        for index, block in enumerate(segment.block_table):
-            first = segment.first_position + index * block_size
+        block_size, offset = pool.shape[3], seq.query_start - seq.context_len
+        end = seq.context_len + seq.query_len
+        for index, block in enumerate(seq.block_table):
+            first = seq.first_position + index * block_size
             k, v = pool[block]
-            if segment.context_len <= first < end:
+            if seq.context_len <= first < end:
                 self._merge(q, k, v, slice(first + offset, first + block_size + offset), state, scale, causal=True)
-            below = max(segment.context_len, first + block_size)
+            below = max(seq.context_len, first + block_size)
             if below < end:
                 self._merge(q, k, v, slice(below + offset, end + offset), state, scale, causal=False)
 

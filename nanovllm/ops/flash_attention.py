@@ -56,42 +56,42 @@ class FlashAttention:
         if self.other is not None and others:
             rest = table if len(others) == len(table.sequences) else AttentionMetadata(others)
             self.other.attend(q, pool, rest, state, scale, window)
-        for segment in table.sequences:
-            if not self._leaves(q, segment):
-                self._attend_segment(q, pool, segment, state, scale, window)
+        for seq in table.sequences:
+            if not self._leaves(q, seq):
+                self._attend_sequence(q, pool, seq, state, scale, window)
 
-    def _leaves(self, q: Tensor, segment: SequenceMetadata) -> bool:
-        return self.other is not None and (segment.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
+    def _leaves(self, q: Tensor, seq: SequenceMetadata) -> bool:
+        return self.other is not None and (seq.query_len <= FEW_ROWS or q.dtype not in self._dtypes)
 
-    def _attend_segment(
+    def _attend_sequence(
         self,
         q: Tensor,
         pool: Tensor,
-        segment: SequenceMetadata,
+        seq: SequenceMetadata,
         state: AttentionState,
         scale: float,
         window: int | None,
     ) -> None:
         block_size = pool.shape[3]
-        for index, block in enumerate(segment.block_table):
-            first = segment.first_position + index * block_size
-            last = min(first + block_size, segment.kv_end)
-            for rows, keys, left, right in calls(segment, first, last, window):
+        for index, block in enumerate(seq.block_table):
+            first = seq.first_position + index * block_size
+            last = min(first + block_size, seq.kv_end)
+            for rows, keys, left, right in calls(seq, first, last, window):
                 k, v = pool[block, :, :, :keys].transpose(1, 2)
                 out, lse = self._kernel(q[rows], k, v, scale, left, right)
                 lse = lse.masked_fill(lse == math.inf, -math.inf)  # flash-attn 2 marks a row without keys by +inf
                 merge_states_(state.out[rows], state.lse[:, rows], out, lse)
 
 
-def calls(segment: SequenceMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
+def calls(seq: SequenceMetadata, first: int, last: int, window: int | None) -> list[tuple[slice, int, int, int]]:
     """Calls (rows of the batch, number of keys, left, right) for the keys at positions [first, last) of one block.
 
     Without a window, the rows at positions in the block get a causal call whose last row is at the last key, and the
     later rows get a call without a mask: kernels are slower with an offset causal mask.
     """
-    begin = max(segment.context_len, first)
-    end = segment.context_len + segment.query_len
-    offset = segment.query_start - segment.context_len
+    begin = max(seq.context_len, first)
+    end = seq.context_len + seq.query_len
+    offset = seq.query_start - seq.context_len
     if window is not None:
         end = min(end, last - 1 + window)  # later rows see no key of the block
     if begin >= end or first >= last:

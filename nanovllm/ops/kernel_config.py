@@ -1,4 +1,4 @@
-"""Tiles and pipelines of the Triton attention kernels: the defaults, the tuned tables and the variants of a sweep.
+"""Tiles and pipelines of the Triton attention kernels: the defaults and the tuned tables.
 
 They determine the order of sums and so the last bits. They must not depend on the batch or on KV addresses.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,39 +112,9 @@ def prefill_config(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """A configuration that fits every device; not tuned by timing."""
-    if _row_bytes(head_dim, dtype) > 256:  # larger rows leave less shared memory for the pipeline
+    if row_bytes(head_dim, dtype) > 256:  # larger rows leave less shared memory for the pipeline
         return DecodeConfig(32, 8, 2, 4, 4)
     return DecodeConfig(64, 4, 3, 4, 4)
-
-
-def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> list[PrefillConfig]:
-    """The configurations of a sweep, the default first. All fit the device with almost no spilled registers."""
-    default = prefill_config(head_dim, dtype, capability)
-    if dtype == torch.float32:
-        return [default]
-    if head_dim > 128:
-        others = [replace(default, branch=not default.branch)]
-    elif capability[0] in (9, 10):
-        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)]
-        others = [PrefillConfig(*tile, branch) for tile in tiles for branch in (False, True)]
-    else:
-        tiles = [(128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
-        others = [PrefillConfig(*tile, branch) for tile in tiles for branch in (False, True)]
-    return [default, *(config for config in others if config != default)]
-
-
-def decode_variants(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
-    """The configurations of a sweep, the default first: tiles of the first kernel, then pipelines of the reduction."""
-    default = decode_config(head_dim, dtype)
-    if _row_bytes(head_dim, dtype) > 256:
-        return [default, *(replace(default, reduce_stages=stages) for stages in (1, 2))]
-    tiles = [(32, 4, 4), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
-    reductions = [(1, 4), (2, 4), (4, 1), (4, 2), (4, 8)]
-    return [
-        default,
-        *(replace(default, keys=keys, warps=warps, stages=stages) for keys, warps, stages in tiles),
-        *(replace(default, reduce_warps=warps, reduce_stages=stages) for warps, stages in reductions),
-    ]
 
 
 def padded(head_dim: int) -> int:
@@ -152,5 +122,6 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one row of a tile."""
     return padded(head_dim) * dtype.itemsize

@@ -24,17 +24,17 @@ class TorchAttention:
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
     ) -> None:
         block_size = pool.shape[3]
-        for segment in table.sequences:
-            for index, block in enumerate(segment.block_table):
-                first = segment.first_position + index * block_size
-                keys = min(block_size, segment.kv_end - first)
+        for seq in table.sequences:
+            for index, block in enumerate(seq.block_table):
+                first = seq.first_position + index * block_size
+                keys = min(block_size, seq.kv_end - first)
                 if keys > 0:
-                    _attend_block(q, segment, pool[block, :, :, :keys], first, state, scale, window)
+                    _attend_block(q, seq, pool[block, :, :, :keys], first, state, scale, window)
 
 
 def _attend_block(
     q: Tensor,
-    segment: SequenceMetadata,
+    seq: SequenceMetadata,
     block: Tensor,
     first: int,
     state: AttentionState,
@@ -43,7 +43,7 @@ def _attend_block(
 ) -> None:
     """Attend over one block `[2, kv_heads, keys, head_dim]` whose first key is at position `first`."""
     keys = block.shape[2]
-    begin, end = segment.context_len, segment.context_len + segment.query_len
+    begin, end = seq.context_len, seq.context_len + seq.query_len
     begin = max(begin, first)  # earlier rows see no key of the block
     if window is not None:
         end = min(end, first + keys - 1 + window)  # later rows see no key of the block
@@ -51,7 +51,7 @@ def _attend_block(
         return
 
     def rows(a: int, b: int) -> slice:
-        offset = segment.query_start - segment.context_len
+        offset = seq.query_start - seq.context_len
         return slice(a + offset, b + offset)
 
     if window is not None and end - 1 - window >= first:

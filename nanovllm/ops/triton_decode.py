@@ -64,10 +64,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (worker and row tile, KV head, segment): softmax sums of up to BLOCK_R rows over one partition at a time,
+    """Program (worker and row tile, KV head, sequence): softmax sums of up to BLOCK_R rows, one partition at a time,
     from the worker's own on in steps of `workers`.
 
-    Row r of a segment is query row r // group, head r % group of the KV head's. Stores the weighted sum of values, the
+    Row r of a sequence is query row r // group, head r % group of the KV head's. Stores the weighted sum of values, the
     maximum (of log2) and the sum of weights at [part, row, head].
     """
     worker = tl.program_id(0) % workers
@@ -159,7 +159,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (query row, head, segment): the partitions of each block together, block after block into (out, lse).
+    """Program (query row, head, sequence): the partitions of each block together, block after block into (out, lse).
 
     The loads of the next STAGES - 1 blocks are under way meanwhile: num_stages of the launch would see to loads that
     feed a matrix product only.
@@ -203,7 +203,7 @@ def decode_(
     alibi_slopes: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Merge attention of the table's segments with few query rows into `state`, in place.
+    """Merge attention of the table's sequences with few query rows into `state`, in place.
 
     q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
     alibi_slopes: fp32 [heads]; a key at distance d from its query loses slope * d of its score (Press, Smith and Lewis,

@@ -149,7 +149,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BRANCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (row tile, head, segment): BLOCK_M query rows of one head over all blocks of their segment.
+    """Program (row tile, head, sequence): BLOCK_M query rows of one head over all blocks of their sequence.
 
     EVEN: a block is a whole number of tiles.
     """
@@ -222,7 +222,7 @@ def prefill_(
     window: int | None,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Carry `state` on over the table's segments with many query rows, in place.
+    """Carry `state` on over the table's sequences with many query rows, in place.
 
     q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
     """

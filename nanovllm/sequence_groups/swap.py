@@ -53,7 +53,8 @@ class SwapPreemption(Preemption):
             return False
         manager = self.manager
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
-        return manager.num_allocatable - needed >= manager.watermark and bool(budget.chunks_for(request))
+        fits = manager.num_allocatable - needed >= manager.watermark
+        return fits and bool(request.chunks(budget.left, budget.max_prefill_chunk))
 
     def _swap_out(self, request: Request) -> bool:
         moved = self.manager.swap_out(request.live)

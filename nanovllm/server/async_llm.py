@@ -75,6 +75,7 @@ class AsyncLLM:
         self._on_end: list[Callable[[], None]] = []
         self._numbers = itertools.count()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -111,11 +112,13 @@ class AsyncLLM:
         """Start a request, and return its outputs as soon as the engine has taken it. See `generate`."""
         (parts,) = prompt_parts([prompt])
         text, token_ids, salt = parts
-        if token_ids is None:
-            token_ids = await self.in_text_thread(lambda: self.llm.engine.check_prompt(text, None))
         params = sampling_params if sampling_params is not None else self.llm.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
+        if token_ids is None:
+            token_ids = await self.in_text_thread(lambda: self.llm.engine.check_prompt(text, None, params))
+        if params.structured_outputs is not None:  # compiled here, or no request would be stepped meanwhile
+            await self._in_thread(self._grammar_thread, lambda: self.llm.engine.prepare(params))
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         collector = OutputCollector(params.output_kind)
 
@@ -159,7 +162,11 @@ class AsyncLLM:
 
     async def in_text_thread(self, function: Callable[[], T]) -> T:
         """The result of `function()`, called in the thread that tokenizes and renders chat templates."""
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, function)
+        return await self._in_thread(self._text_thread, function)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+        await self.check_health()  # an engine that has ended has no such threads
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
     @property
     def error(self) -> EngineError | None:
@@ -185,7 +192,8 @@ class AsyncLLM:
         if closes:
             self._commands.put(None)
         self._thread.join(seconds)
-        self._text_thread.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._text_thread, self._grammar_thread):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             logger.error("the engine's step did not end within %.0f s: its memory is not released", seconds)
         else:

@@ -19,7 +19,7 @@ from nanovllm.server.events import DONE, EventStream, answer, event, to_json
 from nanovllm.server.generation import Generation
 from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest, NamedTool
-from nanovllm.server.request_prompts import chat_prompt, check_length, template_text
+from nanovllm.server.request_prompts import chat_prompt, check_tokens, template_text
 from nanovllm.server.sampling import chat_params
 from nanovllm.server.serving import Serving
 from nanovllm.server.tool_calls import Call, Parser, Piece, check_tools, detect_format, forced_schema, make_parser
@@ -44,7 +44,7 @@ async def _respond(serving: Serving, body: ChatRequest) -> Response:
     def prompt() -> PromptParts:
         tokens = chat_prompt(serving, body)
         if body.truncate_prompt_tokens is None:
-            check_length(llm, tokens, "messages")
+            check_tokens(llm, tokens, "messages")
         return PromptParts(None, tokens, body.cache_salt)
 
     with ExitStack() as held:
@@ -66,10 +66,13 @@ async def _respond(serving: Serving, body: ChatRequest) -> Response:
 
 async def _events(generation: Generation, messages: Messages, envelope: Envelope) -> AsyncGenerator[bytes, None]:
     try:
+        others: dict[str, Any] | None = None
         async for _, output in generation.outputs():
             envelope.usage.count(0, output)
+            others = messages.prompt_fields(output) if others is None else {}
             for choice in messages.deltas(output):
-                yield event(envelope.chunk([choice]))
+                yield event(envelope.chunk([choice], **others))
+                others = {}
         if envelope.sends_usage:
             yield event(envelope.usage_chunk())
         yield DONE
@@ -112,12 +115,16 @@ class Messages:
                     {name: call[name] for name in call if name != "index"} for call in choice.calls
                 ]
             choices.append(self._choice(completion, output, choice, {"message": message}))
-        others: dict[str, Any] = {}
+        return envelope.complete(choices, **self.prompt_fields(output))
+
+    def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """What the request asks for of its prompt; `output` is complete, or the first one."""
+        fields: dict[str, Any] = {}
         if self._body.prompt_logprobs is not None:
-            others["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or ())
+            fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or ())
         if self._body.return_token_ids:
-            others["prompt_token_ids"] = output.prompt_token_ids
-        return envelope.complete(choices, **others)
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
 
     def deltas(self, output: RequestOutput) -> list[dict[str, Any]]:
         """The choices of the chunks that an output makes."""

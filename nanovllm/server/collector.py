@@ -14,6 +14,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 class OutputCollector:
     """Holds at most one output. A slow consumer gets fewer and larger ones, and the engine never waits for it.
 
+    Outputs without tokens, as a prompt's chunks make them, wait for the first that has some.
     Belongs to the event loop that runs when it is made: `take` is called there, `put` and `fail` in any thread.
     """
 
@@ -28,10 +29,10 @@ class OutputCollector:
     def put(self, output: RequestOutput) -> bool:
         """Add an output. Returns whether the consumer has to be woken, with `wake`."""
         with self._lock:
-            waiting = self._output is None
+            was_ready = self._is_ready()
             merges = self._output is not None and self._kind is RequestOutputKind.DELTA
             self._output = merged(self._output, output) if merges and self._output is not None else output
-            return waiting
+            return self._is_ready() and not was_ready
 
     def fail(self, error: Exception) -> None:
         """End with an error, which `take` raises after the last output."""
@@ -42,13 +43,16 @@ class OutputCollector:
         """Everything since the last call; waits until there is something."""
         while True:
             with self._lock:
-                output, self._output = self._output, None
-                if output is not None:
+                if self._output is not None and self._is_ready():
+                    output, self._output = self._output, None
                     return output
                 if self._error is not None:
                     raise self._error
                 self._filled.clear()
             await self._filled.wait()
+
+    def _is_ready(self) -> bool:
+        return self._output is not None and (bool(self._output.outputs) or self._output.finished)
 
     def wake_here(self) -> None:
         """Wake the consumer; called in its event loop."""
@@ -76,8 +80,8 @@ def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         old = completions.get(new.index)
         completions[new.index] = new if old is None else _joined(old, new)
     prompt_logprobs = second.prompt_logprobs
-    if first.prompt_logprobs is not None and second.prompt_logprobs is not None:
-        prompt_logprobs = [*first.prompt_logprobs, *second.prompt_logprobs]
+    if first.prompt_logprobs is not None:
+        prompt_logprobs = [*first.prompt_logprobs, *(second.prompt_logprobs or ())]
     return replace(second, outputs=list(completions.values()), prompt_logprobs=prompt_logprobs)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.server.events import DONE, EventStream, answer, event, to_json
 from nanovllm.server.generation import Generation
 from nanovllm.server.http_errors import invalid
@@ -74,9 +74,11 @@ class Completions:
         self._body = body
         self._tokenizer = tokenizer
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by the index of the choice; these have begun
+        self._scored: dict[int, Sequence[Mapping[int, Logprob] | None]] = {}  # log-probabilities of each prompt
 
     def choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The choices of an output of prompt `number`."""
+        self._scored.setdefault(number, output.prompt_logprobs or ())
         return [self._choice(number, output, completion) for completion in output.outputs]
 
     def _choice(self, number: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -86,13 +88,14 @@ class Completions:
         logprobs = self._logprobs.setdefault(
             index, LegacyLogprobs(self._tokenizer, body.logprobs or 0, bool(body.return_tokens_as_token_ids))
         )
-        token_ids, positions = completion.token_ids, completion.logprobs
+        token_ids = completion.token_ids
+        positions: Sequence[Mapping[int, Logprob] | None] | None = completion.logprobs
         text = completion.text
         if begins and body.echo and self._tokenizer is not None:
             text = self._tokenizer.decode(output.prompt_token_ids) + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             if positions is not None:
-                positions = [*(output.prompt_logprobs or ()), *positions]
+                positions = [*self._scored[number], *positions]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
@@ -101,7 +104,7 @@ class Completions:
             "stop_reason": completion.stop_reason,
         }
         if body.prompt_logprobs is not None and begins:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or ())
+            choice["prompt_logprobs"] = prompt_logprobs(self._scored[number])
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if begins else None

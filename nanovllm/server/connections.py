@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import ssl
 from typing import Any
 
 import h11
@@ -40,6 +41,7 @@ class ConnectionConfig(uvicorn.Config):
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile_password=settings.ssl_keyfile_password,
             ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
         )
         self.max_connections = max_connections
         self.header_timeout = settings.header_timeout

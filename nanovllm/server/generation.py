@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 
 from nanovllm.outputs import RequestOutput
@@ -16,10 +16,8 @@ from nanovllm.server.http_errors import SERVER, ApiError
 class Generation:
     """Outputs of one or several prompts. `close` aborts those that have not ended, and releases what `held` holds."""
 
-    def __init__(self, held: ExitStack, observe: Callable[[RequestOutput], None]) -> None:
-        """observe: is called with the last output of each request."""
+    def __init__(self, held: ExitStack) -> None:
         self._held = held
-        self._observe = observe
         self._streams: list[RequestStream] = []
 
     async def start(
@@ -79,8 +77,6 @@ class Generation:
 
     def _checked(self, output: RequestOutput) -> RequestOutput:
         """The output. Raises ApiError for a request that the engine failed."""
-        if output.finished:
-            self._observe(output)
         if output.error is not None or any(completion.finish_reason == "error" for completion in output.outputs):
             message = "the engine failed while it computed this answer, and goes on: send the request again"
             raise ApiError(500, message, kind=SERVER, code="engine_error")

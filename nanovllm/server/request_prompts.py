@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.chat_template.template import ChatTemplate
@@ -29,9 +30,10 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
 def completion_prompt(serving: Serving, prompt: str | list[int], request: CompletionRequest) -> PromptParts:
     """Tokenize and check one prompt. Raises RequestError and ApiError."""
     llm = serving.engine.llm
-    tokens = prompt if isinstance(prompt, list) else encode(llm, prompt, request.add_special_tokens is not False)
+    with naming("prompt"):
+        tokens = prompt if isinstance(prompt, list) else encode(llm, prompt, request.add_special_tokens is not False)
     if request.truncate_prompt_tokens is None:
-        check_length(llm, tokens, "prompt")
+        check_tokens(llm, tokens, "prompt")
     return PromptParts(None, tokens, request.cache_salt)
 
 
@@ -43,13 +45,19 @@ def encode(llm: LLM, text: str, add_special_tokens: bool) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def check_length(llm: LLM, tokens: Sequence[int], param: str) -> None:
-    """Raise ApiError, with what to do, for a prompt of more tokens than max_model_len."""
-    if len(tokens) > llm.max_model_len:
-        try:
-            llm.engine.check_prompt(None, tokens)
-        except RequestError as error:
-            raise invalid(str(error), param, "context_length_exceeded") from None
+def check_tokens(llm: LLM, tokens: Sequence[int], param: str) -> None:
+    """Raise ApiError, with what to do, for a prompt that the engine cannot take."""
+    with naming(param, "context_length_exceeded" if len(tokens) > llm.max_model_len else None):
+        llm.engine.check_prompt(None, tokens)
+
+
+@contextmanager
+def naming(param: str, code: str | None = None) -> Iterator[None]:
+    """Context whose RequestError becomes an ApiError that names the field."""
+    try:
+        yield
+    except RequestError as error:
+        raise invalid(str(error), param, code) from None
 
 
 def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list[int]:
@@ -70,10 +78,8 @@ def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list
         tools=None if tools is None else [_as_template_expects(tool) for tool in tools],
         template_kwargs={**(request.chat_template_kwargs or {}), **_documents(request)},
     )
-    try:
+    with naming("messages"):
         return template.token_ids([_message(message, i) for i, message in enumerate(request.messages or ())])
-    except RequestError as error:
-        raise invalid(str(error), "messages") from None
 
 
 def template_text(serving: Serving) -> str:

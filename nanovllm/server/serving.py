@@ -58,7 +58,7 @@ class Serving:
         self, held: ExitStack, prompts: Sequence[PromptParts], params: SamplingParams, request_id: str, priority: int
     ) -> Generation:
         """Start the engine's requests. `held` is released when the generation is closed."""
-        generation = Generation(held, self.metrics.observe)
+        generation = Generation(held)
         await generation.start(self.engine, prompts, params, request_id, priority)
         return generation
 

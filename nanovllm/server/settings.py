@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class ServerSettings:
     between two requests of a connection. shutdown_timeout: for running requests, after SIGTERM.
     chat_template: the text of a template to use instead of the tokenizer's. trust_request_chat_template: requests may
     bring templates. tool_call_parser: the format of tool calls in the model's text; "auto" reads it off the chat
-    template. ui: the page at `/`. ssl_*: files for TLS, as uvicorn takes them.
+    template. ui: the page at `/`. ssl_*: PEM files for TLS; with ssl_ca_certs, clients need a certificate of these CAs.
     """
 
     served_model_names: tuple[str, ...]
@@ -60,11 +61,33 @@ class ServerSettings:
         _require(self.tool_call_parser in TOOL_CALL_PARSERS, "tool_call_parser", rule, self.tool_call_parser)
         if any(not key.isascii() or not key or key != key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty, or has spaces around it or characters beyond ASCII: use another")
+        self._check_tls()
+
+    def _check_tls(self) -> None:
+        """Read the files, so that a wrong one is found before a model is loaded."""
         rule = "needs ssl_keyfile and ssl_certfile together"
         _require((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_certfile", rule, self.ssl_certfile)
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
             path = getattr(self, name)
             _require(path is None or Path(path).is_file(), name, "must be a file", path)
+        if self.ssl_certfile is None:
+            for name in ("ssl_ca_certs", "ssl_keyfile_password"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} has no effect without TLS: give ssl_keyfile and ssl_certfile too")
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
+        except (OSError, ValueError):  # OpenSSL's own words say little
+            raise ConfigError(
+                f"ssl_certfile={quoted(self.ssl_certfile)} and ssl_keyfile={quoted(self.ssl_keyfile)} cannot be used "
+                "together: give a certificate and its own private key as PEM, and ssl_keyfile_password for an "
+                "encrypted key"
+            ) from None
+        try:
+            context.load_verify_locations(self.ssl_ca_certs) if self.ssl_ca_certs is not None else None
+        except (OSError, ValueError):
+            raise ConfigError(f"ssl_ca_certs={quoted(self.ssl_ca_certs)}: must hold CA certificates as PEM") from None
 
     @property
     def model_name(self) -> str:

@@ -58,9 +58,9 @@ class Envelope:
         self.sends_usage = options is not None and options.include_usage
         self._always = self.sends_usage and options is not None and options.continuous_usage_stats
 
-    def chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, choices: Sequence[dict[str, Any]], **others: Any) -> dict[str, Any]:
         """A part of a streamed answer. With include_usage, all but the last one have a usage of null, as OpenAI's."""
-        part = {**self._fields, "choices": choices}
+        part = {**self._fields, "choices": choices, **others}
         if self.sends_usage:
             part["usage"] = self.usage.as_json() if self._always else None
         return part

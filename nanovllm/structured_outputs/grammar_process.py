@@ -6,38 +6,31 @@ the engine. One that the process has read within its bounds can be compiled by t
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import RequestError, one_line
 from nanovllm.structured_outputs import grammar_worker
+from nanovllm.worker_process import WorkerProcess
 
 WALL_SECONDS = 60.0  # of one grammar: more than its CPU time, for a busy machine
 MOST_SHOWN = 400  # characters of the library's reason
 
 
 class GrammarProcess:
-    """Reads grammars, one at a time. The process is started for the first one, and again after one that ended it."""
+    """Reads grammars, one at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-        self._end: weakref.finalize[..., Any] | None = None
+        self._worker = WorkerProcess(grammar_worker.__file__, ["llguidance"], [], "to read it")
 
     def read(self, kind: str, text: str, options: Mapping[str, Any], limits: Mapping[str, Any]) -> str:
         """What llguidance compiles. Raises RequestError for a grammar that is invalid or exceeds a bound."""
         request = json.dumps({"kind": kind, "text": text, "options": options, "limits": dict(limits)})
-        with self._lock:
+        with self._worker.lock:
             answer = self._ask(request)
         if "error" in answer:
             raise RequestError(one_line(answer["error"].replace("<non-verbose/>", ""), MOST_SHOWN))
@@ -45,18 +38,16 @@ class GrammarProcess:
 
     def close(self) -> None:
         """End the process. The next call starts another."""
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
+        self._worker.close()
 
     def _ask(self, request: str) -> dict[str, str]:
         """The answer. Any failure ends the process."""
-        process = self._started()
+        process = self._worker.started()
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(WALL_SECONDS, process.kill)
         timer.start()
         try:
-            process.stdin.write(request + "\n")
+            process.stdin.write(f"{request}\n".encode())
             process.stdin.flush()
             return dict(json.loads(process.stdout.readline()))
         except (OSError, ValueError):
@@ -69,44 +60,8 @@ class GrammarProcess:
         finally:
             timer.cancel()
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            try:
-                self._process = _start()
-            except OSError as error:
-                raise RequestError(f"no process can be started to read it: {error.strerror}") from None
-            self._end = weakref.finalize(self, _end, self._process)
-        return self._process
 
-
-def _start() -> subprocess.Popen[str]:
-    """A process without this one's environment, open files, terminal and Ctrl-C."""
-    spec = importlib.util.find_spec("llguidance")
-    assert spec is not None and spec.origin is not None
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", grammar_worker.__file__, str(Path(spec.origin).parent.parent)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
-        cwd="/",
-        start_new_session=True,
-        text=True,
-        encoding="utf-8",
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # what was not written yet has no reader
-                pipe.close()
-
-
-def _how_it_ended(process: subprocess.Popen[str]) -> str:
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
     try:
         status = process.wait(timeout=1)
     except subprocess.TimeoutExpired:

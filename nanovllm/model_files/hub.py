@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, ModelError, quoted, told
-from nanovllm.model_files import read_json_object
+from nanovllm.model_files.json_fields import read_json_object
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (

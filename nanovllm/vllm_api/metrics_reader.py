@@ -116,6 +116,7 @@ class RequestHistograms:
         }
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._generated_tokens = 0
 
     def observe(self, request: Request) -> None:
@@ -140,6 +141,7 @@ class RequestHistograms:
         for name, value in values.items():
             self._buckets[name].add(value)
         self._prompt_tokens += request.prompt_len
+        self._cached_tokens += times.cached_tokens
         self._generated_tokens += sum(lengths)
         for seq in request.sequences:
             reason = seq.finish_reason or "abort"
@@ -147,6 +149,7 @@ class RequestHistograms:
 
     def metrics(self, labels: dict[str, str]) -> Iterator[Metric]:
         yield Counter("vllm:prompt_tokens", labels, self._prompt_tokens)
+        yield Counter("vllm:prompt_tokens_cached", labels, self._cached_tokens)
         yield Counter("vllm:generation_tokens", labels, self._generated_tokens)
         for reason, count in self._finished.items():
             yield Counter("vllm:request_success", {**labels, "finished_reason": reason}, count)

@@ -1,0 +1,39 @@
+"""The configurations of the Triton attention kernels that a sweep tries; the tests run and compile each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig, decode_config, prefill_config, row_bytes
+
+
+def prefill_variants(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> list[PrefillConfig]:
+    """The configurations of a sweep, the default first. All fit the device with almost no spilled registers."""
+    default = prefill_config(head_dim, dtype, capability)
+    if dtype == torch.float32:
+        return [default]
+    if head_dim > 128:
+        others = [replace(default, branch=not default.branch)]
+    elif capability[0] in (9, 10):
+        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)]
+        others = [PrefillConfig(*tile, branch) for tile in tiles for branch in (False, True)]
+    else:
+        tiles = [(128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3)]
+        others = [PrefillConfig(*tile, branch) for tile in tiles for branch in (False, True)]
+    return [default, *(config for config in others if config != default)]
+
+
+def decode_variants(head_dim: int, dtype: torch.dtype) -> list[DecodeConfig]:
+    """The configurations of a sweep, the default first: tiles of the first kernel, then pipelines of the reduction."""
+    default = decode_config(head_dim, dtype)
+    if row_bytes(head_dim, dtype) > 256:
+        return [default, *(replace(default, reduce_stages=stages) for stages in (1, 2))]
+    tiles = [(32, 4, 4), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
+    reductions = [(1, 4), (2, 4), (4, 1), (4, 2), (4, 8)]
+    return [
+        default,
+        *(replace(default, keys=keys, warps=warps, stages=stages) for keys, warps, stages in tiles),
+        *(replace(default, reduce_warps=warps, reduce_stages=stages) for warps, stages in reductions),
+    ]
