@@ -73,7 +73,6 @@ class AsyncLLM:
         self._lock = threading.Lock()  # of the two below: after the end no command is queued
         self._closing = False
         self._end: EngineError | None = None
-        self._on_end: list[Callable[[], None]] = []
         self._numbers = itertools.count()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long text")
@@ -185,10 +184,6 @@ class AsyncLLM:
         if self._end is not None:
             raise self._end
 
-    def on_end(self, function: Callable[[], None]) -> None:
-        """Call a function, in the engine's thread, when the engine has ended by an error."""
-        self._on_end.append(function)
-
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Abort all requests, end the threads and release the model. Safe to call twice.
 
@@ -287,7 +282,6 @@ class AsyncLLM:
         """Fail everything that waits for the engine."""
         with self._lock:
             self._end = end
-            closed = self._closing
         try:
             self._client.close()
         except Exception:
@@ -300,5 +294,3 @@ class AsyncLLM:
             command = self._commands.get()
             if command is not None:
                 command()
-        for function in [] if closed else self._on_end:
-            function()
