@@ -192,7 +192,7 @@ async def _request(port: int, prompt: list[int], output_len: int, stream: bool) 
     header = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     writer.write(f"{header}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     times, tokens, status = [], 0, await reader.readline()
     if b" 200 " not in status:
