@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -301,6 +302,18 @@ def test_version_and_verbose(model: str, capsys: pytest.CaptureFixture[str], mon
     said = capsys.readouterr().err
     assert "# device blocks: 80, # host blocks: 0; longest prompt: 1024 tokens" in said
     assert "stay on the device" in said and logging.getLogger("nanovllm").level == logging.NOTSET
+
+
+def test_flags_that_extend_the_positions_can_be_pasted_into_a_shell(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(model, "x" * 1500, "--num-gpu-blocks", "200") == 1
+    *_, sentence, flags = capsys.readouterr().err.splitlines()
+    assert "the model's positions end at 1024" in sentence and flags.startswith("--hf-overrides '{")
+    assert generate(model, "x" * 1500, "--num-gpu-blocks", "200", *shlex.split(flags)) == 0
+    assert generate(model, "x", "--max-model-len", "1500") == 2
+    sentence, flags = capsys.readouterr().err.splitlines()
+    assert "hf_overrides={'rope_parameters'" in sentence and flags == "--max-model-len 1024"
 
 
 def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:

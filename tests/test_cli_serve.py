@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from nanovllm.cli import serve
 from nanovllm.cli.main import main
+from nanovllm.progress_bar import ERASE
 from nanovllm.server import async_llm, run
 from nanovllm.server.settings import ServerSettings
 
@@ -42,6 +44,22 @@ def test_settings_come_from_flags_files_and_the_environment(
     assert settings.served_model_names == (tmp_path.name, str(tmp_path)) and settings.host == "127.0.0.1"
     told = capsys.readouterr().err
     assert f"{tmp_path.name} is served at http://127.0.0.1:" in told and "4,096 tokens" in told
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_that_the_model_is_loading(
+    loaded: list[ServerSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 0
+    drawn = terminal.getvalue().split(ERASE)
+    assert drawn[1].startswith(f"loading {tmp_path}"[:70]) and drawn[-1].startswith(f"{tmp_path.name} is served at")
+    assert all(line.startswith("loading ") for line in drawn[1:-1] if line)
 
 
 def test_listening_beyond_this_machine_without_a_key_is_pointed_out(

@@ -270,7 +270,7 @@ def test_it_runs_as_a_module(model_dir: Path) -> None:
 # ---- refusals
 
 WRONG: dict[str, tuple[list[str], str]] = {
-    "no command": ([], "COMMAND"),
+    "no command": ([], "no command is given"),
     "no model": (["plan"], "--model"),
     "a model of no such name": (["plan", "--model", "Qwen/Qwen3-8B"], "is not a directory"),
     "no unit": (["plan", *QWEN_1M, "--gpu-mem", "80"], "'80' is not a size such as 80GB"),

@@ -216,11 +216,24 @@ def test_what_a_refusal_names_makes_the_prompt_fit_and_nothing_less_does(
                 assert "max_model_len" in change and "max_model_len" in str(error)
 
 
-def test_a_prompt_beyond_the_positions_has_no_way_but_a_shorter_one(model_dir: Path) -> None:
-    with LLM(model_dir, num_gpu_blocks=6, kvcache_block_size=BLOCK) as llm:
-        assert llm.plan().changes_for(MAX_LEN + 1) == []
-        with pytest.raises(RequestError, match="positions end at 256"):
-            llm.generate(random_prompt(MAX_LEN + 1, VOCAB, 1), greedy(1), use_tqdm=False)
+def test_yarn_extends_the_positions_to_four_times_the_trained_length(model_dir: Path) -> None:
+    """Another theta stays, the older form of RoPE scaling gives way, and memory and max_model_len grow too."""
+    arguments: dict[str, Any] = {"num_gpu_blocks": 6, "kvcache_block_size": BLOCK, "max_model_len": 64}
+    arguments["hf_overrides"] = {"rope_theta": 5000.0, "rope_scaling": None}
+    wanted = 2 * MAX_LEN + 1
+    with LLM(model_dir, **arguments) as llm:
+        assert llm.plan().changes_for(4 * MAX_LEN + 1) == []
+        changes = llm.plan().changes_for(wanted)
+        with pytest.raises(RequestError, match=r"positions end at 256, .* extend them at some cost") as refusal:
+            llm.generate(random_prompt(wanted, VOCAB, 1), greedy(1), use_tqdm=False)
+    assert list(refusal.value.changes) == changes and len(changes) >= 2
+    rope = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": MAX_LEN}
+    for change in changes:
+        assert change["hf_overrides"] == {"rope_theta": 5000.0, "rope_parameters": rope}
+        with LLM(model_dir, **arguments | change) as llm:
+            assert accepts(llm, wanted) and llm._runner.spec.rope.theta == 5000.0
+            further = llm.plan().changes_for(3 * MAX_LEN + 1)
+            assert further[0]["hf_overrides"]["rope_parameters"] == rope | {"factor": 4.0}, "of the trained length"
 
 
 # ---- sizing on machines that are not here

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -163,11 +164,14 @@ def flag_name(kind: str, field: str) -> str:
 
 
 def as_flags(arguments: Mapping[str, Any]) -> str:
-    """Engine arguments as they are written on the command line."""
+    """Engine arguments as they are written on the command line of a shell."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = flag_name(ENGINE, name)
-        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, str(value)]
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, shlex.quote(json.dumps(value) if isinstance(value, Mapping) else str(value))]
     return " ".join(words)
 
 

@@ -93,7 +93,8 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
     else:
         memory = _this_memory(network, config, device)
     layout = network.layout(network.block_size(config))
-    return KVSizing(config, layout, network.spec.max_model_len, memory, WATERMARK)
+    spec = network.spec
+    return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)
 
 
 def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_argu
 from nanovllm.cli.boundary import Interrupt, say
 from nanovllm.cli.templates import read_template
 from nanovllm.errors import ConfigError
+from nanovllm.progress_bar import StatusLine
 
 KEY_VARIABLE = "NANOVLLM_API_KEY"
 
@@ -93,12 +95,14 @@ def run(args: argparse.Namespace) -> int:
         chat_template=read_template(args.chat_template),
         **{name: getattr(args, name) for name in SAME_NAME},
     )
-    from nanovllm.server.async_llm import AsyncLLM  # imports torch, which takes seconds
-    from nanovllm.server.run import BACKLOG, address, open_socket, serve
+    with ExitStack() as stack:
+        with StatusLine() as status, status.during(f"loading {args.model}"):
+            from nanovllm.server.async_llm import AsyncLLM  # imports torch, which takes seconds
+            from nanovllm.server.run import BACKLOG, address, open_socket, serve
 
-    with open_socket(settings) as opened:
-        with Interrupt() as interrupt, interrupt.allowed():
-            engine = AsyncLLM(args.model, **engine_arguments(args))
+            opened = stack.enter_context(open_socket(settings))
+            with Interrupt() as interrupt, interrupt.allowed():
+                engine = AsyncLLM(args.model, **engine_arguments(args))
         opened.listen(BACKLOG)
         _log_accesses(settings.access_log)
         say(

@@ -60,7 +60,9 @@ class ModelRunner:
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
-        self.sizing = KVSizing(config, layout, self.spec.max_model_len, without_swap, WATERMARK)
+        self.sizing = KVSizing(
+            config, layout, self.spec.max_model_len, without_swap, WATERMARK, self.spec.yarn_positions
+        )
         self.plan = self.sizing.plan()
         self.num_swap_blocks = groups.plan_swap_space(config, layout, memory, self.plan) if groups is not None else 0
         self._log_sizes()

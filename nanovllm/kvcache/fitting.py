@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,16 +22,22 @@ from nanovllm.kvcache.sizing import (
 )
 from nanovllm.memory_checks import gib
 
+MOST_YARN = 4  # times the trained length; what Qwen's model cards recommend
+
 
 @dataclass(frozen=True, slots=True)
 class KVSizing:
-    """The inputs of the KV cache's sizes. `watermark`: the share of the blocks that stays free."""
+    """The inputs of the KV cache's sizes. `watermark`: the share of the blocks that stays free.
+
+    yarn_positions: the trained length in tokens, if YaRN can extend it; see `DecoderSpec.yarn_positions`.
+    """
 
     config: EngineConfig
     layout: KVLayout
     model_max_len: int
     memory: MemoryFacts
     watermark: float
+    yarn_positions: int | None = None
 
     def plan(self) -> KVPlan:
         """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""
@@ -46,8 +52,10 @@ class KVSizing:
             raise ConfigError(str(error), list(self._larger_shares(1))) from None
         except PositionsError as error:
             held = self._changed({"max_model_len": None}).plan().max_model_len
-            fits = f"{error}; as things are, prompts of up to {held} tokens fit"
-            raise ConfigError(fits, [{"max_model_len": held}]) from None
+            longer = self._longer_positions(self.config.max_model_len or 1)
+            says = f"{error}; lower max_model_len to that, or {_extended(longer)}"
+            fits = f"as things are, prompts of up to {held} tokens fit"
+            raise ConfigError(f"{says}; {fits}", [{"max_model_len": held}, *longer]) from None
 
     def longest_limit(self, plan: KVPlan) -> str:
         """The name of the limit that ends the longest prompt of `plan`."""
@@ -58,11 +66,11 @@ class KVSizing:
     def changes_for(self, tokens: int) -> list[dict[str, Any]]:
         """Sets of engine arguments that each make a sequence of `tokens` tokens fit, the smallest change first.
 
-        Block counts and memory shares are the smallest that suffice. Empty if the model's positions or the memory do
-        not allow such a sequence.
+        Block counts and memory shares are the smallest that suffice. Empty if the model's positions, also with YaRN, or
+        the memory do not allow such a sequence.
         """
         if tokens > self.model_max_len:
-            return []
+            return self._longer_positions(tokens)
         limit = self.config.max_model_len
         lifted: dict[str, Any] = {} if limit is None or limit >= tokens else {"max_model_len": tokens}
         if lifted and self._holds(tokens, lifted):
@@ -75,10 +83,9 @@ class KVSizing:
         plan, memory = self._plan(), self.memory
         fits = f"as things are, prompts of up to {plan.max_model_len} tokens fit"
         if tokens > self.model_max_len:
-            return Advice(
-                f"the model's positions end at {self.model_max_len}, so shorten the prompt, or give the model a RoPE "
-                f"scaling that reaches further; {fits}"
-            )
+            longer, end = self._longer_positions(tokens), self.model_max_len
+            says = f"the model's positions end at {end}, so shorten the prompt, or {_extended(longer)}"
+            return Advice(f"{says}; {fits}", longer)
         held = (
             f"its KV cache takes {gib(tokens * self.layout.token_bytes)}, and the engine has "
             f"{plan.split.resident_blocks} blocks of {self.layout.block_size} tokens on the device and "
@@ -123,6 +130,23 @@ class KVSizing:
             blocks += 1
         return blocks
 
+    def _longer_positions(self, tokens: int) -> list[dict[str, Any]]:
+        """YaRN for positions up to `tokens`, and what else such a sequence needs."""
+        if self.yarn_positions is None or tokens > MOST_YARN * self.yarn_positions:
+            return []
+        factor = -(-tokens // self.yarn_positions)
+        rope = {
+            "rope_type": "yarn",
+            "factor": float(factor),
+            "original_max_position_embeddings": self.yarn_positions,
+        }
+        others = {name: value for name, value in self.config.hf_overrides.items() if name != "rope_scaling"}
+        change: dict[str, Any] = {"hf_overrides": {**others, "rope_parameters": rope}}
+        longer = replace(self, model_max_len=factor * self.yarn_positions)
+        if longer._holds(tokens, {}):
+            return [change]
+        return [change | more for more in longer.changes_for(tokens)]
+
     def _larger_caches(self, tokens: int) -> Iterator[dict[str, Any]]:
         """Changes that could make the cache large enough. Does not check whether the memory allows them.
 
@@ -160,6 +184,13 @@ class KVSizing:
         return counted if config.kvcache_block_size else counted | {"kvcache_block_size": self.layout.block_size}
 
 
+def _extended(longer: Sequence[Mapping[str, Any]]) -> str:
+    if not longer:
+        return "give the model a RoPE scaling that reaches further"
+    return f"extend them at some cost of accuracy: {spelled(longer[0])}"
+
+
 def spelled(change: Mapping[str, Any]) -> str:
     """The change as it is written in a call."""
-    return " with ".join(f"{name}={value!r}" for name, value in change.items())
+    first, *others = (f"{name}={value!r}" for name, value in change.items())
+    return f"{first} with {', '.join(others)}" if others else first

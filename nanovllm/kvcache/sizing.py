@@ -71,10 +71,7 @@ def plan_kv_cache(
     """Size both tiers. Raises ConfigError, with numbers, if that is impossible; `fitting` suggests what to change."""
     wanted_len = config.max_model_len or model_max_len
     if wanted_len > model_max_len:
-        raise PositionsError(
-            f"max_model_len={wanted_len}: the model's positions end at {model_max_len}; lower max_model_len to that, "
-            "or give the model a RoPE scaling that reaches further"
-        )
+        raise PositionsError(f"max_model_len={wanted_len}: the model's positions end at {model_max_len}")
     useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
     layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
     layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)

@@ -100,6 +100,13 @@ class DecoderSpec:
             yield f"{prefix}self_attn.k_norm.weight", (self.head_dim,)
 
     @property
+    def yarn_positions(self) -> int | None:
+        """The trained length in tokens, which YaRN would extend; None if the model has another RoPE scaling."""
+        if self.rope.kind == "yarn":
+            return self.rope.original_max_position
+        return self.max_position_embeddings if self.rope.kind == "default" else None
+
+    @property
     def max_model_len(self) -> int:
         """The longest sequence, in tokens, that the checkpoint's positions support.
 
