@@ -58,23 +58,21 @@ class Ring:
     def run(self, stores: bool, computes: bool) -> float:
         """One pass; 1e9 bytes per second."""
         engine, layout = self.engine, self.engine.layout
-        uses = [
-            RingUse(layer, block, layout.block_size)
-            for layer in range(layout.num_layers)
-            for block in range(engine.num_host_blocks)
-        ]
-        runs = in_groups(uses, engine.group_slots)
+        blocks = in_groups(
+            [RingUse(block, layout.block_size) for block in range(engine.num_host_blocks)], engine.group_slots
+        )
+        runs = [(layer, uses) for layer in range(layout.num_layers) for uses in blocks]
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():
             engine.begin(runs)
-            for index, run in enumerate(runs):
-                engine.acquire(run[0].layer, run[0].host_block)
-                for _ in run if computes else ():
+            for index, (layer, uses) in enumerate(runs):
+                engine.acquire(layer, uses[0].host_block)
+                for _ in uses if computes else ():
                     torch.mm(self._matrix, self._matrix)
                 if stores:  # all tokens, though the blocks were loaded with all of theirs
-                    written = [RingUse(use.layer, use.host_block, 0, layout.block_size) for use in run]
-                    engine.offload_slot_layer(index % (engine.split.ring_slots // engine.group_slots), written)
+                    written = [RingUse(use.host_block, 0, layout.block_size) for use in uses]
+                    engine.offload_slot_layer(index % (engine.split.ring_slots // engine.group_slots), layer, written)
                 engine.release()
         engine.synchronize()
         moved = engine.transfers - before

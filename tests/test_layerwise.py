@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import ROPES, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
 
@@ -66,6 +65,24 @@ def test_a_cached_prefix_comes_in_once_per_layer(model_dir: Path) -> None:
     assert moved.h2d_bytes == sum(on_host[:6]) * stats.bytes_per_block
     assert moved.d2h_copies == LAYERS * sum(on_host[6:])
     assert moved.h2d_bytes == output.metrics.h2d_bytes and moved.d2h_bytes == output.metrics.d2h_bytes
+
+
+def test_a_layer_waits_once_for_each_load(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each of its chunks: a prompt of a million tokens has 500 chunks and 4,000 blocks."""
+    waits: list[int] = []
+    acquire = OffloadEngine.acquire_buffer
+
+    def counted(engine: OffloadEngine, index: int) -> None:
+        waits.append(index)
+        acquire(engine, index)
+
+    monkeypatch.setattr(OffloadEngine, "acquire_buffer", counted)
+    with open_llm(model_dir, chunk=20) as llm:
+        watched = watch_layerwise(llm)
+        token_ids(llm, random_prompt(200, VOCAB, 1), greedy(1))
+        resident = llm.kv_stats().resident_blocks
+    on_host = [index for index, physical_id in enumerate(watched[-1].block_table) if physical_id >= resident]
+    assert len(on_host) > 8 and waits == LAYERS * on_host
 
 
 @pytest.mark.parametrize(
@@ -247,10 +264,6 @@ def run_layerwise(model_dir: Path) -> None:
             llm.engine.step()
 
 
-def without_wait(engine: OffloadEngine, index: int) -> torch.Tensor:
-    return engine.layer_buffer[index]
-
-
 def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
     if (layer + 1) * cache._part.layerwise.num_chunks < cache._part.end_layer_chunk:
         cache._fill(layer + 1)
@@ -258,7 +271,7 @@ def fill_before_release(cache: LayerwiseKVCache, layer: int) -> None:
 
 
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "blocks are used before they are loaded": (OffloadEngine, "buffered", without_wait),
+    "blocks are used before they are loaded": (OffloadEngine, "acquire_buffer", lambda *_: None),
     "blocks are never released": (OffloadEngine, "release_buffer", lambda *_: None),
     "the next layer is loaded before this one is released": (LayerwiseKVCache, "_end_layer", fill_before_release),
     "a part that ends within a layer releases nothing": (LayerwiseKVCache, "end_part", lambda *_: None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import PREFILL_WAYS, greedy, logits_by_request, offloaded, random_prompt, set_prefill, token_ids
+from cpu_attention_helpers import force_share
+from engines import (
+    PREFILL_WAYS,
+    greedy,
+    logits_by_request,
+    offloaded,
+    random_prompt,
+    recorded_batches,
+    set_prefill,
+    token_ids,
+)
 
 from nanovllm import LLM
 from nanovllm.device.cpu import CpuDevice
@@ -189,3 +200,46 @@ def test_a_hit_within_a_block_moves_what_the_formula_says(recall_dir: Path) -> N
         token_ids(llm, make_prompt(make_document(VOCAB, 60, seed=4), 9), greedy(1))
         moved = llm.kv_stats().transfers
         assert moved == TransferCount(d2h_copies=2, d2h_bytes=(BLOCK + HASH) * layout.token_bytes)
+
+
+@pytest.mark.usefixtures("small_hash_blocks")
+@pytest.mark.parametrize("share", [None, 0.5, 1.0], ids=["copied", "half on the CPU", "all on the CPU"])
+@pytest.mark.parametrize("way", PREFILL_WAYS)
+def test_hits_within_blocks_on_both_tiers_move_what_the_formula_says(
+    recall_dir: Path, way: str, share: float | None
+) -> None:
+    """A host block's stored tokens are loaded, or attended to by the CPU, and its new ones are stored; a copied part
+    crosses the link if its tiers differ. A prefill that goes layer by layer loads what was cached before it, once."""
+    document = make_document(VOCAB, 4 * BLOCK + HASH + 3, seed=2)
+    arguments = offloaded(BLOCK, 4, 30, max_model_len=400, max_num_batched_tokens=40, cpu_attention=share is not None)
+    with LLM(recall_dir, **arguments) as llm:
+        set_prefill(llm, way)
+        if share is not None:
+            force_share(llm, share)
+        batches, resident = recorded_batches(llm), llm.kv_stats().resident_blocks
+        token_bytes, block_size = llm._runner.sizing.layout.token_bytes, BLOCK
+        for number, shared in enumerate((HASH + 1, BLOCK - 1, BLOCK + HASH, 3 * BLOCK + 2 * HASH, len(document))):
+            for start in (document, document[:shared]):
+                batches.clear()
+                prompt = [*start, *random_prompt(70, VOCAB, number)]
+                (output,) = llm.generate(prompt, greedy(3), use_tqdm=False)
+                expected, found = Counter[str](), Counter[str]()
+                for batch, _, moved in batches:
+                    (seq,) = batch.sequences
+                    for move in batch.moves:
+                        kind = f"{'h' if move.src >= resident else 'd'}2{'h' if move.dst >= resident else 'd'}"
+                        expected[kind] += (move.num_tokens or block_size) * token_bytes
+                    part = seq.layerwise
+                    for index, physical_id in enumerate(seq.block_table):
+                        if physical_id < resident or (part is not None and part.first_layer_chunk > 0):
+                            continue
+                        stored = min(max(seq.context_len - index * block_size, 0), block_size)
+                        held = min(seq.context_len + len(seq.token_ids) - index * block_size, block_size)
+                        expected["h2d"] += stored * token_bytes
+                        expected["d2h"] += (held - stored) * token_bytes
+                    found["h2d"] += moved.h2d_bytes + moved.cpu_attention_bytes
+                    found["d2h"] += moved.d2h_bytes
+                assert found["h2d"] == expected["h2d"] and found["d2h"] == expected["d2h"], (shared, output)
+                assert output.num_cached_tokens > 0 or number == 0
+        assert manager_of(llm).stats.copied_blocks >= 5
+        assert (llm.kv_stats().transfers.cpu_attention_bytes > 0) == (share is not None)

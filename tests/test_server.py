@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from server_helpers import CACHE, NAME, ask, client_of, events, in_engine, make_
 from test_async_llm import failing_steps, slow_steps
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.async_llm import LONG_TEXT, AsyncLLM
 from nanovllm.server.limits import Admission
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -483,6 +484,32 @@ def test_prompts_are_not_logged(engine: AsyncLLM, caplog: pytest.LogCaptureFixtu
         ok(engine, CHAT, messages=[{"role": "user", "content": "a secret"}], max_tokens=2, stream=True)
         error(engine, COMPLETIONS, {"prompt": "a secret", "temperature": -3})
     assert "a secret" not in caplog.text
+
+
+def test_no_request_waits_for_the_long_text_of_another(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = engine.llm.engine.tokenizer
+    encode, go_on = tokenizer.encode, threading.Event()  # type: ignore[union-attr]
+
+    def slow(text: str, **options: Any) -> list[int]:
+        assert len(text) < LONG_TEXT or go_on.wait(60)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+
+    async def asked() -> None:
+        async with client_of(engine) as client:
+            text = "a" * LONG_TEXT
+            bodies = {COMPLETIONS: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
+            long = [asyncio.ensure_future(client.post(path, json=body)) for path, body in bodies.items()]
+            await asyncio.sleep(0.2)
+            for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+                assert (await client.post(path, json={**body, "max_tokens": 1})).status_code == 200
+            assert not any(answer.done() for answer in long)
+            go_on.set()
+            for answer in await asyncio.gather(*long):
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    run_async(asked())
 
 
 def test_admission_is_released_by_every_end(engine: AsyncLLM) -> None:

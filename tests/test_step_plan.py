@@ -168,7 +168,7 @@ def test_a_group_attended_out_of_turn_is_refused() -> None:
     device = CpuDevice()
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_size=BLOCK, itemsize=4)
     engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(4, 0), num_host_blocks=6)
-    engine.begin([[RingUse(layer, block, BLOCK) for block in (4, 5)] for layer in range(2)])
+    engine.begin([(layer, [RingUse(block, BLOCK) for block in (4, 5)]) for layer in range(2)])
     with pytest.raises(EngineError, match=r"layer 1 of host block 4, but announced layer 0 of host block 4 next"):
         engine.acquire(1, 4)
     for layer in range(2):

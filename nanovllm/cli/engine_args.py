@@ -6,6 +6,7 @@ import argparse
 from dataclasses import Field, field, fields, make_dataclass
 from typing import Any, Self, get_type_hints
 
+from nanovllm.cli.arguments import flag_options, vllm_flag_options
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, unknown_name_message
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
@@ -53,8 +54,6 @@ class EngineArgs(_Fields):
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add a flag for every field to the parser, under the field's name in the result. Returns the parser."""
-        from nanovllm.cli.arguments import flag_options, vllm_flag_options
-
         hints = get_type_hints(EngineConfig)
         for found in fields(EngineArgs):
             name = ENGINE_ALIASES.get(found.name, found.name)

@@ -92,18 +92,15 @@ class OffloadedKVCache(KVCacheBase):
         if self.cpu_attention is not None:
             self.cpu_attention.begin_step(self._plans)
         # A shared block is loaded once; its bytes count for its first reader.
-        traffic, token_bytes = StepTraffic([0] * len(sequences), [0] * len(sequences)), self.layout.token_layer_bytes
-        groups = []
-        for layer, window in enumerate(self._geometry.windows):
-            for group in self._plans[window].ring:
-                uses = []
-                for read in group.reads:
-                    host_block = read.physical_id - self._first_host_id
-                    uses.append(RingUse(layer, host_block, read.stored_tokens, read.new_tokens))
-                    traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
-                    traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
-                groups.append(uses)
-        self.engine.begin(groups)
+        traffic, windows = StepTraffic([0] * len(sequences), [0] * len(sequences)), self._geometry.windows
+        uses: dict[int | None, list[list[RingUse]]] = {}  # made once for all layers: they can be a hundred thousand
+        for window, plan in self._plans.items():
+            uses[window] = [[self._ring_use(read) for read in group.reads] for group in plan.ring]
+            token_bytes = windows.count(window) * self.layout.token_layer_bytes
+            for read in (read for group in plan.ring for read in group.reads):
+                traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
+                traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
+        self.engine.begin([(layer, group) for layer, window in enumerate(windows) for group in uses[window]])
         return traffic
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -161,6 +158,9 @@ class OffloadedKVCache(KVCacheBase):
             )
             for window, window_reads in reads.items()
         }
+
+    def _ring_use(self, read: BlockRead) -> RingUse:
+        return RingUse(read.physical_id - self._first_host_id, read.stored_tokens, read.new_tokens)
 
     def _write(
         self, read: BlockRead, block: Tensor, k: Tensor, v: Tensor, sequences: Sequence[SequenceMetadata]

@@ -31,16 +31,18 @@ from nanovllm.kvcache.transfer_order import TransferOrder
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """One use of a slot: a layer of a host block.
+    """One use of a slot by a layer of a host block.
 
     Its `stored_tokens` are loaded first, 0 if the host holds none yet. The `new_tokens` after them are written into the
     slot and copied to the host.
     """
 
-    layer: int
     host_block: int
     stored_tokens: int
     new_tokens: int = 0
+
+
+RingUses = tuple[int, Sequence[RingUse]]  # a layer, and host blocks that it uses together; all layers share the blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class OffloadEngine:
         self.order = TransferOrder(device, self._num_groups)
         self._counts = {kind: [0, 0] for kind in ("h2d", "d2h", "d2d", "h2h", "cpu_attention")}  # copies, bytes
         self._blocks: dict[tuple[int, int], Tensor] = {}  # views of the ring: slicing it in every layer is slower
-        self._groups: Sequence[Sequence[RingUse]] = ()  # that the current pass announced, in order
+        self._groups: Sequence[RingUses] = ()  # that the current pass announced, in order
         self._next = 0  # index of the group to attend to next
 
     @property
@@ -121,7 +123,7 @@ class OffloadEngine:
     def blocks_in_flight(self) -> tuple[int, ...]:
         """Physical ids of the host blocks in ring slots: of the acquired group and of those that are being loaded."""
         groups = self._groups[self._next : self._next + self._num_groups]
-        return tuple(self.split.resident_blocks + use.host_block for group in groups for use in group)
+        return tuple(self.split.resident_blocks + use.host_block for _, uses in groups for use in uses)
 
     def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
         """Count copies, or host blocks, one layer of each, that the CPU attended to."""
@@ -130,17 +132,17 @@ class OffloadEngine:
 
     # ---- the ring
 
-    def begin(self, groups: Sequence[Sequence[RingUse]]) -> None:
+    def begin(self, groups: Sequence[RingUses]) -> None:
         """Announce a forward pass: the groups of host blocks that it attends to, in order. The first loads start now.
 
         Every group has between 1 and `group_slots` uses. For each, in exactly this order, the pass calls `acquire`,
         then `store` if it wrote tokens, then `release`.
         """
         assert self._next == len(self._groups), "the last pass did not attend to all groups that it announced"
-        assert all(len(group) <= self.group_slots for group in groups)
+        assert all(len(uses) <= self.group_slots for _, uses in groups)
         self._groups, self._next = groups, 0
-        for group, uses in enumerate(groups[: self._num_groups]):
-            self.load_to_slot_layer(group, uses)
+        for group, (layer, uses) in enumerate(groups[: self._num_groups]):
+            self.load_to_slot_layer(group, layer, uses)
 
     def acquire(self, layer: int, host_block: int) -> Tensor:
         """The blocks of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
@@ -148,9 +150,9 @@ class OffloadEngine:
         layer, host_block: the first use of the group that the caller attends to. Loads are issued ahead in the order of
         `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
         """
-        uses = self._groups[self._next] if self._next < len(self._groups) else ()
-        if not uses or (uses[0].layer, uses[0].host_block) != (layer, host_block):
-            announced = f"layer {uses[0].layer} of host block {uses[0].host_block}" if uses else "no further group"
+        next_layer, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
+        if not uses or (next_layer, uses[0].host_block) != (layer, host_block):
+            announced = f"layer {next_layer} of host block {uses[0].host_block}" if uses else "no further group"
             raise EngineError(
                 f"the pass attends to a group that begins with layer {layer} of host block {host_block}, but announced "
                 f"{announced} next; attend to the groups in the order given to begin()"
@@ -164,7 +166,7 @@ class OffloadEngine:
 
     def store(self) -> None:
         """Copy the new tokens of the acquired group, which are written, to their host blocks."""
-        self.offload_slot_layer(self._next % self._num_groups, self._groups[self._next])
+        self.offload_slot_layer(self._next % self._num_groups, *self._groups[self._next])
 
     def release(self) -> None:
         """Compute no longer needs the acquired slots: start loading the group that uses them next."""
@@ -172,7 +174,7 @@ class OffloadEngine:
         self._next += 1
         self.order.after_compute(group)
         if following < len(self._groups):
-            self.load_to_slot_layer(group, self._groups[following])
+            self.load_to_slot_layer(group, *self._groups[following])
 
     def abandon(self) -> None:
         """After a failed pass: let copies under way finish, and forget the rest of the pass."""
@@ -181,18 +183,17 @@ class OffloadEngine:
 
     # ---- the layer buffer; `index` is the block's index in its sequence
 
-    def fill_buffer(self, index: int, use: RingUse) -> None:
+    def fill_buffer(self, index: int, layer: int, use: RingUse) -> None:
         """Start a layer of the block: load its stored tokens once compute has released the slot."""
-        self.load_to_slot_layer(self._num_groups + index, [use])
+        self.load_to_slot_layer(self._num_groups + index, layer, [use])
 
-    def buffered(self, index: int) -> Tensor:
-        """The block's memory `[2, kv_heads, block_size, head_dim]`, ready for compute."""
+    def acquire_buffer(self, index: int) -> None:
+        """Compute uses the block of `layer_buffer` from now on, after its load."""
         self.order.before_compute(self._num_groups + index)
-        return self.layer_buffer[index]
 
-    def store_buffered(self, index: int, use: RingUse) -> None:
+    def store_buffered(self, index: int, layer: int, use: RingUse) -> None:
         """Copy newly written tokens from the buffer to the host block."""
-        self.offload_slot_layer(self._num_groups + index, [use])
+        self.offload_slot_layer(self._num_groups + index, layer, [use])
 
     def release_buffer(self, index: int) -> None:
         """All attention to the block's layer has been issued on the compute stream."""
@@ -200,24 +201,24 @@ class OffloadEngine:
 
     # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
 
-    def load_to_slot_layer(self, group: int, uses: Sequence[RingUse]) -> None:
+    def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[RingUse]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
         stream = self.order.before_fill(group)
-        self._copy(group, uses, "h2d", stream)
+        self._copy(group, layer, uses, "h2d", stream)
         self.order.after_fill(group)
 
-    def offload_slot_layer(self, group: int, uses: Sequence[RingUse]) -> None:
+    def offload_slot_layer(self, group: int, layer: int, uses: Sequence[RingUse]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
-        self._copy(group, uses, "d2h", self.order.before_store(group))
+        self._copy(group, layer, uses, "d2h", self.order.before_store(group))
 
-    def _copy(self, group: int, uses: Sequence[RingUse], kind: CopyKind, stream: Stream) -> None:
+    def _copy(self, group: int, layer: int, uses: Sequence[RingUse], kind: CopyKind, stream: Stream) -> None:
         in_buffer = group - self._num_groups
         first_slot = group * self.group_slots if in_buffer < 0 else self.split.ring_slots + in_buffer
         pieces = []
         for slot, use in enumerate(uses, first_slot):
             first_token, num_tokens = (0, use.stored_tokens) if kind == "h2d" else (use.stored_tokens, use.new_tokens)
             if num_tokens:
-                pieces.append(SlotTokens(slot, use.layer, use.host_block, first_token, num_tokens))
+                pieces.append(SlotTokens(slot, layer, use.host_block, first_token, num_tokens))
         for together in neighbours(pieces, self.layout.block_size, self._blocks_in_reach):
             copy = self._strided_copy(together, kind)
             self.device.copy_2d(copy, stream)

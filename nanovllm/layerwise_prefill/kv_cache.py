@@ -39,6 +39,7 @@ class LayerwiseKVCache:
         self._part: LayerwiseStep
         self._block_table: Sequence[int] = ()  # of the sequence, in this step
         self._tables: dict[tuple[int, int | None], list[tuple[bool, AttentionMetadata]]] = {}  # by chunk and window
+        self._num_acquired = 0  # blocks of the current layer whose loads compute has waited for, or does not use
 
     def begin_part(self, part: LayerwiseStep, block_table: Sequence[int]) -> tuple[int, int]:
         """Start the loads, after the step's block moves. Returns the bytes that the part loads and stores.
@@ -65,16 +66,18 @@ class LayerwiseKVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
         """See `forward_context.KVCache`. The batch is a single layer chunk."""
         (chunk,) = ctx.sequences
+        state, window, total_len = AttentionState.empty(q), self._geometry.windows[layer], chunk.total_len
+        visible = range(self._first_block(chunk, window), self._num_blocks(total_len))
+        self._acquire(visible)
         self._write(layer, chunk, k, v)
-        state, window = AttentionState.empty(q), self._geometry.windows[layer]
-        for index in range(self._first_block(chunk, window), self._num_blocks(chunk.total_len)):
-            held = min(chunk.total_len - index * self._block_size, self._block_size)
-            self._engine.device.declare_kernel("attend", reads=(self._block(layer, index)[:, :, :held],))
+        blocks = ((index, self._block(layer, index)) for index in visible)
+        held = (block[:, :, : total_len - index * self._block_size] for index, block in blocks)
+        self._engine.device.declare_kernel("attend", reads=held)
         for in_buffer, table in self._groups(chunk, window):
             pool = self._engine.layer_buffer if in_buffer else self._engine.resident[layer]
             self._backend.attend(q, pool, table, state, self._geometry.scale, window)
         self._engine.device.end_kernel()
-        if chunk.total_len == self._part.layerwise.end:
+        if total_len == self._part.layerwise.end:
             self._end_layer(layer)
         return q.copy_(state.out)
 
@@ -86,8 +89,15 @@ class LayerwiseKVCache:
     # ---- the layer buffer
 
     def _fill(self, layer: int) -> None:
+        self._num_acquired = 0
         for index, use in self._uses(layer):
-            self._engine.fill_buffer(index, use)
+            self._engine.fill_buffer(index, layer, use)
+
+    def _acquire(self, visible: range) -> None:
+        """Let compute wait for the loads of these blocks, each once in a layer: a layer has many chunks."""
+        for index in self._on_host(range(max(visible.start, self._num_acquired), visible.stop)):
+            self._engine.acquire_buffer(index)
+        self._num_acquired = visible.stop
 
     def _uses(self, layer: int) -> Iterator[tuple[int, RingUse]]:
         """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
@@ -95,7 +105,7 @@ class LayerwiseKVCache:
         first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
         for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
             stored = min(max(layerwise.begin - index * self._block_size, 0), self._block_size)
-            yield index, RingUse(layer, self._host_block(index), stored)
+            yield index, RingUse(self._host_block(index), stored)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
         """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
@@ -109,7 +119,7 @@ class LayerwiseKVCache:
             new[0] = k[rows].transpose(0, 1)
             new[1] = v[rows].transpose(0, 1)
         for index, first_token, count in self._stores(positions):
-            self._engine.store_buffered(index, RingUse(layer, self._host_block(index), first_token, count))
+            self._engine.store_buffered(index, layer, RingUse(self._host_block(index), first_token, count))
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
@@ -151,9 +161,9 @@ class LayerwiseKVCache:
         return self._block_table[index] - self._engine.split.resident_blocks
 
     def _block(self, layer: int, index: int) -> Tensor:
-        """One layer of a block, `[2, kv_heads, block_size, head_dim]`, once the compute stream may use it."""
+        """One layer of a block, `[2, kv_heads, block_size, head_dim]`."""
         if self._is_on_host(index):
-            return self._engine.buffered(index)
+            return self._engine.layer_buffer[index]
         return self._engine.resident[layer, self._block_table[index]]
 
     def _groups(self, chunk: SequenceMetadata, window: int | None) -> list[tuple[bool, AttentionMetadata]]:

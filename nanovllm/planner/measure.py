@@ -274,11 +274,11 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     """Load or store every block of the host pool through the ring once."""
     layout, tokens = engine.layout, engine.layout.block_size
     stored, new = (tokens, 0) if way == "h2d" else (0, tokens)
-    uses = [RingUse(layer, b, stored, new) for layer in range(layout.num_layers) for b in range(engine.num_host_blocks)]
-    groups = in_groups(uses, engine.group_slots)
+    blocks = in_groups([RingUse(b, stored, new) for b in range(engine.num_host_blocks)], engine.group_slots)
+    groups = [(layer, uses) for layer in range(layout.num_layers) for uses in blocks]
     engine.begin(groups)
-    for group in groups:
-        engine.acquire(group[0].layer, group[0].host_block)
+    for layer, uses in groups:
+        engine.acquire(layer, uses[0].host_block)
         if way == "d2h":
             engine.store()
         engine.release()

@@ -23,6 +23,7 @@ from nanovllm.server.collector import OutputCollector, wake
 logger = logging.getLogger(__name__)
 
 MOST_FAILED_STEPS = 3  # in a row; after that the engine is given up
+LONG_TEXT = 1 << 17  # characters; the tokenizer takes about 0.1 s for them
 CLOSE_SECONDS = 60.0  # most time that a running step may take to end
 T = TypeVar("T")
 
@@ -72,9 +73,9 @@ class AsyncLLM:
         self._lock = threading.Lock()  # of the two below: after the end no command is queued
         self._closing = False
         self._end: EngineError | None = None
-        self._on_end: list[Callable[[], None]] = []
         self._numbers = itertools.count()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long text")
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -116,7 +117,8 @@ class AsyncLLM:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
         if token_ids is None:
-            token_ids = await self.in_text_thread(lambda: self.llm.engine.check_prompt(text, None, params))
+            assert text is not None
+            token_ids = await self.in_text_thread(lambda: self.llm.engine.check_prompt(text, None, params), len(text))
         if params.structured_outputs is not None:  # compiled here, or no request would be stepped meanwhile
             await self._in_thread(self._grammar_thread, lambda: self.llm.engine.prepare(params))
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
@@ -160,9 +162,13 @@ class AsyncLLM:
         """The result of `function(llm)`, called in the engine's thread between two steps."""
         return await asyncio.wrap_future(self._submitted(function))
 
-    async def in_text_thread(self, function: Callable[[], T]) -> T:
-        """The result of `function()`, called in the thread that tokenizes and renders chat templates."""
-        return await self._in_thread(self._text_thread, function)
+    async def in_text_thread(self, function: Callable[[], T], size: int = 0) -> T:
+        """The result of `function()`, called in a thread that tokenizes and renders chat templates.
+
+        size: about the characters of the text. Long texts, which take seconds, have a thread of their own, so that
+        others do not wait for them.
+        """
+        return await self._in_thread(self._long_text_thread if size > LONG_TEXT else self._text_thread, function)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         await self.check_health()  # an engine that has ended has no such threads
@@ -178,10 +184,6 @@ class AsyncLLM:
         if self._end is not None:
             raise self._end
 
-    def on_end(self, function: Callable[[], None]) -> None:
-        """Call a function, in the engine's thread, when the engine has ended by an error."""
-        self._on_end.append(function)
-
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Abort all requests, end the threads and release the model. Safe to call twice.
 
@@ -192,7 +194,7 @@ class AsyncLLM:
         if closes:
             self._commands.put(None)
         self._thread.join(seconds)
-        for pool in (self._text_thread, self._grammar_thread):
+        for pool in (self._text_thread, self._long_text_thread, self._grammar_thread):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             logger.error("the engine's step did not end within %.0f s: its memory is not released", seconds)
@@ -280,7 +282,6 @@ class AsyncLLM:
         """Fail everything that waits for the engine."""
         with self._lock:
             self._end = end
-            closed = self._closing
         try:
             self._client.close()
         except Exception:
@@ -293,5 +294,3 @@ class AsyncLLM:
             command = self._commands.get()
             if command is not None:
                 command()
-        for function in [] if closed else self._on_end:
-            function()

@@ -49,7 +49,7 @@ async def _respond(serving: Serving, body: ChatRequest) -> Response:
 
     with ExitStack() as held:
         held.enter_context(serving.admission.admitted(1))
-        prompts = [await serving.in_text_thread(prompt)]
+        prompts = [await serving.in_text_thread(body, prompt)]
         generation = await serving.start(held.pop_all(), prompts, params, request_id, body.priority)
     messages = Messages(body, form)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"

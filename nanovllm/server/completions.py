@@ -37,7 +37,7 @@ async def _respond(serving: Serving, body: CompletionRequest) -> Response:
         raise invalid("echo needs a tokenizer, and the model has none: leave it out", "echo")
     with ExitStack() as held:
         held.enter_context(serving.admission.admitted(len(given)))
-        prompts = [await serving.in_text_thread(lambda p=p: completion_prompt(serving, p, body)) for p in given]  # type: ignore[misc]
+        prompts = await serving.in_text_thread(body, lambda: [completion_prompt(serving, p, body) for p in given])
         generation = await serving.start(held.pop_all(), prompts, params, request_id, body.priority)
     envelope = Envelope(request_id, "text_completion", serving.settings.model_name, body)
     completions = Completions(body, llm.engine.tokenizer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PrivateAttr
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -16,6 +16,19 @@ class Body(BaseModel):
     """Strict: a number in quotes is not a number."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    _num_bytes: int = PrivateAttr(0)
+
+    @classmethod
+    def read(cls, raw: bytes) -> Self:
+        """The body of a request. Raises ValidationError."""
+        body = cls.model_validate_json(raw)
+        body._num_bytes = len(raw)
+        return body
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the body as JSON."""
+        return self._num_bytes
 
 
 class StreamOptions(Body):

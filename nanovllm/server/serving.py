@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from nanovllm.chat_template.process import TemplateProcess
@@ -21,9 +21,10 @@ from nanovllm.server.http_errors import ApiError, invalid
 from nanovllm.server.kv_events import KVCacheEvents
 from nanovllm.server.limits import Admission, check_model, read_body
 from nanovllm.server.metrics import ServerMetrics
+from nanovllm.server.protocol import Body
 from nanovllm.server.settings import ServerSettings
 
-Body = TypeVar("Body", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 T = TypeVar("T")
 
 
@@ -40,19 +41,19 @@ class Serving:
     templates: TemplateProcess = field(default_factory=TemplateProcess)  # renders chat templates
     started: int = field(default_factory=lambda: int(time.time()))
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
+    async def read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
         """The checked body. Raises ApiError that names the field."""
         raw = await read_body(request, self.settings)
         try:
-            body = kind.model_validate_json(raw)
+            body = kind.read(raw)
         except ValidationError as error:
             raise _refusal(error, kind) from None
         check_model(getattr(body, "model", None), self.settings.served_model_names)
         return body
 
-    async def in_text_thread(self, function: Callable[[], T]) -> T:
-        """The result of `function()`, which tokenizes or renders, while the event loop goes on."""
-        return await self.engine.in_text_thread(function)
+    async def in_text_thread(self, body: Body, function: Callable[[], T]) -> T:
+        """The result of `function()`, which tokenizes or renders what is in the body, while the event loop goes on."""
+        return await self.engine.in_text_thread(function, body.num_bytes)
 
     async def start(
         self, held: ExitStack, prompts: Sequence[PromptParts], params: SamplingParams, request_id: str, priority: int
@@ -63,7 +64,7 @@ class Serving:
         return generation
 
 
-def _refusal(error: ValidationError, kind: type[BaseModel]) -> ApiError:
+def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     """The first error of a body, as a sentence with the name of the field."""
     errors = error.errors(include_url=False, include_context=False)
     errors.sort(

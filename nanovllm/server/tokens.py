@@ -24,12 +24,12 @@ async def tokenize(serving: Serving, request: Request) -> Response:
             return chat_prompt(serving, body)
         return encode(llm, body.prompt, body.add_special_tokens is not False) if body.prompt else []
 
-    tokens = await serving.in_text_thread(token_ids)
+    tokens = await serving.in_text_thread(body, token_ids)
     answer = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": None}
     if body.return_token_strs:
         texts = llm.engine.tokenizer
         assert texts is not None
-        answer["token_strs"] = await serving.in_text_thread(lambda: [texts.token_text(token) for token in tokens])
+        answer["token_strs"] = await serving.in_text_thread(body, lambda: [texts.token_text(token) for token in tokens])
     return JSONResponse(answer)
 
 
@@ -46,4 +46,4 @@ async def detokenize(serving: Serving, request: Request) -> Response:
         with as_request_error("the tokenizer cannot decode the tokens"):
             return tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    return JSONResponse({"prompt": await serving.in_text_thread(text)})
+    return JSONResponse({"prompt": await serving.in_text_thread(body, text)})
