@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import stat
@@ -14,8 +13,6 @@ from typing import Any, Literal, get_args
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.model_files.hub import find_directories
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
-
-logger = logging.getLogger(__name__)
 
 # More than any machine has, and small enough for integer tensors.
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
@@ -40,6 +37,7 @@ PreemptionMode = Literal["recompute", "swap"]
 PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 # Arguments whose None stands for the default, as in vLLM.
 NONE_IS_DEFAULT = (
+    "seed",
     "max_num_seqs",
     "max_num_batched_tokens",
     "enable_prefix_caching",
@@ -209,10 +207,7 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
     for alias, name in ENGINE_ALIASES.items():
         _rename(given, alias, name)
     _resolve_values(given)
-    config = EngineConfig(**find_directories(str(model), given))
-    if config.trust_remote_code:
-        logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
-    return config
+    return EngineConfig(**find_directories(str(model), given))
 
 
 def _rename(given: dict[str, Any], alias: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +28,7 @@ from nanovllm.vllm_names import ENGINE_CALL_ARGUMENTS, own_arguments
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
     from nanovllm.vllm_api.metrics_reader import Metric
 
+logger = logging.getLogger(__name__)
 ADD_REQUEST_ARGUMENTS = ("sampling_params", "params", "prompt_token_ids", "arrival_time", "priority", "cache_salt")
 
 
@@ -46,6 +48,8 @@ class LLMEngine(llm_engine.LLMEngine):
         load_decoder_spec(config.model, config.hf_overrides)  # the smallest file first: no other is opened if it fails
         eos_token_ids = frozenset(load_eos_token_ids(config.model, config.hf_overrides, config.generation_config))
         _sampling_defaults(config)
+        if config.trust_remote_code:
+            logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
         tokenizer = _tokenizer(config)
         self.config = config
         self.runner = ModelRunner(config)

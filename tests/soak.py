@@ -36,6 +36,7 @@ from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
 from nanovllm.device.memory import rss_bytes
+from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.errors import EngineError, RequestError
 
 BLOCK = 16
@@ -173,7 +174,10 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
     drivers = []
     for _ in range(random.choice([1, 2, 3])):
         arguments = random_engine(random)
-        drivers.append((arguments, Driver(LLM(model, **arguments), random, totals, beginnings)))
+        llm = LLM(model, **arguments)
+        manager = llm.engine.scheduler.block_manager  # with hits that end within a block, which real sizes have
+        manager.prefix_cache = PrefixCache(BLOCK, manager.prefix_cache.enabled, random.choice([4, 8]))
+        drivers.append((arguments, Driver(llm, random, totals, beginnings)))
         totals.counts["engines"] += 1
     going = [driver for _, driver in drivers]
     while going:
@@ -191,6 +195,7 @@ def run_round(number: int, seed: int, model: str, alone: LLM, totals: Totals) ->
         metrics = driver.llm.metrics()
         totals.counts["swapped out"] += metrics.preemptions_by_swap
         totals.counts["recomputed"] += metrics.preemptions_by_recompute
+        totals.counts["hits within blocks"] += metrics.prefix_cache_copied_blocks
         driver.llm.close()
 
 

@@ -59,7 +59,7 @@ def random_request(random: Random, beginnings: list[list[int]]) -> Asked:
     prompt = [random.randrange(VOCAB - 20) for _ in range(random.choice([1, 3, 15, 16, 17, 33, 50]))]
     if random.random() < 0.5:
         beginning = random.choice(beginnings)
-        prompt = beginning[: random.choice([16, 32, 40, len(beginning)])] + prompt[: random.choice([1, 5, 20])]
+        prompt = beginning[: random.choice([15, 16, 23, 32, 40, len(beginning)])] + prompt[: random.choice([1, 5, 20])]
     return Asked(
         prompt[: MAX_MODEL_LEN - 1],
         _parameters(random),

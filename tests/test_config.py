@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
         [0, 3, -2, None, *NOT_INTS],
     ),
     "num_cpu_blocks": ("must be a whole number of at least 0 or -1 to size it from memory", [-2, None, *NOT_INTS]),
-    "seed": ("must be a whole number of at least 0", [-1, None, *NOT_INTS]),
+    "seed": ("must be a whole number of at least 0", [-1, *NOT_INTS]),
     "long_prefill_token_threshold": ("must be a whole number of at least 0", [-1, None, *NOT_INTS]),
     "preemption_mode": ("must be one of None, recompute, swap", ["none", "", 0, True]),
     "swap_space": ("must be None or a number of GiB of at least 0", [-1, -0.5, math.nan, math.inf, "4", True]),
@@ -239,10 +239,9 @@ def test_what_contradicts_itself_is_refused(given: dict[str, Any], says: str, tm
         engine_config(tmp_path, given)
 
 
-def test_remote_code_is_never_run_and_asking_for_it_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING"):
-        assert engine_config(tmp_path, {"trust_remote_code": True}).trust_remote_code is True
-    assert "code that a model directory holds is never run" in caplog.text
+def test_none_stands_for_the_default_where_vllm_has_it(tmp_path: Path) -> None:
+    given = dict.fromkeys(("seed", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "block_size"))
+    assert engine_config(tmp_path, given) == engine_config(tmp_path, {})
 
 
 def test_a_hint_is_given_only_for_a_name_that_is_near(tmp_path: Path) -> None:

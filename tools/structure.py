@@ -30,7 +30,7 @@ SIDES: dict[str, tuple[str, ...]] = {
 NEEDS: dict[str, tuple[str, ...]] = {
     "planner": ("CPU attention", "command line"),
     "command line": ("progress",),
-    "server": ("chat templates", "command line", "vLLM's API"),
+    "server": ("chat templates", "command line", "progress", "vLLM's API"),
     "recall and demo": ("SmolLM2",),
 }
 
