@@ -138,7 +138,7 @@ class SamplingParams(metaclass=_Named):
     skip_clone: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if len(vars(self)) == len(fields(self)):  # after construction
+        if len(vars(self)) == len(self.__dataclass_fields__):  # after construction
             vars(self).update(vars(replace(self, **{name: value})))
         else:
             vars(self)[name] = value
