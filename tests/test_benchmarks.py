@@ -298,6 +298,7 @@ def test_both_stream_layouts_are_measured(model: Path, tmp_path: Path) -> None:
     assert {result["streams"] for result in results} == {"streams for groups of slots", "a stream for each direction"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "shown"),
     [
