@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import Parser, add_device_option, add_json_option, exit_status, positive
-from benchmarks.report import machine_facts, write_json
+from benchmarks.report import machine_facts
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.outputs import RequestOutputKind
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     _print(result)
     if args.output_json:
-        write_json(args.output_json, result)
+        args.output_json.write_text(json.dumps(result, indent=2, default=str) + "\n")
     return 0
 
 
