@@ -40,7 +40,7 @@ from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.outputs import RequestOutputKind
 
 START_SECONDS = 300.0
-SHORT_EVERY = 0.25  # seconds between short requests during the long prefill
+SHORT_PER_STEP = 4  # short requests during a step of the long prefill, so that they take a part of it and not all
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +223,11 @@ async def _during_a_long_prefill(port: int, short: list[int], long: list[int], c
     alone = max([await _first_token(port, short) for _ in range(3)])
     step = await _first_token(port, long) / -(-len(long) // chunk)
     prefill = asyncio.ensure_future(_first_token(port, long))
-    await asyncio.sleep(SHORT_EVERY)
+    await asyncio.sleep(step / SHORT_PER_STEP)
     waits = []
     while not prefill.done():
         waits.append(asyncio.ensure_future(_first_token(port, short)))
-        await asyncio.wait((prefill,), timeout=SHORT_EVERY)
+        await asyncio.wait((prefill,), timeout=step / SHORT_PER_STEP)
     done = await asyncio.gather(*waits)
     return Waits(len(long), await prefill, step, alone, done)
 
