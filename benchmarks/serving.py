@@ -7,8 +7,9 @@ own; requests come over real sockets, all at once. Time between tokens is betwee
 tokens: offline in the thread that runs the steps, over HTTP where the client reads them.
 
 Then short requests are sent while the server prefills a long prompt. A short request is admitted in the step after the
-one that runs, and its prefill shares that step, so it waits for at most two steps of max_num_batched_tokens tokens. The
-report compares the longest wait for a first token with the longest such wait without a long prompt.
+one that runs, and its prefill shares that step, so it waits for at most two steps of max_num_batched_tokens tokens, as
+long as the short requests together do not fill the steps. The report compares the longest wait for a first token with
+the longest such wait without a long prompt, and with two steps of the long prompt alone.
 
 `vllm bench serve`, where vLLM is installed, is a second client that shares no code with this one:
 

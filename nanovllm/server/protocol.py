@@ -162,16 +162,21 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatFields(Body):
-    """What a chat template takes."""
+class TemplateFields(Body):
+    """What a chat template takes beside the messages."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
     documents: list[Json] | None = None
+
+
+class ChatFields(TemplateFields):
+    """What a chat template takes."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
 
 
 class ChatRequest(SamplingFields, ChatFields):
@@ -185,7 +190,7 @@ class ChatRequest(SamplingFields, ChatFields):
     prediction: Json | None = None  # a hint that makes other servers faster
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """Either a prompt or messages."""
 
     model: str | None = None
@@ -193,12 +198,6 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: Json | None = None
-    documents: list[Json] | None = None
 
 
 class DetokenizeRequest(Body):
