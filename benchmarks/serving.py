@@ -2,9 +2,11 @@
 
     python -m benchmarks.serving --model DIR [--repeats 3] [--output-json FILE]
 
-Each round runs the work in turn: offline, over HTTP in one piece, both again as streams. The server is a process of its
-own; requests come over real sockets, all at once. Time between tokens is between outputs of one request that hold new
-tokens: offline in the thread that runs the steps, over HTTP where the client reads them.
+Each round runs the work in turn: offline, over HTTP in one piece, both again as streams; every second round in the
+opposite order. Each side has a process of its own, so that none is favoured by what the process did before; requests
+come over real sockets, all at once. Time between tokens is between outputs of one request that hold new tokens: offline
+in the thread that runs the steps, over HTTP where the client reads them. The client runs on the server's cores: the
+report gives its processor time.
 
 Then short requests are sent while the server prefills a long prompt. A short request is admitted in the step after the
 one that runs, and its prefill shares that step, so it waits for at most two steps of max_num_batched_tokens tokens, as
@@ -23,14 +25,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import multiprocessing
 import random
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +50,13 @@ SHORT_PER_STEP = 4  # short requests during a step of the long prefill, so that 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the work. gaps: seconds between outputs of the same request, without the time to the first."""
+    """One run of the work. gaps: seconds between outputs of the same request, without the time to the first. client:
+    processor seconds of the HTTP client."""
 
     tokens: int
     seconds: float
     gaps: tuple[float, ...] = ()
+    client: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -76,17 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "enable_prefix_caching": False,
         "load_format": args.load_format,
     }
-    runs: dict[str, list[Run]] = {"offline": [], "http": [], "offline streams": [], "http streams": []}
-    with LLM(args.model, **engine) as llm, _server(args.model, engine) as port:
+    with _offline(args.model, engine) as offline, _server(args.model, engine) as port:
+
+        def over_http(stream: bool) -> Run:
+            return asyncio.run(_over_http(port, prompts, args.output_len, stream=stream))
+
+        sides: dict[str, Callable[[], Run]] = {
+            "offline": lambda: offline(prompts, args.output_len, stream=False),
+            "http": lambda: over_http(False),
+            "offline streams": lambda: offline(prompts, args.output_len, stream=True),
+            "http streams": lambda: over_http(True),
+        }
+        runs: dict[str, list[Run]] = {name: [] for name in sides}
         for number in range(args.repeats + 1):
-            done = {
-                "offline": _offline(llm, prompts, args.output_len),
-                "http": asyncio.run(_over_http(port, prompts, args.output_len, stream=False)),
-                "offline streams": _offline_streams(llm, prompts, args.output_len),
-                "http streams": asyncio.run(_over_http(port, prompts, args.output_len, stream=True)),
-            }
-            if number:  # the first round warms up
-                for name, run in done.items():
+            for name in sides if number % 2 else reversed(sides):
+                run = sides[name]()
+                if number:  # the first round warms up
                     runs[name].append(run)
         waits = asyncio.run(_during_a_long_prefill(port, prompts[0], long_prompt, args.max_num_batched_tokens))
     result = {
@@ -95,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "facts": machine_facts(engine["device"]),
         "tokens_per_second": {name: [run.rate for run in each] for name, each in runs.items()},
         "p99_between_tokens": {name: [run.p99 for run in each if run.gaps] for name, each in runs.items()},
+        "client_share": {name: [run.client / run.seconds for run in runs[name]] for name in ("http", "http streams")},
         "during_a_long_prefill": asdict(waits),
     }
     _print(result)
@@ -111,8 +123,11 @@ def _print(result: dict[str, Any]) -> None:
     for name, rate in rates.items():
         gap = f", p99 between tokens {p99[name] * 1e3:.1f} ms" if name in p99 else ""
         print(f"{name:<16}{rate:10,.1f} tokens/s{gap}")
-    print(f"HTTP: {rates['http'] / rates['offline']:.1%} of LLM.generate's throughput")
+    client = {name: statistics.median(values) for name, values in result["client_share"].items()}
+    print(f"HTTP: {rates['http'] / rates['offline']:.1%} of LLM.generate's throughput, ", end="")
+    print(f"the client took {client['http']:.1%} of a core")
     print(f"streams: {rates['http streams'] / rates['offline streams']:.1%} of LLM.stream's, ", end="")
+    print(f"the client took {client['http streams']:.1%} of a core, ", end="")
     print(f"p99 between tokens {p99['http streams'] / p99['offline streams']:.2f} times LLM.stream's")
     waits = Waits(**result["during_a_long_prefill"])
     print(
@@ -125,13 +140,41 @@ def _print(result: dict[str, Any]) -> None:
 # ---- offline
 
 
-def _offline(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
+@contextmanager
+def _offline(model: str, engine: dict[str, Any]) -> Iterator[Callable[..., Run]]:
+    """An LLM in a process of its own, as a function that runs the work there."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_offline_process, args=(there, model, engine), daemon=True)
+    process.start()
+    there.close()  # if the process dies, `here.recv` raises instead of waiting
+
+    def run(prompts: list[list[int]], output_len: int, *, stream: bool) -> Run:
+        here.send((_stream if stream else _generate, prompts, output_len))
+        return here.recv()
+
+    here.recv()
+    try:
+        yield run
+    finally:
+        here.send(None)
+        process.join(START_SECONDS)
+
+
+def _offline_process(pipe: Connection, model: str, engine: dict[str, Any]) -> None:
+    with LLM(model, **engine) as llm:
+        pipe.send(None)
+        for run, *work in iter(pipe.recv, None):
+            pipe.send(run(llm, *work))
+
+
+def _generate(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
     start = time.perf_counter()
     outputs = llm.generate(prompts, _params(output_len), use_tqdm=False)
     return Run(sum(len(output.outputs[0].token_ids) for output in outputs), time.perf_counter() - start)
 
 
-def _offline_streams(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
+def _stream(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
     start = time.perf_counter()
     tokens, last, gaps = 0, dict[str, float](), []
     for output in llm.stream(prompts, _params(output_len, output_kind=RequestOutputKind.DELTA)):
@@ -179,11 +222,11 @@ def _server(model: str, engine: dict[str, Any]) -> Iterator[int]:
 
 
 async def _over_http(port: int, prompts: list[list[int]], output_len: int, *, stream: bool) -> Run:
-    start = time.perf_counter()
+    start, client = time.perf_counter(), time.process_time()
     done = await asyncio.gather(*(_request(port, prompt, output_len, stream) for prompt in prompts))
-    seconds = time.perf_counter() - start
+    seconds, client = time.perf_counter() - start, time.process_time() - client
     gaps = tuple(later - earlier for times in done for earlier, later in itertools.pairwise(times))
-    return Run(len(prompts) * output_len, seconds, gaps)
+    return Run(len(prompts) * output_len, seconds, gaps, client)
 
 
 async def _request(port: int, prompt: list[int], output_len: int, stream: bool) -> list[float]:
