@@ -135,6 +135,11 @@ class Meter:
         # Of finished requests: prompt tokens, how many of them were computed, generated tokens.
         self._ended_prompts = self._ended_input = self._ended_output = 0
 
+    def restart(self) -> None:
+        """Count time from now on, since only now the work begins."""
+        self._start = self._now = time.monotonic()
+        self._input = (self._start, self._input[1])
+
     def count(self, output: RequestOutput) -> None:
         """Count the tokens of an output that is final, or holds only what is new."""
         prompt, computed = len(output.prompt_token_ids), output.metrics.prefill_tokens

@@ -25,7 +25,7 @@ WAITING_ROWS = 1024
 WAITING_CHARACTERS = 1 << 26
 SUSPECT_LOSSES = 2  # workers lost with a row, from which on it runs alone
 MOST_LOSSES = 3
-MOST_EMPTY_LIVES = 5  # workers of a replica lost one after the other without a row that ended
+MOST_EMPTY_LIVES = 6  # workers of a replica lost one after the other without a row that ended
 
 
 @dataclass(slots=True)
@@ -114,6 +114,7 @@ class BatchRun:
     _suspects: list[WaitingRow] = field(default_factory=list)  # rows that run alone
     _empty_lives: dict[int, int] = field(default_factory=dict)  # by replica
     _has_read_all: bool = False
+    _has_ended_rows: bool = False  # on a replica
 
     def run(self) -> None:
         """Run to the end. Whatever ends it early, results that came are written when `output` is left."""
@@ -197,6 +198,7 @@ class BatchRun:
             if waiting is None:
                 raise EngineError(f"replica {event.replica} answered row {result.index}, which it was not given")
             self._empty_lives[event.replica] = 0
+            self._has_ended_rows = True
             if result.error is not None and not result.error.startswith(waiting.row.source):
                 result.columns["error"] = f"{waiting.row.source}: {result.error}"
             self._write(waiting.row, result)
@@ -211,18 +213,16 @@ class BatchRun:
         lives = self._empty_lives[event.replica] = self._empty_lives.get(event.replica, 0) + 1
         for waiting in lost:
             waiting.losses += 1
-            if waiting.losses >= MOST_LOSSES and len(lost) == 1:
-                sentence = (
-                    f"{waiting.row.source}: {waiting.losses} workers were lost while they ran this row: {event.reason}"
-                )
-                self._write(waiting.row, failed_result(waiting.row.index, sentence))
-                self._empty_lives[event.replica] = 0
+            # Where no row has ended at all, the fault is hardly that of this row.
+            if waiting.losses >= MOST_LOSSES and len(lost) == 1 and self._has_ended_rows:
+                what = f"{waiting.losses} workers were lost while they ran this row: {event.reason}"
+                self._write(waiting.row, failed_result(waiting.row.index, f"{waiting.row.source}: {what}"))
             elif waiting.losses >= SUSPECT_LOSSES:
                 self._suspects.append(waiting)
             else:
                 again.append(waiting)
         self.router.add_first(again)
-        if lives >= MOST_EMPTY_LIVES and self._empty_lives[event.replica]:
+        if lives >= MOST_EMPTY_LIVES:
             self.on_loss(f"replica {event.replica} is given up: {lives} workers were lost without a row that ended")
             self.replicas.retire(event.replica)
 

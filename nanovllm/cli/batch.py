@@ -255,6 +255,18 @@ def _run(
             show.meter = Meter(total - done.num_done)
             prefix = f"{args.num_replicas} replicas, " if args.num_replicas > 1 else ""
             with ProgressDisplay(show.status, show.meter, replicas.progress, watch_steps, prefix) as display:
+                has_begun = False
+
+                def on_turn() -> None:
+                    nonlocal has_begun
+                    if not replicas.ready():
+                        show.status.show(f"loading {args.model} on {args.num_replicas} replicas")
+                        return
+                    if not has_begun:
+                        show.meter.restart()
+                        has_begun = True
+                    display.refresh()
+
                 BatchRun(
                     rows=inputs.rows(done.__contains__, row_format.used_columns),
                     row_format=row_format,
@@ -263,7 +275,7 @@ def _run(
                     max_num_seqs=config.max_num_seqs,
                     router=Router(by_prefix=args.prefix_routing),
                     on_result=show.count,
-                    on_turn=display.refresh,
+                    on_turn=on_turn,
                     on_loss=show.say,
                     interruptible=show.interrupt.allowed,
                 ).run()
