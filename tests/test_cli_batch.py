@@ -18,7 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch.replica import Replica
 from nanovllm.cli.main import main
 
-DOCUMENT = "The key is under the third stone, and the door is green. " * 6
+DOCUMENT = "The key is under the third stone, and the gate is green. " * 6
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,7 @@ def test_a_job_goes_on_after_an_interrupt(
     assert "was begun with other values of sampling parameters" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on(model: str, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"row {i}", "max_tokens": 50} for i in range(24)))
     few = "from nanovllm.batch.results import ResultDirectory as D; D.__init__.__kwdefaults__['part_rows'] = 2"
