@@ -33,6 +33,7 @@ DEFAULTS = {
     "preemption_mode": None,
     "swap_space": None,
     "load_format": "auto",
+    "quantization": None,
     "enforce_eager": False,
     "batch_invariant": None,
     "tensor_parallel_size": 1,

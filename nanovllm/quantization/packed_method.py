@@ -133,7 +133,7 @@ class QuantizedWeight:
         shape = filling.tensor.shape
         if filling.part is None:
             nothing = self.packed.data.flatten()[:0]
-            return WeightSlot(nothing, shape, lambda tensor: filling.convert(tensor).flatten()[:0])
+            return WeightSlot(nothing, shape, lambda tensor: filling.convert(tensor).flatten()[:0], lambda _: None)
         tensor = getattr(self.packed, filling.part)
         per_row = self._layout.rows_per_scale if filling.part == "scales" else 1
         view = tensor[start // per_row : end // per_row]
