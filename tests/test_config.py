@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "device": ("must be one of None, cpu, cuda", ["gpu", "cuda:0", "", 0]),
     "dtype": ("must be one of auto, bfloat16, float16, float32", ["int8", "fp16", None, "torch.float16"]),
     "load_format": ("must be one of auto, safetensors, dummy", ["pt", None, ""]),
+    "quantization": ("must be None or text", [4, True, ["awq"]]),
     "max_model_len": ("must be a whole number of at least 1", [0, -2, *NOT_INTS]),
     "max_num_seqs": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
     "max_num_batched_tokens": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
