@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.hub import find_directories
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
@@ -32,7 +33,7 @@ FLAGS = (
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 PreemptionMode = Literal["recompute", "swap"]
 PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 # Arguments whose None stands for the default, as in vLLM.
@@ -121,8 +122,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, directory in (("model", self.model), ("tokenizer", self.tokenizer)):
-            rule = "must be a directory: give the path of a local one in Hugging Face format"
-            _require(directory is None or _is_dir(directory), name, rule, directory)
+            rule = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
+            local = directory is None or _is_dir(directory) or is_gguf(directory)
+            _require(local, name, rule, directory)
         for name in FLAGS:
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         invariant = self.batch_invariant

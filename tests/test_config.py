@@ -99,7 +99,7 @@ NOT_INTS: list[Any] = [1.5, 8.0, "8", True, [8], math.nan]
 REFUSED: dict[str, tuple[str, list[Any]]] = {
     "device": ("must be one of None, cpu, cuda", ["gpu", "cuda:0", "", 0]),
     "dtype": ("must be one of auto, bfloat16, float16, float32", ["int8", "fp16", None, "torch.float16"]),
-    "load_format": ("must be one of auto, safetensors, dummy", ["pt", None, ""]),
+    "load_format": ("must be one of auto, safetensors, gguf, dummy", ["pt", None, ""]),
     "quantization": ("must be None or text", [4, True, ["awq"]]),
     "max_model_len": ("must be a whole number of at least 1", [0, -2, *NOT_INTS]),
     "max_num_seqs": ("must be a whole number of at least 1", [0, -1, *NOT_INTS]),
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
     "trust_remote_code": ("must be True or False", [*NOT_BOOLS, "no"]),
-    "tokenizer": ("must be a directory or the name of a model on the hub", [5, True, ["a"]]),
+    "tokenizer": ("must be a directory, a GGUF file or the name of a model on the hub", [5, True, ["a"]]),
     "skip_tokenizer_init": ("must be True or False", NOT_BOOLS),
     "hf_overrides": ("must be a dict of fields and their values", [5, "rope", ["a"], {1: 2}, len]),
     "generation_config": (

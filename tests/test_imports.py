@@ -76,7 +76,7 @@ ROWS: tuple[set[str], ...] = (
     {"ops", "comm"},
     {"device", "layers", "forward_context"},
     {"kvcache", "models", "quantization"},
-    {"cpu_attention"},
+    {"cpu_attention", "gguf"},
     {"cuda_graphs", "planner"},
     {"engine"},
     {"layerwise_prefill", "sequence_groups", "structured_outputs"},

@@ -16,6 +16,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
     "quantized weights": ("quantization",),
+    "GGUF": ("gguf",),
     "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
