@@ -16,6 +16,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
     "structured outputs": ("structured_outputs",),
+    "LoRA": ("lora",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,14 @@ def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x, weight, bias) if x.shape[0] > FEW_ROWS else linear(x, weight, bias)
 
 
+class RowAdapters(Protocol):
+    """What some rows of a product get in addition, such as the low-rank products of LoRA adapters."""
+
+    def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
+        """Add to y [rows, out], which is `linear` of x [rows, in]."""
+        ...
+
+
 class Linear:
     """y = x W^T + b for projections that share an input: q, k and v, or gate and up, run as one product.
 
@@ -71,9 +80,12 @@ class Linear:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """x: [rows, in_features] -> [rows, sum of part sizes], in the order of the parts."""
-        return self.product(x, self.weight, self.bias)
+        y = self.product(x, self.weight, self.bias)
+        if adapters is not None:
+            adapters.add_(self, x, y)
+        return y
 
     def slots(self, prefix: str) -> NamedSlots:
         """Each part's `{prefix}{name}.weight` and, with biases, `{prefix}{name}.bias`."""
