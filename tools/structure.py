@@ -15,6 +15,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "groups of sequences": ("sequence_groups",),
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
+    "quantized weights": ("quantization",),
     "structured outputs": ("structured_outputs",),
     "LoRA": ("lora",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.errors import ModelError
+from nanovllm.layers.linear_method import FLOATS
 from nanovllm.lora.adapter_config import CONFIG, MERGE, AdapterConfig, read_adapter_config
 from nanovllm.lora.sizing import modules_of
 from nanovllm.models.checkpoint import StoredTensor, headers, some_of
-from nanovllm.models.loader import READABLE
 from nanovllm.models.spec import DecoderSpec
 
 WEIGHTS = "adapter_model.safetensors"
@@ -107,5 +107,5 @@ def _check_tensor(path: Path, name: str, shape: tuple[int, int], stored: Mapping
     if stored[name].shape != shape:
         expected, found = list(shape), list(stored[name].shape)
         raise ModelError(f"{path}: {name} expected {expected}, found {found}: take an adapter of this model.")
-    if stored[name].dtype not in READABLE:
-        raise ModelError(f"{path}: {name} is {stored[name].dtype}: not read; read are {', '.join(READABLE)}.")
+    if stored[name].dtype not in FLOATS:
+        raise ModelError(f"{path}: {name} is {stored[name].dtype}: not read; read are {', '.join(FLOATS)}.")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanovllm.config import EngineConfig
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
-from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
+from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 
 ALIGNMENT = 64  # elements: each matrix of an adapter begins at a multiple of it
 MOST_PART_ROWS = 8192  # of the parts in which a batch goes through a layer
@@ -17,9 +17,9 @@ MOST_PART_ROWS = 8192  # of the parts in which a batch goes through a layer
 def modules_of(spec: DecoderSpec) -> Mapping[str, tuple[int, int]]:
     """The modules that an adapter may change: the name and (out, in) of every linear layer."""
     return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in spec.tensor_shapes()
-        if len(shape) == 2 and name not in (EMBEDDING, LM_HEAD)
+        module: (out_size, in_size)
+        for module, out_size, in_size in spec.matrices()
+        if module not in (EMBEDDING_MODULE, HEAD_MODULE)
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.errors import ModelError
 from nanovllm.layers.linear import Linear, linear
 from nanovllm.lora.adapter_files import AdapterFiles, ModuleAdapter
-from nanovllm.lora.sizing import aligned, modules_of
+from nanovllm.lora.sizing import aligned
 from nanovllm.models.checkpoint import open_file
 from nanovllm.models.decoder import Decoder
 
@@ -41,14 +41,13 @@ class LinearLayout:
     """Where the matrices of a linear layer are. The A of its parts, which share the input, are one matrix."""
 
     linear: Linear
-    in_size: int
     a_offset: int
     parts: Sequence[PartLayout]
 
     def views(self, memory: Tensor) -> LinearWeights:
         """The matrices in the memory of an adapter."""
-        rank = self.parts[-1].ranks.stop
-        a = memory[self.a_offset : self.a_offset + rank * self.in_size].view(rank, self.in_size)
+        rank, in_size = self.parts[-1].ranks.stop, self.linear.in_features
+        a = memory[self.a_offset : self.a_offset + rank * in_size].view(rank, in_size)
         return LinearWeights(a, [(part.columns, part.ranks, part.b(memory)) for part in self.parts])
 
 
@@ -107,22 +106,21 @@ def _finite(files: AdapterFiles, name: str, tensor: Tensor, dtype: torch.dtype) 
 def _layout(files: AdapterFiles, model: Decoder) -> tuple[list[LinearLayout], int]:
     """Where each matrix is, and the number of elements."""
     layout: list[LinearLayout] = []
-    modules, offset = modules_of(model.spec), 0
-    for names, each in (named for layer in model.layers for named in layer.linears()):
+    offset = 0
+    for each in (found for layer in model.layers for found in layer.linears):
         ends = list(accumulate(each.parts.values()))
         adapted = [
-            (files.modules[names + name], slice(end - each.parts[name], end))
-            for name, end in zip(each.parts, ends, strict=True)
-            if names + name in files.modules
+            (files.modules[module], slice(end - size, end))
+            for (module, size), end in zip(each.parts.items(), ends, strict=True)
+            if module in files.modules
         ]
         if not adapted:
             continue
-        in_size = modules[names + next(iter(each.parts))][1]
-        a_offset, offset = offset, offset + aligned(in_size * sum(adapter.rank for adapter, _ in adapted))
+        a_offset, offset = offset, offset + aligned(each.in_features * sum(adapter.rank for adapter, _ in adapted))
         parts: list[PartLayout] = []
         rank = 0
         for adapter, columns in adapted:
             parts.append(PartLayout(adapter, columns, slice(rank, rank + adapter.rank), offset))
             rank, offset = rank + adapter.rank, offset + aligned(parts[-1].size)
-        layout.append(LinearLayout(each, in_size, a_offset, parts))
+        layout.append(LinearLayout(each, a_offset, parts))
     return layout, offset
