@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanovllm.errors import ModelError
+from nanovllm.errors import ModelError, quoted
 from nanovllm.layers.linear_method import FLOATS
 from nanovllm.lora.adapter_config import CONFIG, MERGE, AdapterConfig, read_adapter_config
 from nanovllm.lora.sizing import modules_of
-from nanovllm.models.checkpoint import StoredTensor, headers, some_of
+from nanovllm.models.checkpoint import StoredTensor, headers
 from nanovllm.models.spec import DecoderSpec
 
 WEIGHTS = "adapter_model.safetensors"
@@ -80,19 +80,17 @@ def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: M
     known = modules_of(spec)
     for name in stored:
         if ".lora_magnitude_vector" in name:
-            raise ModelError(f"{path} holds {some_of([name])}: not supported: it is DoRA; {MERGE}.")
+            raise ModelError(f"{path} holds {quoted(name)}: not supported: it is DoRA; {MERGE}.")
         match = TENSOR.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
         if match is None:
-            raise ModelError(
-                f"{path} holds {some_of([name])}: not supported: only lora_A and lora_B are read; {MERGE}."
-            )
+            raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
         if match[1] not in known:
             raise ModelError(
-                f"{path} holds {some_of([name])}: a {spec.architecture} of {spec.num_layers} layers has no such linear "
+                f"{path} holds {quoted(name)}: a {spec.architecture} of {spec.num_layers} layers has no such linear "
                 "layer to adapt; take an adapter of this model."
             )
         if config.targets is not None and not config.targets_module(match[1]):
-            raise ModelError(f"{path} holds {some_of([name])}: target_modules of {CONFIG} does not name it.")
+            raise ModelError(f"{path} holds {quoted(name)}: target_modules of {CONFIG} does not name it.")
 
 
 def _check_rank(path: Path, module: str, rank: int, max_lora_rank: int) -> None:
