@@ -30,6 +30,7 @@ FLAGS = (
     "enforce_eager",
     "trust_remote_code",
     "skip_tokenizer_init",
+    "enable_lora",
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -80,6 +81,9 @@ class EngineConfig:
     generation_config: where the default sampling parameters come from: "auto" is the model directory, "vllm" is
         nowhere, and everything else is a directory. override_generation_config: fields that replace those found there.
     served_model_name: the model's name in metrics, or a list whose first name that is; None takes `model` as given.
+    enable_lora: requests may name LoRA adapters of a rank up to max_lora_rank. max_loras: adapters on the device, so
+        the most that running requests use. max_cpu_loras: adapters in host memory, at least max_loras, which is the
+        default. Memory for all of them is set aside at the start.
     revision, tokenizer_revision, download_dir, hf_token: of models that are named as on the Hugging Face hub; see
         `nanovllm.model_files.hub.find_directory`.
     """
@@ -115,6 +119,10 @@ class EngineConfig:
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     served_model_name: str | Sequence[str] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
@@ -138,6 +146,7 @@ class EngineConfig:
         _require(method is None or isinstance(method, str), "quantization", "must be None or text", method)
         self._check_sizes()
         self._check_blocks()
+        self._check_lora()
         if self.trace is not None:
             possible = isinstance(self.trace, str | Path) and _can_be_file(Path(self.trace))
             _require(possible, "trace", "must be a file in a directory that exists", self.trace)
@@ -199,6 +208,21 @@ class EngineConfig:
             _require(self.num_cpu_blocks <= 0, "num_cpu_blocks", rule, self.num_cpu_blocks)
             rule = "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out"
             _require(self.cpu_attention, "cpu_attention", rule, self.cpu_attention)
+
+    def _check_lora(self) -> None:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            value, default = getattr(self, name), getattr(EngineConfig, name)
+            rule = "needs enable_lora=True: without it requests have no adapters"
+            _require(self.enable_lora or value == default, name, rule, value)
+            if value is not None:
+                _require_int(name, value, 1)
+        rule = f"must be at least max_loras={self.max_loras}: each adapter on the device is in host memory too"
+        _require(self.num_cpu_loras >= self.max_loras, "max_cpu_loras", rule, self.max_cpu_loras)
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Adapters in host memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

@@ -18,6 +18,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "quantized weights": ("quantization",),
     "GGUF": ("gguf",),
     "structured outputs": ("structured_outputs",),
+    "LoRA": ("lora",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),

@@ -14,7 +14,7 @@ from nanovllm.device import Busy, Device, create_device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.execution_order import ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
+from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import Advice, ConfigError, EngineError, quoted
@@ -58,6 +58,9 @@ class ModelRunner:
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, self._backend, config)
+        lora = sides.lora() if config.enable_lora else None
+        if lora is not None:
+            memory = lora.reserved(memory, config, self.spec, self.dtype.itemsize)
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
@@ -70,11 +73,13 @@ class ModelRunner:
         trace = sides.trace() if config.trace is not None else None
         if trace is not None and config.trace is not None:
             self.device = trace.TracedDevice(self.device, config.trace)
+        self._adapters = self._make_adapter_manager()
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
         if trace is not None:  # after the graphs, which record no marks
             trace.trace_model(self.device, self.model)
-        self._orders: list[ExecutionOrder] = [ChunkOrder(self.model, self.kv_cache, self._graphs), *layerwise]
+        chunks = ChunkOrder(self.model, self.kv_cache, self._graphs, self._adapters)
+        self._orders: list[ExecutionOrder] = [chunks, *layerwise]
         self._watch = StepWatch(self.spec.num_layers)
 
     @torch.inference_mode()
@@ -87,6 +92,7 @@ class ModelRunner:
         self.device.begin_step(batch.sequences)
         try:
             with self.device.compute():
+                unloaded = self._adapters.begin_step(batch.adapters) if self._adapters is not None else {}
                 traffic = [order.begin_step(batch) for order in self._orders]
                 for order in self._orders:
                     if (rows := order.run(self._watch)) is not None:
@@ -96,6 +102,9 @@ class ModelRunner:
             for order in self._orders:
                 order.abandon_step()
             raise
+        for index, seq in enumerate(batch.sequences):
+            if seq.adapter is not None and seq.adapter in unloaded:
+                scores.errors[index] = unloaded[seq.adapter]
         h2d_bytes = [num_bytes for moved in traffic for num_bytes in moved.h2d_bytes]
         d2h_bytes = [num_bytes for moved in traffic for num_bytes in moved.d2h_bytes]
         return StepResult(scores.samples, h2d_bytes, d2h_bytes, scores.prompt_logprobs, scores.errors)
@@ -124,7 +133,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self._orders, self._graphs
+                del self.model, self.kv_cache, self._orders, self._graphs, self._adapters
 
     @cached_property
     def _why_not_finite(self) -> str:
@@ -143,8 +152,14 @@ class ModelRunner:
         if side is not None:
             cpu_attention = side.make_cpu_attention(engine, geometry, backend, self.model.layer_weight_bytes)
         layerwise = sides.layerwise_runner()
-        orders = [layerwise.LayerwiseOrder(self.model, engine, geometry, backend)] if layerwise is not None else []
+        orders = []
+        if layerwise is not None:
+            orders.append(layerwise.LayerwiseOrder(self.model, engine, geometry, backend, self._adapters))
         return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention), orders
+
+    def _make_adapter_manager(self) -> AdapterManager | None:
+        lora = sides.lora_runner() if self.sizing.config.enable_lora else None
+        return lora.LoRAManager(self.model, self.sizing.config) if lora is not None else None
 
     def _record_graphs(self, config: EngineConfig) -> DecodeRunner | None:
         graphs, longest = sides.cuda_graphs(), self.plan.max_model_len

@@ -52,12 +52,12 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     if is_gguf(directory):
         return gguf_side(directory).list_tensors(directory)
     if (directory / SINGLE).is_file():
-        return _headers(directory / SINGLE)
+        return headers(directory / SINGLE)
     if not (directory / INDEX).is_file():
         raise ModelError(_no_weights(directory))
     index = _read_index(directory / INDEX)
     shards = _shards(directory, index)
-    found = {file.name: _headers(file) for file in shards}
+    found = {file.name: headers(file) for file in shards}
     _check_index(directory / INDEX, index, found)
     return {name: found[shard][name] for name, shard in index.items()}
 
@@ -105,7 +105,8 @@ def _size(path: Path) -> int:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _headers(path: Path) -> dict[str, StoredTensor]:
+def headers(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name. Raises as `open_file`."""
     with open_file(path, "np") as file:
         parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
         return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}
