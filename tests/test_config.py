@@ -36,6 +36,8 @@ DEFAULTS = {
     "enforce_eager": False,
     "batch_invariant": None,
     "tensor_parallel_size": 1,
+    "distributed_executor_backend": None,
+    "distributed_timeout_seconds": 60.0,
     "trace": None,
     "trust_remote_code": False,
     "tokenizer": None,
@@ -123,6 +125,8 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "swap_space": ("must be None or a number of GiB of at least 0", [-1, -0.5, math.nan, math.inf, "4", True]),
     "max_logprobs": ("must be a whole number of at least 0 or -1 for no limit", [-2, None, *NOT_INTS]),
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
+    "distributed_executor_backend": ("must be one of None, uni, mp, external_launcher", ["ray", "", 0, True]),
+    "distributed_timeout_seconds": ("must be a number of seconds above 0", [0, -1, math.nan, math.inf, "60", True]),
     "trust_remote_code": ("must be True or False", [*NOT_BOOLS, "no"]),
     "tokenizer": ("must be a directory or the name of a model on the hub", [5, True, ["a"]]),
     "skip_tokenizer_init": ("must be True or False", NOT_BOOLS),
@@ -156,7 +160,8 @@ def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: only 1 is supported"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, r"='uni': runs one rank, and .* is 2"),
+        ({"distributed_executor_backend": "external_launcher"}, r"needs tensor_parallel_size above 1"),
         ({"num_cpu_blocks": 8}, r"num_cpu_blocks=8: needs enable_cpu_offload=True"),
         ({"cpu_attention": False}, r"cpu_attention=False: needs enable_cpu_offload=True"),
         ({"seed": 2**63}, r"seed=9223372036854775808: "),

@@ -42,6 +42,7 @@ from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.errors import Advice, EngineError
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.logits import process
+from nanovllm.models.hf_config import load_decoder_spec
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class TensorParallelExecutor:
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
+        load_decoder_spec(config.model, config.hf_overrides).of_rank(0, self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
         self._deadline: float | None = None  # for the next message of the first rank
@@ -307,7 +309,7 @@ def _is_suspended(process: BaseProcess) -> bool:
 
 
 def _end_ranks(ranks: Sequence[Rank], selector: selectors.BaseSelector, store: Any) -> None:
-    """Kill what still runs, and close the connections, which ends ranks on other machines. store: kept until now."""
+    """Kill what still runs, and close the connections, which ends ranks on other machines. store: lives until now."""
     selector.close()
     for rank in ranks:
         if rank.process is not None:
@@ -316,7 +318,6 @@ def _end_ranks(ranks: Sequence[Rank], selector: selectors.BaseSelector, store: A
         if rank.process is not None:
             rank.process.join()
         rank.channel.connection.close()
-    del store
 
 
 # ---- logits processors

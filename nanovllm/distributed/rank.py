@@ -61,8 +61,8 @@ class RankSetup:
 def run_rank(connection: Connection, setup: RankSetup) -> None:
     """The main function of a rank's process. Returns when the engine closes it; an error ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the engine, which then closes its ranks
-    channel = Channel(connection)
-    threading.Thread(target=_end_with, args=(connection,), name="engine-watch", daemon=True).start()
+    channel, closed = Channel(connection), threading.Event()
+    threading.Thread(target=_end_with, args=(connection, closed), name="engine-watch", daemon=True).start()
     try:
         channel.send(Hello(setup.rank))
         _send_logs(channel, setup)
@@ -72,14 +72,16 @@ def run_rank(connection: Connection, setup: RankSetup) -> None:
             channel.send(Failure.of(setup.rank, error))
         finally:
             os._exit(1)  # at once: threads of a communicator could wait for the other ranks
+    closed.set()
 
 
-def _end_with(connection: Connection) -> None:
+def _end_with(connection: Connection, closed: threading.Event) -> None:
     """End this process when the engine's end of the connection is closed, as it is after kill -9 of the engine."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     poll.poll()
-    os._exit(1)
+    if not closed.is_set():
+        os._exit(1)
 
 
 class _ToEngine(logging.handlers.QueueHandler):
@@ -111,6 +113,7 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     while isinstance(message := channel.receive(), Execute):
         _run_step(channel, runner, message, is_first=setup.rank == 0)
     assert isinstance(message, Close)
+    logging.getLogger("nanovllm").handlers.clear()
     runner.close()
     dist.destroy_process_group()
 
