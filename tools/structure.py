@@ -13,6 +13,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "layer-by-layer prefill": ("layerwise_prefill",),
     "CPU attention": ("cpu_attention",),
     "groups of sequences": ("sequence_groups",),
+    "tensor parallelism": ("distributed",),
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
     "quantized weights": ("quantization",),

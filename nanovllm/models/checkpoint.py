@@ -63,13 +63,13 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def open_tensor(name: str, stored: StoredTensor) -> Iterator[Tensor]:
-    """The tensor's data. Raises as `open_file`."""
+def open_tensor(name: str, stored: StoredTensor, part: tuple[slice, ...] = ()) -> Iterator[Tensor]:
+    """The tensor's data, or the `part` of it that slices of its first axes give. Raises as `open_file`."""
     if stored.read is not None:
-        yield stored.read()
+        yield stored.read()[part]
         return
     with open_file(stored.file) as tensors:
-        yield tensors.get_tensor(name)
+        yield tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
 
 
 @contextmanager
