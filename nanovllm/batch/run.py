@@ -206,9 +206,8 @@ class BatchRun:
     def _lose(self, event: Lost) -> None:
         lost = list(self._running.pop(event.replica, {}).values())
         self.router.forget(event.replica)
-        self.on_loss(
-            f"a worker of replica {event.replica} was lost with {len(lost)} rows, which run again: {event.reason}"
-        )
+        rows = f"with {len(lost)} rows, which run again" if lost else "without rows"
+        self.on_loss(f"a worker of replica {event.replica} was lost {rows}: {event.reason}")
         again = []
         lives = self._empty_lives[event.replica] = self._empty_lives.get(event.replica, 0) + 1
         for waiting in lost:
