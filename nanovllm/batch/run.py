@@ -199,7 +199,7 @@ class BatchRun:
                 raise EngineError(f"replica {event.replica} answered row {result.index}, which it was not given")
             self._empty_lives[event.replica] = 0
             self._has_ended_rows = True
-            if result.error is not None and not result.error.startswith(waiting.row.source):
+            if result.error is not None:
                 result.columns["error"] = f"{waiting.row.source}: {result.error}"
             self._write(waiting.row, result)
 
@@ -227,3 +227,4 @@ class BatchRun:
 
     def _write(self, row: Row, result: RowResult) -> None:
         self.on_result(row, self.output.add(row, result))
+        self.output.flush_if_due()
