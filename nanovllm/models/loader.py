@@ -72,11 +72,13 @@ def load_model(
         use_huge_pages(slot.view)
     if load_format == "dummy":
         fill_with_random_weights(decoder, seed)
+        decoder.finish_loading()
         return decoder
     for name, slot in decoder.slots():
         if name in names:
             _fill(slot, stored[names[name]].file, names[name])
     _check_tied(directory, spec, stored, decoder)
+    decoder.finish_loading()
     return decoder
 
 
