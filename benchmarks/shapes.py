@@ -33,7 +33,7 @@ def shape_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model directory or GGUF file, without weights unless `load_format` says so, and the network that it describes."""
+    """A model directory or GGUF file, without weights unless `load_format` says so, and the network it describes."""
 
     name: str
     path: Path

@@ -70,6 +70,7 @@ class EngineConfig:
         start without such kernels, and False takes faster kernels if there are any.
     enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
     trace: file for a timeline of all copies and kernels, written when the engine is closed.
+    quantization: the method that the checkpoint must have, such as "gptq"; None takes whatever its config says.
     trust_remote_code: True is accepted with a warning for models that need no code of their own. Code in a model
         directory is never run.
     tokenizer: a directory with the tokenizer files; None takes the model's. skip_tokenizer_init: no tokenizer at all;
@@ -102,6 +103,7 @@ class EngineConfig:
     preemption_mode: PreemptionMode | None = None
     swap_space: float | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     enforce_eager: bool = False
     batch_invariant: bool | None = None
     tensor_parallel_size: int = 1
@@ -132,6 +134,8 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
+        method = self.quantization
+        _require(method is None or isinstance(method, str), "quantization", "must be None or text", method)
         self._check_sizes()
         self._check_blocks()
         if self.trace is not None:

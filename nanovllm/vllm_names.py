@@ -236,9 +236,8 @@ ENGINE_ARGUMENTS = _table(
         },
     ),
     (
-        "quantised weights are not among the formats: use a checkpoint in bfloat16, float16 or float32",
+        "how a checkpoint is quantized is read from its config, and plain weights are not quantized at load",
         {
-            "quantization": UNSET,
             "quantization_config": CONFIG,
             "allow_deprecated_quantization": (False, True),
             "calculate_kv_scales": OFF,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ from tools.structure import NEEDS, SIDES, side_of
 PACKAGE = Path(nanovllm.__file__).parent
 TORCH_FREE = (
     "nanovllm",
+    "nanovllm.batch",
+    "nanovllm.batch.results",
+    "nanovllm.batch.run",
+    "nanovllm.cli.batch",
     "nanovllm.cli.bench",
     "nanovllm.cli.chat",
     "nanovllm.cli.generate",
@@ -80,7 +85,7 @@ ROWS: tuple[set[str], ...] = (
     {"model_engine"},
     {"llm", "recall"},
     {""},
-    {"smollm2", "server"},
+    {"batch", "smollm2", "server"},
     {"demo", "cli"},
     {"__main__"},
 )
@@ -300,6 +305,7 @@ def test_everything_but_its_kernels_imports_without_triton() -> None:
     kernels = {name for name in MODULES if "import triton\n" in MODULES[name].read_text()}
     assert len(kernels) >= 4 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
     users = kernels | {name for name in MODULES if name == "nanovllm.ops.triton_attention"}
+    users |= set() if find_spec("ray") else {"nanovllm.batch.ray_cluster", "nanovllm.batch.ray_replicas"}
     import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 
 

@@ -22,6 +22,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),
     "server": ("server", "cli/serve.py"),
+    "batches": ("batch", "cli/batch.py"),
     "command line": ("cli", "__main__.py"),
     "vLLM's API": ("vllm_api",),
     "recall and demo": ("recall", "demo.py"),
@@ -31,6 +32,7 @@ SIDES: dict[str, tuple[str, ...]] = {
 # The other sides that a side imports. All other sides work without each other.
 NEEDS: dict[str, tuple[str, ...]] = {
     "planner": ("CPU attention", "command line"),
+    "batches": ("command line", "progress"),
     "command line": ("progress",),
     "server": ("chat templates", "command line", "progress", "vLLM's API"),
     "recall and demo": ("SmolLM2",),

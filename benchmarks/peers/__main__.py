@@ -3,7 +3,7 @@
     python -m benchmarks.peers [--engines nanovllm vllm] [--prompt-lens 512 8192] [--output-dir DIR]
     python -m benchmarks.peers --gguf FILE.gguf | --gguf-type Q4_K [--prompt-lens 512 4096]
 
-The second form compares nanovllm and llama.cpp on the same GGUF file: one that exists, or the random checkpoint in a type.
+The second form runs nanovllm and llama.cpp on the same GGUF file: one that exists, or the random checkpoint in a type.
 Engines: nanovllm, vLLM's CPU wheel, llama.cpp through llama-cpp-python, Transformers, each in a virtual environment
 that is created under --work-dir on first use. They take turns, one process at a time. Only nanovllm runs prompts above
 8192 tokens. An engine that fails or cannot be installed is reported with its error, the others continue, and the exit
@@ -60,12 +60,13 @@ def measure(args: argparse.Namespace, shape: Shape, checkpoint: Path, workshop: 
     """
     findings, gguf = Findings(), args.gguf
     pythons = workshop.pythons(args.engines, findings.failures)
-    if "llama.cpp" in pythons and gguf is None:
+    if gguf is None and ("llama.cpp" in pythons or args.gguf_type is not None):
         try:
-            gguf = workshop.gguf(checkpoint, pythons["llama.cpp"], args.gguf_type or "BF16")
+            gguf = workshop.gguf(checkpoint, pythons.get("llama.cpp", Path(sys.executable)), args.gguf_type or "BF16")
         except EngineFailure as error:
-            report_failure(findings.failures, "llama.cpp", error)
-            del pythons["llama.cpp"]
+            report_failure(findings.failures, "llama.cpp" if args.gguf_type is None else "--gguf-type", error)
+            pythons = {} if args.gguf_type is not None else pythons
+            pythons.pop("llama.cpp", None)
     if args.gguf_type is not None and gguf is not None:
         with open_shape(str(gguf), None, "auto", "auto") as stored:
             return run_rounds(args, stored, gguf, gguf, workshop, pythons, findings)

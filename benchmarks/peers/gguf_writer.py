@@ -1,6 +1,6 @@
 """Converts a checkpoint in Hugging Face format to GGUF. Arguments: checkpoint, file, and the type of the matrices.
 
-Runs in llama.cpp's environment and needs numpy and gguf. In BF16 nothing is rounded. Vectors become F32, in which llama.cpp
+Runs in llama.cpp's environment and needs numpy and gguf. BF16 rounds nothing. Vectors become F32, in which llama.cpp
 computes norms and biases. Only Qwen2 and Qwen3: their rotary halves have llama.cpp's order, while the rows of other
 families would have to be permuted.
 """

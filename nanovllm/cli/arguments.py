@@ -54,6 +54,7 @@ HELP = {
     "preemption_mode": "swap or recompute; else swap for requests of several sequences",
     "swap_space": "GiB of host memory for swapped KV blocks; none: from memory",
     "load_format": "safetensors, gguf, or dummy for random weights from a config alone",
+    "quantization": "refuse checkpoints that are not stored so, such as gptq; which it is, the config says anyway",
     "enforce_eager": "no CUDA graphs",
     "tensor_parallel_size": "only 1 is supported",
     "trace": "file for a timeline of copies, kernels and linear layers",

@@ -17,7 +17,7 @@ from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.execution_order import ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
-from nanovllm.errors import Advice, ConfigError, EngineError
+from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
@@ -42,6 +42,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig) -> None:
         sides.check_arguments(config)
         self.spec = load_decoder_spec(config.model, config.hf_overrides)
+        _check_quantization(config.quantization, self.spec)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
@@ -168,6 +169,16 @@ class ModelRunner:
             "MiB are on the host",
         ):
             logger.info("%s", line)
+
+
+def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless the checkpoint has the asked method, also by vLLM's name of its kernels for it."""
+    stored = None if spec.quantization is None else spec.quantization.name
+    if asked is not None and asked.removesuffix("_marlin") != stored:
+        found = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
+        raise ConfigError(
+            f"quantization={quoted(asked)}: {found}, and weights are not quantized at load; leave the argument out"
+        )
 
 
 def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:

@@ -7,6 +7,7 @@ effect.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,8 +49,9 @@ _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 class Quantizations(Protocol):
     """The side that reads quantized checkpoints. Without it they are refused."""
 
-    def read_quantization(self, config: Mapping[str, Any]) -> LinearMethod:
-        """The method of a `quantization_config`. Raises ModelError for a format that is not supported."""
+    def read_quantization(self, config: Mapping[str, Any], dtype: str) -> LinearMethod:
+        """The method of a `quantization_config` in a checkpoint of `dtype`. Raises ModelError for a format that is not
+        supported."""
         ...
 
 
@@ -174,14 +176,22 @@ def _spec(config: _Config) -> DecoderSpec:
             config.fields, defaults.max_position_embeddings, defaults.default_theta
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        spec = replace(decoder_spec(family, defaults), quantization=_quantization(config.fields))
-        return spec if config.gguf is None else _gguf_spec(spec, config.gguf)
+        spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
+        return (
+            _with_quantization(spec, quantization)
+            if config.gguf is None
+            else _gguf_spec(spec, quantization, config.gguf)
+        )
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
 
 
-def _gguf_spec(spec: DecoderSpec, gguf: GgufConfig) -> DecoderSpec:
+def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
     """The network with what a config.json cannot say. RoPE factors apply to RoPE as the file has it."""
+    if quantization is not None:
+        raise ModelError(
+            f"quantization_config={quoted(quantization)}: a GGUF file has the types of its tensors instead."
+        )
     rope, factors = spec.rope, gguf.rope_factors
     if factors and rope.kind == "default":
         if len(factors) != spec.head_dim // 2:
@@ -241,18 +251,23 @@ def _family(config: _Config) -> Family:
     return family
 
 
-def _quantization(fields: Mapping[str, Any]) -> LinearMethod | None:
-    """How the checkpoint stores its matrices, from its `quantization_config`; None if as plain numbers."""
-    config = fields.get("quantization_config")
+def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None) -> DecoderSpec:
+    """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported."""
     if config is None:
-        return None
+        return spec
     side: Quantizations | None = find_side("nanovllm.quantization")
     if side is None:
         raise ModelError(
             f"quantization_config={quoted(config)}: needs nanovllm.quantization, which this installation does not "
             f"have; use a checkpoint in {', '.join(DTYPE_NAMES)}."
         )
-    return side.read_quantization(config)
+    quantization = side.read_quantization(config, spec.dtype)
+    for module, rows, columns in spec.matrices():
+        try:
+            deque(quantization.tensors(module, rows, columns), maxlen=0)
+        except ModelError as error:
+            raise ModelError(f"{module} cannot be stored as {quantization.name}: {error}") from None
+    return replace(spec, quantization=quantization)
 
 
 def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:

@@ -121,7 +121,7 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
     misshapen = [
         f"{name} expected {list(tensor.shape)}, found {list(stored[name].shape)}"
         for name, tensor in expected.items()
-        if stored[name].shape != tensor.shape
+        if stored[name].shape not in (tensor.shape, *tensor.other_shapes)
     ]
     if misshapen:
         raise ModelError(f"{directory} holds tensors of shapes its config does not give ({some_of(misshapen)}).")
