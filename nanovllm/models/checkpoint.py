@@ -52,24 +52,24 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     if is_gguf(directory):
         return gguf_side(directory).list_tensors(directory)
     if (directory / SINGLE).is_file():
-        return _headers(directory / SINGLE)
+        return headers(directory / SINGLE)
     if not (directory / INDEX).is_file():
         raise ModelError(_no_weights(directory))
     index = _read_index(directory / INDEX)
     shards = _shards(directory, index)
-    found = {file.name: _headers(file) for file in shards}
+    found = {file.name: headers(file) for file in shards}
     _check_index(directory / INDEX, index, found)
     return {name: found[shard][name] for name, shard in index.items()}
 
 
 @contextmanager
-def open_tensor(name: str, stored: StoredTensor) -> Iterator[Tensor]:
-    """The tensor's data. Raises as `open_file`."""
+def open_tensor(name: str, stored: StoredTensor, part: tuple[slice, ...] = ()) -> Iterator[Tensor]:
+    """The tensor's data, or the `part` of it that slices of its first axes give. Raises as `open_file`."""
     if stored.read is not None:
-        yield stored.read()
+        yield stored.read()[part]
         return
     with open_file(stored.file) as tensors:
-        yield tensors.get_tensor(name)
+        yield tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
 
 
 @contextmanager
@@ -105,7 +105,8 @@ def _size(path: Path) -> int:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _headers(path: Path) -> dict[str, StoredTensor]:
+def headers(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name. Raises as `open_file`."""
     with open_file(path, "np") as file:
         parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
         return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}

@@ -177,11 +177,9 @@ def _spec(config: _Config) -> DecoderSpec:
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
         spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
-        return (
-            _with_quantization(spec, quantization)
-            if config.gguf is None
-            else _gguf_spec(spec, quantization, config.gguf)
-        )
+        if config.gguf is not None:
+            return _gguf_spec(spec, quantization, config.gguf)
+        return _with_quantization(spec, quantization)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
 
