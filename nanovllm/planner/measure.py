@@ -113,6 +113,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
     with device.compute():
         decoder = Decoder(replace(part, tie_word_embeddings=True), dtype, device.torch_device)
         fill_with_random_weights(decoder, seed=0)
+        decoder.finish_loading()
     return decoder
 
 
