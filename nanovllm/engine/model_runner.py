@@ -15,7 +15,7 @@ from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
-from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.profiling import measure_memory, reserve_for_adapters
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import Advice, ConfigError, EngineError
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
@@ -57,9 +57,7 @@ class ModelRunner:
             itemsize=self.dtype.itemsize,
         )
         memory = measure_memory(self.device, self.model, self._backend, config)
-        lora = sides.lora() if config.enable_lora else None
-        if lora is not None:
-            memory = lora.reserved(memory, config, self.spec, self.dtype.itemsize)
+        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
