@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.hub import find_directories
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
@@ -33,7 +34,8 @@ FLAGS = (
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+EXECUTOR_BACKENDS = ("uni", "mp", "external_launcher")
 PreemptionMode = Literal["recompute", "swap"]
 PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 # Arguments whose None stands for the default, as in vLLM.
@@ -44,6 +46,7 @@ NONE_IS_DEFAULT = (
     "enable_prefix_caching",
     "hf_overrides",
     "override_generation_config",
+    "distributed_timeout_seconds",
     *ENGINE_ALIASES,
 )
 
@@ -69,7 +72,12 @@ class EngineConfig:
     batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
         start without such kernels, and False takes faster kernels if there are any.
     enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
+    tensor_parallel_size: ranks that share every layer, each on its own device. Sizes of memory are each rank's.
+    distributed_executor_backend: "mp" starts the ranks as processes of this machine, which is what None does;
+        "external_launcher" uses those that torchrun has started, on one machine or several.
+    distributed_timeout_seconds: a rank that is so far behind the others has failed, which ends the engine.
     trace: file for a timeline of all copies and kernels, written when the engine is closed.
+    quantization: the method that the checkpoint must have, such as "gptq"; None takes whatever its config says.
     trust_remote_code: True is accepted with a warning for models that need no code of their own. Code in a model
         directory is never run.
     tokenizer: a directory with the tokenizer files; None takes the model's. skip_tokenizer_init: no tokenizer at all;
@@ -105,9 +113,12 @@ class EngineConfig:
     preemption_mode: PreemptionMode | None = None
     swap_space: float | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     enforce_eager: bool = False
     batch_invariant: bool | None = None
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    distributed_timeout_seconds: float = 60.0
     trace: str | Path | None = None
     trust_remote_code: bool = False
     tokenizer: str | None = None
@@ -127,8 +138,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, directory in (("model", self.model), ("tokenizer", self.tokenizer)):
-            rule = "must be a directory: give the path of a local one in Hugging Face format"
-            _require(directory is None or _is_dir(directory), name, rule, directory)
+            rule = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
+            local = directory is None or _is_dir(directory) or is_gguf(directory)
+            _require(local, name, rule, directory)
         for name in FLAGS:
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         invariant = self.batch_invariant
@@ -138,6 +150,8 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
+        method = self.quantization
+        _require(method is None or isinstance(method, str), "quantization", "must be None or text", method)
         self._check_sizes()
         self._check_blocks()
         self._check_lora()
@@ -145,6 +159,7 @@ class EngineConfig:
             possible = isinstance(self.trace, str | Path) and _can_be_file(Path(self.trace))
             _require(possible, "trace", "must be a file in a directory that exists", self.trace)
         self._check_model_files()
+        self._check_ranks()
 
     @property
     def model_name(self) -> str:
@@ -179,14 +194,26 @@ class EngineConfig:
         if self.max_logprobs != -1:
             _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        size, share, swap = self.tensor_parallel_size, self.gpu_memory_utilization, self.swap_space
-        _require(size == 1, "tensor_parallel_size", "only 1 is supported: the engine runs in one process", size)
+        share, swap = self.gpu_memory_utilization, self.swap_space
         rule = "must be a number above 0 and at most 1"
         _require(_is_number(share) and 0.0 < share <= 1.0, "gpu_memory_utilization", rule, share)
         if swap is not None:
             rule = "must be None or a number of GiB of at least 0"
             _require(_is_number(swap) and 0.0 <= swap < math.inf, "swap_space", rule, swap)
             _require(swap <= MOST_GIB, "swap_space", f"must be at most {MOST_GIB:,} GiB", swap)
+
+    def _check_ranks(self) -> None:
+        _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        backend, seconds = self.distributed_executor_backend, self.distributed_timeout_seconds
+        _require_choice("distributed_executor_backend", backend, (None, *EXECUTOR_BACKENDS))
+        if self.tensor_parallel_size > 1:
+            rule = f"runs one rank, and tensor_parallel_size is {self.tensor_parallel_size}: leave it out"
+            _require(backend != "uni", "distributed_executor_backend", rule, backend)
+        else:
+            rule = "needs tensor_parallel_size above 1: torchrun has started several ranks"
+            _require(backend != "external_launcher", "distributed_executor_backend", rule, backend)
+        rule = "must be a number of seconds above 0"
+        _require(_is_number(seconds) and 0 < seconds < math.inf, "distributed_timeout_seconds", rule, seconds)
 
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
@@ -210,6 +237,8 @@ class EngineConfig:
             _require(self.enable_lora or value == default, name, rule, value)
             if value is not None:
                 _require_int(name, value, 1)
+        rule = f"needs tensor_parallel_size=1, not {self.tensor_parallel_size}: adapters are not divided among ranks"
+        _require(not self.enable_lora or self.tensor_parallel_size == 1, "enable_lora", rule, self.enable_lora)
         rule = f"must be at least max_loras={self.max_loras}: each adapter on the device is in host memory too"
         _require(self.num_cpu_loras >= self.max_loras, "max_cpu_loras", rule, self.max_cpu_loras)
 

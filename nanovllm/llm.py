@@ -243,8 +243,8 @@ class LLM:
         return self.engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """1: the engine runs on one device."""
-        return 1
+        """The number of devices that compute the model."""
+        return self.config.tensor_parallel_size
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""

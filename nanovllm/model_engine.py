@@ -60,7 +60,7 @@ class LLMEngine(llm_engine.LLMEngine):
             logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
         tokenizer = _tokenizer(config)
         self.config = config
-        self.runner = ModelRunner(config)
+        self.runner = _runner(config)
         plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
         lora = sides.lora() if config.enable_lora else None
         self._vllm_api = sides.vllm_api()
@@ -159,6 +159,15 @@ class LLMEngine(llm_engine.LLMEngine):
         """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
         side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
         return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
+
+
+def _runner(config: EngineConfig) -> sides.Runner:
+    """The executor that the arguments ask for."""
+    sides.check_arguments(config)
+    side = sides.distributed()
+    return (
+        ModelRunner(config) if config.tensor_parallel_size == 1 or side is None else side.TensorParallelExecutor(config)
+    )
 
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:

@@ -81,9 +81,9 @@ def _table(*groups: tuple[str, Mapping[str, tuple[Any, ...]]]) -> Table:
 
 ENGINE_ARGUMENTS = _table(
     (
-        "the engine runs one model in one process on one device",
+        "the engine runs one model, whose layers are divided by tensor_parallel_size alone; over several machines "
+        "torchrun starts the ranks, with distributed_executor_backend='external_launcher'",
         {
-            "distributed_executor_backend": (None, "uni"),
             "pipeline_parallel_size": (1,),
             "prefill_context_parallel_size": (1,),
             "decode_context_parallel_size": (1,),
@@ -112,7 +112,6 @@ ENGINE_ARGUMENTS = _table(
             "node_rank": (0,),
             "master_addr": ("127.0.0.1",),
             "master_port": (29501,),
-            "distributed_timeout_seconds": UNSET,
             "cpu_distributed_timeout_seconds": UNSET,
             "device_ids": UNSET,
             "max_parallel_loading_workers": UNSET,
@@ -232,9 +231,8 @@ ENGINE_ARGUMENTS = _table(
         },
     ),
     (
-        "quantised weights are not among the formats: use a checkpoint in bfloat16, float16 or float32",
+        "how a checkpoint is quantized is read from its config, and plain weights are not quantized at load",
         {
-            "quantization": UNSET,
             "quantization_config": CONFIG,
             "allow_deprecated_quantization": (False, True),
             "calculate_kv_scales": OFF,

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from nanovllm.config import EngineConfig, PreemptionMode
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.engine.batch import Executor
+from nanovllm.errors import Advice, ConfigError, EngineError
 from nanovllm.side_modules import find_side
 
 if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
+    import torch
+
     from nanovllm import chat_template
-    from nanovllm.device import Device
+    from nanovllm.device import Busy, Device
     from nanovllm.engine.adapter import Adapters
     from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
@@ -30,7 +33,7 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.request import Sequence as TokenSequence
     from nanovllm.engine.scheduling_budget import SchedulerLimits
     from nanovllm.kvcache import chunked_attention
-    from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
+    from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
     from nanovllm.kvcache.fitting import KVSizing
     from nanovllm.kvcache.layerwise import LayerwiseSizing, LayerwiseStep
     from nanovllm.kvcache.layout import KVLayout
@@ -185,6 +188,33 @@ class ProgressBar(AbstractContextManager[object], Protocol):
         ...
 
 
+class Runner(Executor, Protocol):
+    """The executor of a model directory: `engine.model_runner.ModelRunner`, or one for several ranks.
+
+    Of several ranks the sizes, `spec` and statistics are those of the first.
+    """
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    sizing: KVSizing
+    plan: KVPlan
+    num_swap_blocks: int
+
+    def advise(self, num_tokens: int) -> Advice: ...
+
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None: ...
+
+    def kv_stats(self) -> KVStats: ...
+
+    def link_busy(self) -> Busy: ...
+
+
+class Distributed(Protocol):
+    """Computes one model on several ranks. Without it `tensor_parallel_size` above 1 is refused."""
+
+    def TensorParallelExecutor(self, config: EngineConfig) -> Runner: ...
+
+
 class VllmApi(Protocol):
     """vLLM's beam search and metrics, and scores of choices. Without it those methods of LLM are refused."""
 
@@ -250,6 +280,10 @@ def progress_bar() -> ProgressBars | None:
     return cast("ProgressBars | None", find_side("nanovllm.progress_bar"))
 
 
+def distributed() -> Distributed | None:
+    return cast("Distributed | None", find_side("nanovllm.distributed.executor"))
+
+
 def vllm_api() -> VllmApi | None:
     return cast("VllmApi | None", find_side("nanovllm.vllm_api"))
 
@@ -263,6 +297,8 @@ def installed(side: T | None, method: str, module: str) -> T:
 
 def check_arguments(config: EngineConfig) -> None:
     """Raise ConfigError for engine arguments that need a side which is not installed."""
+    if config.tensor_parallel_size > 1 and distributed() is None:
+        raise ConfigError(_missing(f"tensor_parallel_size={config.tensor_parallel_size}", "nanovllm.distributed"))
     if config.trace is not None and trace() is None:
         raise ConfigError(_missing(f"trace={str(config.trace)!r}", "nanovllm.device.trace"))
     if config.enable_lora and (lora() is None or lora_runner() is None):
