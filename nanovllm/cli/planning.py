@@ -14,7 +14,13 @@ from nanovllm.cli.arguments import engine_arguments
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
+from nanovllm.engine.profiling import (
+    check_step_fits,
+    layerwise_sizing,
+    measure_memory,
+    reserve_for_adapters,
+    step_bytes,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
@@ -90,10 +96,15 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
     config = engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
         raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
+    if config.enable_lora and device is None and args.host_mem is None:
+        raise ConfigError(
+            "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
+        )
     if device is None:
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
+    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
     layout = network.layout(network.block_size(config))
     spec = network.spec
     return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)

@@ -26,6 +26,7 @@ from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 
@@ -117,6 +118,12 @@ def measure_memory(
         host_may_grow=device.host_memory_may_grow,
         layerwise=layerwise_sizing(model, backend, config),
     )
+
+
+def reserve_for_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+    """What LoRA adapters leave of the memory; itemsize: bytes of an element of theirs. Raises ConfigError."""
+    lora = sides.lora() if config.enable_lora else None
+    return memory if lora is None else lora.reserved(memory, config, spec, itemsize)
 
 
 def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
