@@ -68,7 +68,7 @@ def projections(shape: Shape) -> dict[str, tuple[int, int]]:
     decoder = Decoder(shape.spec, shape.dtype, torch.device("meta"))
     layer = decoder.layers[0]
     weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
-    found = {name: (linear.weight.shape[0], linear.weight.shape[1]) for name, linear in weights.items()}
+    found = {name: (sum(linear.parts.values()), linear.in_features) for name, linear in weights.items()}
     return found | {"lm_head": (shape.spec.vocab_size, shape.spec.hidden_size)}
 
 

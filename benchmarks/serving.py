@@ -5,8 +5,10 @@
 Each round runs the work in turn: offline, over HTTP in one piece, both again as streams; every second round in the
 opposite order. Each side has a process of its own, so that none is favoured by what the process did before; requests
 come over real sockets, all at once. Time between tokens is between outputs of one request that hold new tokens: offline
-in the thread that runs the steps, over HTTP where the client reads them. The client runs on the server's cores: the
-report gives its processor time.
+in the thread that runs the steps, over HTTP where the client reads them.
+
+The report gives wall-clock time and processor time. The client runs on the server's cores, so its processor time counts
+as the server's. On a machine shared with others, wall-clock time also tells how busy those were.
 
 Then short requests are sent while the server prefills a long prompt. A short request is admitted in the step after the
 one that runs, and its prefill shares that step, so it waits for at most two steps of max_num_batched_tokens tokens, as
@@ -26,6 +28,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import subprocess
@@ -50,13 +53,16 @@ SHORT_PER_STEP = 4  # short requests during a step of the long prefill, so that 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the work. gaps: seconds between outputs of the same request, without the time to the first. client:
-    processor seconds of the HTTP client."""
+    """One run of the work.
+
+    processor: processor seconds of all threads that took part. gaps: seconds between outputs of the same request,
+    without the time to the first.
+    """
 
     tokens: int
     seconds: float
+    processor: float
     gaps: tuple[float, ...] = ()
-    client: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -82,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "enable_prefix_caching": False,
         "load_format": args.load_format,
     }
-    with _offline(args.model, engine) as offline, _server(args.model, engine) as port:
+    with _offline(args.model, engine) as offline, _server(args.model, engine) as server:
 
         def over_http(stream: bool) -> Run:
-            return asyncio.run(_over_http(port, prompts, args.output_len, stream=stream))
+            return asyncio.run(_over_http(server, prompts, args.output_len, stream=stream))
 
         sides: dict[str, Callable[[], Run]] = {
             "offline": lambda: offline(prompts, args.output_len, stream=False),
@@ -99,14 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run = sides[name]()
                 if number:  # the first round warms up
                     runs[name].append(run)
-        waits = asyncio.run(_during_a_long_prefill(port, prompts[0], long_prompt, args.max_num_batched_tokens))
+        waits = asyncio.run(_during_a_long_prefill(server.port, prompts[0], long_prompt, args.max_num_batched_tokens))
     result = {
         "benchmark": "serving",
         "arguments": {**vars(args), "model": Path(args.model).name},
         "facts": machine_facts(engine["device"]),
         "tokens_per_second": {name: [run.rate for run in each] for name, each in runs.items()},
         "p99_between_tokens": {name: [run.p99 for run in each if run.gaps] for name, each in runs.items()},
-        "client_share": {name: [run.client / run.seconds for run in runs[name]] for name in ("http", "http streams")},
+        "processor_ms_per_token": {
+            name: [run.processor / run.tokens * 1e3 for run in each] for name, each in runs.items()
+        },
         "during_a_long_prefill": asdict(waits),
     }
     _print(result)
@@ -123,11 +131,11 @@ def _print(result: dict[str, Any]) -> None:
     for name, rate in rates.items():
         gap = f", p99 between tokens {p99[name] * 1e3:.1f} ms" if name in p99 else ""
         print(f"{name:<16}{rate:10,.1f} tokens/s{gap}")
-    client = {name: statistics.median(values) for name, values in result["client_share"].items()}
+    processor = {name: statistics.median(values) for name, values in result["processor_ms_per_token"].items()}
     print(f"HTTP: {rates['http'] / rates['offline']:.1%} of LLM.generate's throughput, ", end="")
-    print(f"the client took {client['http']:.1%} of a core")
+    print(f"{processor['http'] / processor['offline']:.1%} of its processor time")
     print(f"streams: {rates['http streams'] / rates['offline streams']:.1%} of LLM.stream's, ", end="")
-    print(f"the client took {client['http streams']:.1%} of a core, ", end="")
+    print(f"{processor['http streams'] / processor['offline streams']:.1%} of its processor time, ", end="")
     print(f"p99 between tokens {p99['http streams'] / p99['offline streams']:.2f} times LLM.stream's")
     waits = Waits(**result["during_a_long_prefill"])
     print(
@@ -169,13 +177,14 @@ def _offline_process(pipe: Connection, model: str, engine: dict[str, Any]) -> No
 
 
 def _generate(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, _params(output_len), use_tqdm=False)
-    return Run(sum(len(output.outputs[0].token_ids) for output in outputs), time.perf_counter() - start)
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
+    return Run(sum(len(output.outputs[0].token_ids) for output in outputs), seconds, processor)
 
 
 def _stream(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     tokens, last, gaps = 0, dict[str, float](), []
     for output in llm.stream(prompts, _params(output_len, output_kind=RequestOutputKind.DELTA)):
         now, new = time.perf_counter(), sum(len(completion.token_ids) for completion in output.outputs)
@@ -184,7 +193,7 @@ def _stream(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
         if new:
             tokens += new
             last[output.request_id] = now
-    return Run(tokens, time.perf_counter() - start, tuple(gaps))
+    return Run(tokens, time.perf_counter() - start, time.process_time() - processor, tuple(gaps))
 
 
 def _params(output_len: int, **others: Any) -> SamplingParams:
@@ -199,8 +208,19 @@ def _prompt(length: int, vocab_size: int, number: int) -> list[int]:
 # ---- over HTTP, with a client that costs little, as it runs on the server's cores
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    pid: int
+    port: int
+
+    def processor_seconds(self) -> float:
+        """Of all its threads since it started (proc_pid_stat(5), fields 14 and 15)."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def _server(model: str, engine: dict[str, Any]) -> Iterator[int]:
+def _server(model: str, engine: dict[str, Any]) -> Iterator[Server]:
     """`nanovllm serve` on a free port."""
     flags = [
         f"--no-{name.replace('_', '-')}" if value is False else f"--{name.replace('_', '-')}={value}"
@@ -212,7 +232,7 @@ def _server(model: str, engine: dict[str, Any]) -> Iterator[int]:
         assert process.stderr is not None
         for line in process.stderr:
             if "is served at" in line:
-                yield int(line.split("is served at ")[1].split(",")[0].rpartition(":")[2])
+                yield Server(process.pid, int(line.split("is served at ")[1].split(",")[0].rpartition(":")[2]))
                 break
         else:
             raise SystemExit("the server did not start")
@@ -221,12 +241,13 @@ def _server(model: str, engine: dict[str, Any]) -> Iterator[int]:
         process.wait(START_SECONDS)
 
 
-async def _over_http(port: int, prompts: list[list[int]], output_len: int, *, stream: bool) -> Run:
-    start, client = time.perf_counter(), time.process_time()
-    done = await asyncio.gather(*(_request(port, prompt, output_len, stream) for prompt in prompts))
-    seconds, client = time.perf_counter() - start, time.process_time() - client
+async def _over_http(server: Server, prompts: list[list[int]], output_len: int, *, stream: bool) -> Run:
+    start, processor = time.perf_counter(), time.process_time() + server.processor_seconds()
+    done = await asyncio.gather(*(_request(server.port, prompt, output_len, stream) for prompt in prompts))
+    seconds = time.perf_counter() - start
+    processor = time.process_time() + server.processor_seconds() - processor
     gaps = tuple(later - earlier for times in done for earlier, later in itertools.pairwise(times))
-    return Run(len(prompts) * output_len, seconds, gaps, client)
+    return Run(len(prompts) * output_len, seconds, processor, gaps)
 
 
 async def _request(port: int, prompt: list[int], output_len: int, stream: bool) -> list[float]:

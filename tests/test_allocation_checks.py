@@ -61,7 +61,9 @@ def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[
     make_checkpoint(tmp_path, family, **more)
     spec = load_decoder_spec(tmp_path)
     decoder = Decoder(spec, torch.bfloat16, torch.device("cpu"))
-    assert dict(spec.tensor_shapes()) == {name: slot.shape for name, slot in decoder.slots()}
+    assert {name: tensor.shape for name, tensor in spec.tensors()} == {
+        name: slot.shape for name, slot in decoder.slots()
+    }
     assert spec.num_weights == sum(slot.view.numel() for _, slot in decoder.slots())
     assert spec.layer_weights == sum(slot.view.numel() for _, slot in decoder.layers[0].slots())
 

@@ -62,7 +62,7 @@ NEEDS_TORCH = {
 
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
-    {"errors"},
+    {"errors", "side_modules"},
     {"memory_checks", "model_files", "vllm_names", "worker_process"},
     {"config", "outputs", "tokenizer"},
     {"sampling_rules"},
@@ -71,7 +71,7 @@ ROWS: tuple[set[str], ...] = (
     {"chat_template"},
     {"ops", "comm"},
     {"device", "layers", "forward_context"},
-    {"kvcache", "models"},
+    {"kvcache", "models", "quantization"},
     {"cpu_attention"},
     {"cuda_graphs", "planner"},
     {"engine"},

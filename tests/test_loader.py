@@ -79,7 +79,7 @@ def test_weights_are_converted_on_the_way(single: Path, dtype: torch.dtype) -> N
     stored = stored_tensors(single)
     decoder = load(single, dtype)
     assert torch.equal(decoder.norm, stored[NORM].to(dtype))
-    assert torch.equal(decoder.lm_head, stored[LM_HEAD].to(dtype))
+    assert torch.equal(decoder.lm_head.dense, stored[LM_HEAD].to(dtype))
     assert all(slot.view.dtype == dtype for _, slot in decoder.slots())
 
 
@@ -193,14 +193,14 @@ def test_known_harmless_tensors_are_accepted(copy_of: Callable[[str], Path]) -> 
     edit_tensors(path, extras)
     with safe_open(path / "model.safetensors", "pt") as file:
         assert set(extras) <= set(file.keys())
-    assert torch.equal(load(path).embedding, embedding)
+    assert torch.equal(load(path).embedding.dense, embedding)
 
 
 def test_a_tied_embedding_may_be_stored_under_its_other_name(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("tied")
     embedding = stored_tensors(path)[EMBEDDING]
     edit_tensors(path, {EMBEDDING: None, LM_HEAD: embedding})
-    assert torch.equal(load(path).embedding, embedding)
+    assert torch.equal(load(path).embedding.dense, embedding)
 
 
 def test_a_tied_head_that_differs_is_refused(copy_of: Callable[[str], Path]) -> None:
@@ -237,8 +237,8 @@ def test_dummy_weights_keep_sizes_near_one(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family, hidden=256, intermediate=1024)
     decoder = load(tmp_path, torch.bfloat16, "dummy")
     layer = decoder.layers[0]
-    assert layer.gate_up.weight.float().std() * 16 == pytest.approx(1, rel=0.02)
-    assert layer.down.weight.float().std() * 32 == pytest.approx(1, rel=0.02)
+    assert layer.gate_up.weight.dense.float().std() * 16 == pytest.approx(1, rel=0.02)
+    assert layer.down.weight.dense.float().std() * 32 == pytest.approx(1, rel=0.02)
     assert (decoder.norm.float() - 1).abs().max() < 0.11
     assert (layer.qkv.bias is not None) == (family == "qwen2")
     if layer.qkv.bias is not None:
@@ -256,7 +256,7 @@ def test_decoder_slots_cover_every_parameter_once(single: Path) -> None:
     linears = [m for layer in decoder.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     biases = [linear.bias for linear in linears]
     assert all(bias is not None and (bias == 1).all() for bias in biases)
-    assert all((linear.weight == 1).all() for linear in linears)
+    assert all((linear.weight.dense == 1).all() for linear in linears)
     norms = [norm for layer in decoder.layers for norm in (layer.input_norm, layer.post_norm)]
-    assert all((weight == 1).all() for weight in [*norms, decoder.norm, decoder.embedding, decoder.lm_head])
+    assert all((weight == 1).all() for weight in [*norms, decoder.norm, decoder.embedding.dense, decoder.lm_head.dense])
     assert all(layer.qk_norm is not None and (layer.qk_norm == 1).all() for layer in decoder.layers)

@@ -16,6 +16,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "tensor parallelism": ("distributed",),
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
+    "quantized weights": ("quantization",),
     "structured outputs": ("structured_outputs",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),

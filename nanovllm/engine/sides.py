@@ -1,4 +1,4 @@
-"""The sides: optional parts of the engine, and the only place where the core looks for them. No torch.
+"""The sides: optional parts of the engine, and the place where the engine looks for them. No torch.
 
 The core imports no side and runs without any. Each function below finds one side by its module's name and returns that
 module, or None where its files are not installed: the feature is then off or refused. The protocols say what the core
@@ -7,8 +7,6 @@ calls.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from nanovllm.config import EngineConfig, PreemptionMode
 from nanovllm.engine.batch import Executor
 from nanovllm.errors import Advice, ConfigError, EngineError
+from nanovllm.side_modules import find_side
 
 if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
     import torch
@@ -207,54 +206,54 @@ class VllmApi(Protocol):
 
 
 def sequence_groups() -> SequenceGroups | None:
-    return cast("SequenceGroups | None", _find("nanovllm.sequence_groups"))
+    return cast("SequenceGroups | None", find_side("nanovllm.sequence_groups"))
 
 
 def layerwise_prefill() -> LayerwisePrefill | None:
-    return cast("LayerwisePrefill | None", _find("nanovllm.layerwise_prefill.schedule"))
+    return cast("LayerwisePrefill | None", find_side("nanovllm.layerwise_prefill.schedule"))
 
 
 def layerwise_runner() -> LayerwiseRunner | None:
-    return cast("LayerwiseRunner | None", _find("nanovllm.layerwise_prefill.runner"))
+    return cast("LayerwiseRunner | None", find_side("nanovllm.layerwise_prefill.runner"))
 
 
 def cuda_graphs() -> CudaGraphs | None:
-    return cast("CudaGraphs | None", _find("nanovllm.cuda_graphs"))
+    return cast("CudaGraphs | None", find_side("nanovllm.cuda_graphs"))
 
 
 def cpu_attention() -> CpuAttention | None:
-    return cast("CpuAttention | None", _find("nanovllm.cpu_attention.host_blocks"))
+    return cast("CpuAttention | None", find_side("nanovllm.cpu_attention.host_blocks"))
 
 
 def chat_templates() -> ChatTemplates | None:
-    return cast("ChatTemplates | None", _find("nanovllm.chat_template"))
+    return cast("ChatTemplates | None", find_side("nanovllm.chat_template"))
 
 
 def planner() -> Planner | None:
     """The planner, which predicts with CPU attention's shares and so needs that side too."""
     if cpu_attention() is None:
         return None
-    return cast("Planner | None", _find("nanovllm.planner.plan"))
+    return cast("Planner | None", find_side("nanovllm.planner.plan"))
 
 
 def structured_outputs() -> StructuredOutputs | None:
-    return cast("StructuredOutputs | None", _find("nanovllm.structured_outputs"))
+    return cast("StructuredOutputs | None", find_side("nanovllm.structured_outputs"))
 
 
 def trace() -> Trace | None:
-    return cast("Trace | None", _find("nanovllm.device.trace"))
+    return cast("Trace | None", find_side("nanovllm.device.trace"))
 
 
 def progress_bar() -> ProgressBars | None:
-    return cast("ProgressBars | None", _find("nanovllm.progress_bar"))
+    return cast("ProgressBars | None", find_side("nanovllm.progress_bar"))
 
 
 def distributed() -> Distributed | None:
-    return cast("Distributed | None", _find("nanovllm.distributed.executor"))
+    return cast("Distributed | None", find_side("nanovllm.distributed.executor"))
 
 
 def vllm_api() -> VllmApi | None:
-    return cast("VllmApi | None", _find("nanovllm.vllm_api"))
+    return cast("VllmApi | None", find_side("nanovllm.vllm_api"))
 
 
 def installed(side: T | None, method: str, module: str) -> T:
@@ -279,11 +278,3 @@ def check_arguments(config: EngineConfig) -> None:
 
 def _missing(argument: str, module: str) -> str:
     return f"{argument}: needs {module}, which this installation does not have; leave it out"
-
-
-def _find(module: str) -> Any | None:
-    """The module, or None if it is not installed. An error within an installed module is raised."""
-    package, _, _ = module.rpartition(".")
-    if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
-        return None
-    return importlib.import_module(module)

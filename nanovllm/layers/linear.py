@@ -1,40 +1,17 @@
-"""Linear projections, whose weights may hold several checkpoint tensors, and the destinations of those tensors."""
+"""Linear projections, whose weights may hold several checkpoint tensors, and the plain form of a weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops import cpu_kernels
 
 FEW_ROWS = 24  # with at most so many rows, reading the weights determines the time of a product
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """The destination of one checkpoint tensor: a view of a parameter, and the shape that the tensor must have.
-
-    The view may be wider than the tensor (one norm weight for several heads); `write` broadcasts.
-    """
-
-    view: Tensor
-    shape: tuple[int, ...]
-
-    def write(self, tensor: Tensor) -> None:
-        """Copy `tensor` (of `shape`, any floating dtype, any device) into the parameter and convert it."""
-        self.view.copy_(tensor)
-
-
-NamedSlots = Iterator[tuple[str, WeightSlot]]
-
-
-def slot_of(view: Tensor) -> WeightSlot:
-    """The slot of a checkpoint tensor with exactly the shape of `view`."""
-    return WeightSlot(view, tuple(view.shape))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,10 +26,40 @@ def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x, weight, bias) if x.shape[0] > FEW_ROWS else linear(x, weight, bias)
 
 
+class DenseWeight:
+    """The plain form of a weight matrix: [sum of part sizes, in_features] in the network's dtype."""
+
+    def __init__(self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device) -> None:
+        """See `LinearMethod.create`."""
+        self._parts = dict(parts)
+        self._product = linear
+        self.dense = torch.empty(sum(parts.values()), in_features, dtype=dtype, device=device)
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product(x, self.dense, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return F.embedding(indices, self.dense)
+
+    def slots(self) -> NamedSlots:
+        for module, part in zip(self._parts, self.dense.split(list(self._parts.values())), strict=True):
+            yield f"{module}.weight", slot_of(part)
+
+    def use_torch_products(self) -> None:
+        self._product = fastest_linear
+
+
+def create_weight(
+    method: LinearMethod | None, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
+) -> StoredWeight:
+    """The stored weight of modules that share an input, in the plain form if `method` is None."""
+    return (DenseWeight if method is None else method.create)(parts, in_features, dtype, device)
+
+
 class Linear:
     """y = x W^T + b for projections that share an input: q, k and v, or gate and up, run as one product.
 
-    weight: [sum of part sizes, in_features]; bias: [sum of part sizes] or None.
+    weight: of shape [sum of part sizes, in_features]; bias: [sum of part sizes] or None.
     """
 
     def __init__(
@@ -63,24 +70,25 @@ class Linear:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        prefix: str = "",
+        method: LinearMethod | None = None,
     ) -> None:
-        """`parts` maps each checkpoint module name (such as "q_proj") to its output features, in order."""
-        out_features = sum(parts.values())
-        self.parts = dict(parts)
-        self.product = linear
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        """`parts` maps each checkpoint module name (such as "q_proj") to its output features, in order.
+
+        prefix: of these names in the checkpoint; method: how the weight is stored, None for the plain form.
+        """
+        self.in_features = in_features
+        self.parts = {f"{prefix}{name}": size for name, size in parts.items()}
+        self.weight = create_weight(method, self.parts, in_features, dtype, device)
+        self.bias = torch.empty(sum(parts.values()), dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in_features] -> [rows, sum of part sizes], in the order of the parts."""
-        return self.product(x, self.weight, self.bias)
+        return self.weight.apply(x, self.bias)
 
-    def slots(self, prefix: str) -> NamedSlots:
-        """Each part's `{prefix}{name}.weight` and, with biases, `{prefix}{name}.bias`."""
-        start = 0
-        for name, size in self.parts.items():
-            rows = slice(start, start + size)
-            yield f"{prefix}{name}.weight", slot_of(self.weight[rows])
-            if self.bias is not None:
-                yield f"{prefix}{name}.bias", slot_of(self.bias[rows])
-            start += size
+    def slots(self) -> NamedSlots:
+        """The slots of the weight and, with biases, each part's `{module}.bias`."""
+        yield from self.weight.slots()
+        if self.bias is not None:
+            for module, part in zip(self.parts, self.bias.split(list(self.parts.values())), strict=True):
+                yield f"{module}.bias", slot_of(part)

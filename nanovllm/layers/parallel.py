@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
@@ -37,13 +37,12 @@ class RankGroup(Protocol):
         ...
 
 
-def embedding(token_ids: Tensor, table: Tensor, vocab: range | None, group: RankGroup | None) -> Tensor:
-    """Rows of an embedding: int64 [tokens] -> [tokens, hidden]. table holds the rows of `vocab`; None: all of them.
+def embedding_rows(rows_of: Callable[[Tensor], Tensor], token_ids: Tensor, vocab: range, group: RankGroup) -> Tensor:
+    """Rows of an embedding of which this rank holds those of `vocab`: int64 [tokens] -> [tokens, hidden].
 
-    A token's row is on one rank. The others add zeros to it, which is exact.
+    rows_of: gives the rows at indices into the part. A token's row is on one rank, and the others add zeros to it,
+    which is exact.
     """
-    if vocab is None or group is None:
-        return F.embedding(token_ids, table)
     elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
-    rows = F.embedding((token_ids - vocab.start).masked_fill(elsewhere, 0), table)
+    rows = rows_of((token_ids - vocab.start).masked_fill(elsewhere, 0))
     return group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
-from nanovllm.layers.linear import Linear, NamedSlots, WeightSlot, fastest_linear, linear, slot_of
-from nanovllm.layers.parallel import RankGroup, embedding
+from nanovllm.layers.linear import Linear, create_weight
+from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
+from nanovllm.layers.parallel import RankGroup, embedding_rows
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.sharding import rank_part
-from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
+from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import few_row_layer
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
 
@@ -36,21 +38,22 @@ class DecoderLayer:
         self.spec = spec
         self.group = group
         self.index = index
-        hidden = spec.hidden_size
+        hidden, prefix = spec.hidden_size, f"model.layers.{index}."
+        linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         o_bias, down_bias = spec.o_bias and spec.adds_biases, spec.mlp_bias and spec.adds_biases
         self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self.qkv = Linear(hidden, qkv, bias=spec.qkv_bias, dtype=dtype, device=device)
+        self.qkv = linear(hidden, qkv, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
-        self.o = Linear(spec.q_size, {"o_proj": hidden}, bias=o_bias, dtype=dtype, device=device)
+        self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
         self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self.gate_up = Linear(hidden, gate_up, bias=spec.mlp_bias, dtype=dtype, device=device)
-        self.down = Linear(spec.intermediate_size, {"down_proj": hidden}, bias=down_bias, dtype=dtype, device=device)
+        self.gate_up = linear(hidden, gate_up, prefix=f"{prefix}mlp.", bias=spec.mlp_bias)
+        self.down = linear(spec.intermediate_size, {"down_proj": hidden}, prefix=f"{prefix}mlp.", bias=down_bias)
         norms = (self.input_norm, self.qk_norm, self.post_norm)
-        products = [(each.weight, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
+        products = [(each.weight.dense, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
         self.few_rows = few_row_layer(norms, products, spec.rms_norm_eps, spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
@@ -97,10 +100,8 @@ class DecoderLayer:
         prefix = f"model.layers.{self.index}."
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
-        yield from self.qkv.slots(f"{prefix}self_attn.")
-        yield from self.o.slots(f"{prefix}self_attn.")
-        yield from self.gate_up.slots(f"{prefix}mlp.")
-        yield from self.down.slots(f"{prefix}mlp.")
+        for each in (self.qkv, self.o, self.gate_up, self.down):
+            yield from each.slots()
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
             yield f"{prefix}self_attn.q_norm.weight", WeightSlot(self.qk_norm[:heads], shape)
@@ -118,10 +119,13 @@ class Decoder:
         self.group = group
         self.dtype = dtype
         self.device = device
-        self.product = linear
         self.chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS
-        self.embedding = torch.empty(spec.vocab_rows, spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head = self.embedding if spec.tie_word_embeddings else torch.empty_like(self.embedding)
+        table = {EMBEDDING_MODULE: spec.vocab_rows}
+        self.embedding = create_weight(spec.quantization, table, spec.hidden_size, dtype, device)
+        self.lm_head = self.embedding
+        if not spec.tie_word_embeddings:
+            head = {HEAD_MODULE: spec.vocab_rows}
+            self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
         self.layers = [DecoderLayer(spec, i, dtype, device, group) for i in range(spec.num_layers)]
         self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
@@ -141,7 +145,9 @@ class Decoder:
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
         sharding = self.spec.sharding
-        return embedding(input_ids, self.embedding, None if sharding is None else sharding.vocab, self.group)
+        if self.group is None or sharding is None:
+            return self.embedding.rows(input_ids)
+        return embedding_rows(self.embedding.rows, input_ids, sharding.vocab, self.group)
 
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
@@ -159,7 +165,7 @@ class Decoder:
 
         Ranks other than the first contribute their part of the vocabulary, and get logits of no row.
         """
-        logits = self.product(hidden, self.lm_head)
+        logits = self.lm_head.apply(hidden, None)
         if self.group is not None:
             vocab_size, size = self.spec.vocab_size, self.group.size
             collected = self.group.gather_columns(logits, [len(rank_part(vocab_size, i, size)) for i in range(size)])
@@ -173,26 +179,26 @@ class Decoder:
 
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
-        self.product = fastest_linear
+        self.lm_head.use_torch_products()
         for layer in self.layers:
             for each in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                each.product = fastest_linear
+                each.weight.use_torch_products()
 
     def slots(self) -> NamedSlots:
         """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""
-        yield EMBEDDING, slot_of(self.embedding)
+        yield from self.embedding.slots()
         for layer in self.layers:
             yield from layer.slots()
         yield "model.norm.weight", slot_of(self.norm)
         if not self.spec.tie_word_embeddings:
-            yield LM_HEAD, slot_of(self.lm_head)
+            yield from self.lm_head.slots()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters. Tied embeddings count once."""
-        return self.spec.num_weights * self.dtype.itemsize
+        return self.spec.weight_bytes(self.dtype.itemsize)
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Bytes of the parameters of one layer; all layers have the same shapes."""
-        return self.spec.layer_weights * self.dtype.itemsize
+        """Bytes of the parameters of one layer, the mean of all layers if they differ."""
+        return self.spec.layer_weight_bytes(self.dtype.itemsize)

@@ -8,13 +8,15 @@ effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transformers import CONFIG_MAPPING
 
 from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
+from nanovllm.layers.linear_method import LinearMethod
 from nanovllm.model_files.json_fields import checked_fields, read_json_object
 from nanovllm.models.config_fields import (
     FIELDS_WITHOUT_EFFECT,
@@ -26,6 +28,7 @@ from nanovllm.models.config_fields import (
 from nanovllm.models.families import FAMILIES, Family, decoder_spec
 from nanovllm.models.rope_config import rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+from nanovllm.side_modules import find_side
 
 # Fields of generation_config.json and the sampling parameters that they set.
 SAMPLING_DEFAULTS = {
@@ -39,6 +42,14 @@ SAMPLING_DEFAULTS = {
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 _NO_DEFAULT = object()
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
+
+
+class Quantizations(Protocol):
+    """The side that reads quantized checkpoints. Without it they are refused."""
+
+    def read_quantization(self, config: Mapping[str, Any]) -> LinearMethod:
+        """The method of a `quantization_config`. Raises ModelError for a format that is not supported."""
+        ...
 
 
 def load_decoder_spec(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
@@ -146,7 +157,7 @@ def _spec(config: _Config) -> DecoderSpec:
             config.fields, defaults.max_position_embeddings, defaults.default_theta
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        return decoder_spec(family, defaults)
+        return replace(decoder_spec(family, defaults), quantization=_quantization(config.fields))
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
 
@@ -199,12 +210,21 @@ def _family(config: _Config) -> Family:
             f"{where} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "
             f"not {quoted(fields['model_type'])}."
         )
-    if fields.get("quantization_config") is not None:
-        raise ModelError(
-            f"{where}: quantized weights are not supported (quantization_config="
-            f"{quoted(fields['quantization_config'])}); use a checkpoint in {', '.join(DTYPE_NAMES)}."
-        )
     return family
+
+
+def _quantization(fields: Mapping[str, Any]) -> LinearMethod | None:
+    """How the checkpoint stores its matrices, from its `quantization_config`; None if as plain numbers."""
+    config = fields.get("quantization_config")
+    if config is None:
+        return None
+    side: Quantizations | None = find_side("nanovllm.quantization")
+    if side is None:
+        raise ModelError(
+            f"quantization_config={quoted(config)}: needs nanovllm.quantization, which this installation does not "
+            f"have; use a checkpoint in {', '.join(DTYPE_NAMES)}."
+        )
+    return side.read_quantization(config)
 
 
 def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.config import LOAD_FORMATS
 from nanovllm.errors import ConfigError, ModelError
+from nanovllm.layers.linear_method import CheckpointTensor, WeightSlot
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
@@ -31,6 +32,9 @@ def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | N
         return
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     for name, slot in decoder.slots():
+        if slot.randomize is not None:
+            slot.randomize(generator)
+            continue
         if len(slot.shape) == 2:
             _draw(name, slot.view, generator)
         else:
@@ -57,7 +61,6 @@ def _draw(name: str, values: Tensor, generator: torch.Generator) -> Tensor:
     return values.uniform_(centre - 0.1, centre + 0.1, generator=generator)
 
 
-READABLE = ("F64", "F32", "F16", "BF16")
 # Buffers that Transformers saved until 4.3x. They are computed from the config instead.
 BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
@@ -89,7 +92,7 @@ def load_model(
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
         check_fits(
-            f"model={str(model_dir)!r}: its weights take", own.num_weights * dtype.itemsize, free_bytes, where, remedy
+            f"model={str(model_dir)!r}: its weights take", own.weight_bytes(dtype.itemsize), free_bytes, where, remedy
         )
     decoder = Decoder(own, dtype, device, group)
     for _, slot in decoder.slots():
@@ -98,11 +101,21 @@ def load_model(
         fill_with_random_weights(decoder, seed, None if group is None else spec)
         return decoder
     for name, slot in decoder.slots():
-        # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
-        with open_file(stored[names[name]].file) as tensors:
-            slot.write(_read(tensors, names[name], own))
+        if name in names:
+            _fill(slot, stored[names[name]].file, names[name], own)
     _check_tied(directory, spec, stored, decoder)
     return decoder
+
+
+def _fill(slot: WeightSlot, file: Path, name: str, spec: DecoderSpec) -> None:
+    """Write a tensor of a file into its slot. Raises ModelError for values that cannot be used."""
+    # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
+    with open_file(file) as tensors:
+        tensor = _read(tensors, name, spec)
+        try:
+            slot.write(tensor)
+        except ModelError as error:
+            raise ModelError(f"{file}: {name}: {error}") from None
 
 
 def _read(tensors: Any, name: str, spec: DecoderSpec) -> Tensor:
@@ -113,15 +126,16 @@ def _read(tensors: Any, name: str, spec: DecoderSpec) -> Tensor:
 
 
 def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, str]:
-    """The file's name of each of the network's tensors. Raises ModelError unless checkpoint and network match."""
-    shapes = dict(spec.tensor_shapes())
-    names = {name: name for name in shapes}
+    """The file's name of each of the network's tensors that it holds. Raises ModelError unless checkpoint and network
+    match."""
+    tensors = dict(spec.tensors())
+    names = {name: name for name, tensor in tensors.items() if tensor.required or name in stored}
     if spec.tie_word_embeddings and EMBEDDING not in stored and LM_HEAD in stored:
         names[EMBEDDING] = LM_HEAD  # some tools keep only the alphabetically first name of a tied tensor
     missing = [name for name in names.values() if name not in stored]
     if missing:
         raise ModelError(f"{directory} lacks tensors of a {spec.architecture} ({some_of(missing)}).")
-    expected = {names[name]: shape for name, shape in shapes.items()}
+    expected = {stored_name: tensors[name] for name, stored_name in names.items()}
     unexpected = [name for name in stored if name not in expected and not _harmless(name, spec)]
     if unexpected:
         raise ModelError(f"{directory} holds tensors that a {spec.architecture} does not have ({some_of(unexpected)}).")
@@ -134,19 +148,20 @@ def _harmless(name: str, spec: DecoderSpec) -> bool:
     return bool(BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == LM_HEAD)
 
 
-def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]) -> None:
+def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: dict[str, CheckpointTensor]) -> None:
     misshapen = [
-        f"{name} expected {list(shape)}, found {list(stored[name].shape)}"
-        for name, shape in expected.items()
-        if stored[name].shape != shape
+        f"{name} expected {list(tensor.shape)}, found {list(stored[name].shape)}"
+        for name, tensor in expected.items()
+        if stored[name].shape != tensor.shape
     ]
     if misshapen:
         raise ModelError(f"{directory} holds tensors of shapes its config does not give ({some_of(misshapen)}).")
-    unreadable = [f"{name} {stored[name].dtype}" for name in expected if stored[name].dtype not in READABLE]
+    unreadable = [name for name, tensor in expected.items() if stored[name].dtype not in tensor.dtypes]
     if unreadable:
+        named = some_of(f"{name} {stored[name].dtype}" for name in unreadable)
         raise ModelError(
-            f"{directory} holds tensors in formats that are not read ({some_of(unreadable)}); "
-            f"read are {', '.join(READABLE)}."
+            f"{directory} holds tensors in formats that are not read ({named}); "
+            f"read are {', '.join(expected[unreadable[0]].dtypes)}."
         )
 
 
@@ -155,10 +170,8 @@ def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTens
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
     with open_file(stored[LM_HEAD].file) as tensors:
-        head = _read(tensors, LM_HEAD, decoder.spec)
-        same = head.shape == decoder.embedding.shape and torch.equal(
-            head.to(decoder.embedding.dtype), decoder.embedding.cpu()
-        )
+        head, embedding = _read(tensors, LM_HEAD, decoder.spec), decoder.embedding.dense
+        same = embedding is not None and torch.equal(head.to(decoder.dtype), embedding.cpu())
     if not same:
         raise ModelError(
             f"{directory}: {LM_HEAD} differs from {EMBEDDING}, but the config says that they are tied; "

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from nanovllm.errors import ConfigError
+from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.models.sharding import Sharding, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names in a checkpoint
+EMBEDDING_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"  # names in a checkpoint
+EMBEDDING, LM_HEAD = f"{EMBEDDING_MODULE}.weight", f"{HEAD_MODULE}.weight"
 
-NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
+Matrix = tuple[str, int, int]  # module, output features, input features
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class DecoderSpec:
     sliding_windows: tuple[int | None, ...]  # per layer: keys that a query sees, its own included; None: all
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
+    quantization: LinearMethod | None = None  # how the matrices are stored; None: as numbers of the dtype
     sharding: Sharding | None = None  # of a tensor-parallel rank, whose heads and inner features the sizes count
 
     @property
@@ -54,8 +57,13 @@ class DecoderSpec:
     def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
         """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
 
-        Raises ConfigError if there are too few heads for all ranks.
+        Raises ConfigError if there are too few heads for all ranks, or if the weights are quantised.
         """
+        if self.quantization is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks}: quantised weights are not divided over ranks yet; leave it out, or "
+                "use a checkpoint in bfloat16, float16 or float32"
+            )
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size)
         sharding = shard(*sizes, rank, num_ranks)
         return replace(
@@ -91,7 +99,9 @@ class DecoderSpec:
         """Number of weights of one layer in memory, where every head has its own row of the q and k norms."""
         norm_rows = self.num_heads + self.num_kv_heads
         copies = self.qk_norm * (norm_rows - 2) * self.head_dim
-        return sum(math.prod(shape) for _, shape in self._layer_shapes("")) + copies
+        norms = 2 * self.hidden_size + 2 * self.qk_norm * self.head_dim
+        biases = sum(rows for _, rows, _, bias in self._projections("") if bias)
+        return self.layer_matrices + norms + biases + copies
 
     @property
     def num_weights(self) -> int:
@@ -99,37 +109,74 @@ class DecoderSpec:
         tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * self.layer_weights + tables + self.hidden_size
 
-    def tensor_shapes(self) -> NamedShapes:
-        """Name and shape of every checkpoint tensor, known before anything is allocated.
+    def weight_bytes(self, itemsize: int) -> int:
+        """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
+        return self.num_weights * itemsize - self._saved_bytes(self.matrices(), itemsize)
+
+    def layer_matrix_bytes(self, itemsize: int) -> int:
+        """Bytes of the matrices of one layer in memory, the mean of all layers if they differ."""
+        layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
+        return self.layer_matrices * itemsize - self._saved_bytes(layers, itemsize) // self.num_layers
+
+    def layer_weight_bytes(self, itemsize: int) -> int:
+        """Bytes of one layer in memory with its norms and biases, the mean of all layers if they differ."""
+        return self.layer_matrix_bytes(itemsize) + (self.layer_weights - self.layer_matrices) * itemsize
+
+    def head_bytes(self, itemsize: int) -> int:
+        """Bytes of the output projection in memory."""
+        head = (EMBEDDING_MODULE if self.tie_word_embeddings else HEAD_MODULE, self.vocab_rows, self.hidden_size)
+        return self.vocab_rows * self.hidden_size * itemsize - self._saved_bytes([head], itemsize)
+
+    def _saved_bytes(self, matrices: Iterable[Matrix], itemsize: int) -> int:
+        """Bytes by which matrices are smaller in memory than in the plain form."""
+        if self.quantization is None:
+            return 0
+        return sum(
+            rows * columns * itemsize - self.quantization.weight_bytes(module, rows, columns, itemsize)
+            for module, rows, columns in matrices
+        )
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Every matrix of the network. The output projection appears only if it is not tied."""
+        yield EMBEDDING_MODULE, self.vocab_size, self.hidden_size
+        if not self.tie_word_embeddings:
+            yield HEAD_MODULE, self.vocab_size, self.hidden_size
+        for index in range(self.num_layers):
+            yield from self._layer_matrices(index)
+
+    def tensors(self) -> NamedTensors:
+        """Name and form of every checkpoint tensor, known before anything is allocated.
 
         `Decoder.slots` gives the same names. The output projection appears only if it is not tied.
         """
-        yield EMBEDDING, (self.vocab_size, self.hidden_size)
-        if not self.tie_word_embeddings:
-            yield LM_HEAD, (self.vocab_size, self.hidden_size)
+        for matrix in self.matrices():
+            yield from dense_tensors(*matrix) if self.quantization is None else self.quantization.tensors(*matrix)
         for index in range(self.num_layers):
-            yield from self._layer_shapes(f"model.layers.{index}.")
-        yield "model.norm.weight", (self.hidden_size,)
+            prefix = f"model.layers.{index}."
+            yield f"{prefix}input_layernorm.weight", CheckpointTensor((self.hidden_size,))
+            yield f"{prefix}post_attention_layernorm.weight", CheckpointTensor((self.hidden_size,))
+            for module, rows, _, bias in self._projections(prefix):
+                if bias:
+                    yield f"{module}.bias", CheckpointTensor((rows,))
+            if self.qk_norm:
+                yield f"{prefix}self_attn.q_norm.weight", CheckpointTensor((self.head_dim,))
+                yield f"{prefix}self_attn.k_norm.weight", CheckpointTensor((self.head_dim,))
+        yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
 
-    def _layer_shapes(self, prefix: str) -> NamedShapes:
+    def _layer_matrices(self, index: int) -> Iterator[Matrix]:
+        for module, rows, columns, _ in self._projections(f"model.layers.{index}."):
+            yield module, rows, columns
+
+    def _projections(self, prefix: str) -> Iterator[tuple[str, int, int, bool]]:
+        """Module, output features, input features and whether there is a bias, of each projection of a layer."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        yield f"{prefix}input_layernorm.weight", (hidden,)
-        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", self.q_size, hidden, self.qkv_bias),
-            ("self_attn.k_proj", self.kv_size, hidden, self.qkv_bias),
-            ("self_attn.v_proj", self.kv_size, hidden, self.qkv_bias),
-            ("self_attn.o_proj", hidden, self.q_size, self.o_bias),
-            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-            ("mlp.up_proj", inner, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inner, self.mlp_bias),
-        ):
-            yield f"{prefix}{name}.weight", (rows, columns)
-            if bias:
-                yield f"{prefix}{name}.bias", (rows,)
-        if self.qk_norm:
-            yield f"{prefix}self_attn.q_norm.weight", (self.head_dim,)
-            yield f"{prefix}self_attn.k_norm.weight", (self.head_dim,)
+        yield f"{prefix}self_attn.q_proj", self.q_size, hidden, self.qkv_bias
+        yield f"{prefix}self_attn.k_proj", self.kv_size, hidden, self.qkv_bias
+        yield f"{prefix}self_attn.v_proj", self.kv_size, hidden, self.qkv_bias
+        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias
+        yield f"{prefix}mlp.gate_proj", inner, hidden, self.mlp_bias
+        yield f"{prefix}mlp.up_proj", inner, hidden, self.mlp_bias
+        yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
 
     @property
     def yarn_positions(self) -> int | None:

@@ -350,14 +350,17 @@ class FewRowLayer:
 
 def few_row_layer(
     norms: tuple[Tensor, Tensor | None, Tensor],
-    products: Sequence[Product],
+    products: Sequence[tuple[Tensor | None, Tensor | None]],
     eps: float,
     head_dim: int,
 ) -> FewRowLayer | None:
-    """The layer of these tensors, or None if they are not on the CPU or their dtype is not supported."""
-    if not all(weight.is_cpu and weight.dtype in KERNEL_DTYPES for weight, _ in products):
-        return None
-    return FewRowLayer(norms, products, eps, head_dim)
+    """The layer of these tensors, or None if a weight is None, is not on the CPU or has another dtype."""
+    supported = [
+        (weight, bias)
+        for weight, bias in products
+        if weight is not None and weight.is_cpu and weight.dtype in KERNEL_DTYPES
+    ]
+    return FewRowLayer(norms, supported, eps, head_dim) if len(supported) == len(products) else None
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> _cpu_kernels.Linear:

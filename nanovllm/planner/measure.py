@@ -131,7 +131,7 @@ def _measure(probe: Probe) -> Rates:
     rates = Rates(
         attention=attention,
         device_bandwidth=device_bandwidth,
-        weight_bandwidth=layers * probe.network.spec.layer_matrices * probe.network.itemsize / weights,
+        weight_bandwidth=layers * probe.network.spec.layer_matrix_bytes(probe.network.itemsize) / weights,
         head_bandwidth=probe.network.head_bytes / head,
         step_seconds=max(0.0, bare - head),
         layer_seconds=max(0.0, (step - bare - weights) / layers),

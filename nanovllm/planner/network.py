@@ -84,18 +84,18 @@ class Network:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """One layer with its norms and biases."""
-        return self.spec.layer_weights * self.itemsize
+        """One layer with its norms and biases, the mean of all layers if they differ."""
+        return self.spec.layer_weight_bytes(self.itemsize)
 
     @property
     def head_bytes(self) -> int:
         """The output projection, which a step reads once if it samples tokens."""
-        return self.spec.vocab_size * self.spec.hidden_size * self.itemsize
+        return self.spec.head_bytes(self.itemsize)
 
     @property
     def weight_bytes(self) -> int:
         """All weights on the device. Tied embeddings count once."""
-        return self.spec.num_weights * self.itemsize
+        return self.spec.weight_bytes(self.itemsize)
 
     # ---- a step of one sequence: `query_len` new tokens after `context_len` stored ones
 

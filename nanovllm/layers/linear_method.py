@@ -1,0 +1,117 @@
+"""The seam of stored weights: how a matrix lies in the checkpoint and in memory, and how it is applied. No torch.
+
+`Linear` and the decoder know nothing else about a matrix. `layers.linear.DenseWeight` is the plain form; a quantized
+checkpoint brings its own `LinearMethod`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' codes of the types that convert to any other
+
+
+class CheckpointTensor(NamedTuple):
+    """What a checkpoint must hold under a name, known before anything is allocated.
+
+    shape: as stored; dtypes: the types that are read, in the checkpoint's own codes; required: False if the tensor may
+    be absent.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    required: bool = True
+
+
+NamedTensors = Iterator[tuple[str, CheckpointTensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """The destination of one checkpoint tensor: a view of a parameter, and the shape that the tensor must have.
+
+    The view may be wider than the tensor (one norm weight for several heads); `write` broadcasts.
+    convert: from the checkpoint's form to that of the view; raises ModelError for values that cannot be used.
+    randomize: fills the view of a quantized weight with random values.
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+    convert: Callable[[Tensor], Tensor] | None = None
+    randomize: Callable[[torch.Generator], None] | None = None
+
+    def write(self, tensor: Tensor) -> None:
+        """Copy `tensor` (of `shape`, any device) into the parameter and convert it."""
+        self.view.copy_(tensor if self.convert is None else self.convert(tensor))
+
+
+NamedSlots = Iterator[tuple[str, WeightSlot]]
+
+
+def slot_of(view: Tensor) -> WeightSlot:
+    """The slot of a checkpoint tensor with exactly the shape of `view`."""
+    return WeightSlot(view, tuple(view.shape))
+
+
+class StoredWeight(Protocol):
+    """A weight matrix [out, in] as it stays in memory. Allocated and not initialized; its slots fill it."""
+
+    @property
+    def dense(self) -> Tensor | None:
+        """The matrix, if it is stored as plain floating-point numbers; else None."""
+        ...
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b: [rows, in] -> [rows, out], in the dtype of x."""
+        ...
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """The rows of the matrix in the dtype of the network: int64 [n] -> [n, in]."""
+        ...
+
+    def slots(self) -> NamedSlots:
+        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them."""
+        ...
+
+    def use_torch_products(self) -> None:
+        """Let torch multiply many rows at once if it has a product for this form."""
+        ...
+
+
+class LinearMethod(Protocol):
+    """How a quantized checkpoint stores its matrices. Plain data: comparable and picklable.
+
+    A module is the name of a matrix in the checkpoint without ".weight", such as "model.layers.0.self_attn.q_proj",
+    "model.embed_tokens" or "lm_head". A method may store some modules in the plain form.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the format, for messages and logs."""
+        ...
+
+    def tensors(self, module: str, out_features: int, in_features: int) -> NamedTensors:
+        """Name and form of each checkpoint tensor of a matrix, without its bias. Raises ModelError for sizes that the
+        format cannot have."""
+        ...
+
+    def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
+        """Bytes of the matrix in memory, where an element of the network's dtype takes `itemsize`."""
+        ...
+
+    def create(
+        self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> StoredWeight:
+        """The matrix of modules that share an input; `parts` maps each module to its output features, in order."""
+        ...
+
+
+def dense_tensors(module: str, out_features: int, in_features: int) -> NamedTensors:
+    """`LinearMethod.tensors` of a matrix in the plain form."""
+    yield f"{module}.weight", CheckpointTensor((out_features, in_features))

@@ -1,0 +1,307 @@
+"""Weights of linear layers that stay quantised in memory: their layouts, their values, and products with them.
+
+| scheme | values of a group | a weight |
+|---|---|---|
+| int4 | 4 bits, unsigned | (q - zero) * scale |
+| int8 | 8 bits, signed | (q - zero) * scale |
+| fp8 | float8_e4m3fn | q * scale |
+| q4_0, q4_1, q8_0, q4_k, q5_k, q6_k | as in a GGUF file | as in llama.cpp |
+
+Checkpoints of other layouts (GPTQ, AWQ, compressed-tensors) are converted to int4, int8 or fp8 at load, without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, cpu_linear
+
+FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
+_DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The quantised weight [out_features, in_features] of a linear layer. ValueError if the parts do not fit together.
+
+    data: [out_features, bytes of a row]; of the GGUF schemes the bytes of the file, of int4 uint8 with two inputs in a
+    byte, the even input in the low half, of int8 int8, of fp8 float8_e4m3fn. scales: of int4 and int8
+    [out_features, groups] in bfloat16, float16 or float32; of fp8 float32 [1, 1], [out_features, 1], or a scale for
+    each block of FP8_BLOCK outputs or one output, and FP8_BLOCK inputs. zeros: of int4 uint8 and of int8 int8
+    [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that share a scale.
+    """
+
+    scheme: str
+    data: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    group_size: int
+    in_features: int
+
+    def __post_init__(self) -> None:
+        misfit = _misfit(self)
+        if misfit is not None:
+            raise ValueError(misfit)
+
+    @property
+    def out_features(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features], as of the dense weight."""
+        return self.out_features, self.in_features
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of data, scales and zeros."""
+        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        data, scales, zeros = (
+            None if part is None else part.to(device) for part in (self.data, self.scales, self.zeros)
+        )
+        assert data is not None
+        return replace(self, data=data, scales=scales, zeros=zeros)
+
+    def rows(self, index: slice | Tensor) -> PackedWeight:
+        """The weight of some outputs: a slice, or their numbers as int64 [rows]. A slice shares memory."""
+        scales = self.scales
+        if scales is not None:
+            scales = _scales_of_rows(scales, self.out_features, index)
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, data=self.data[index], scales=scales, zeros=zeros)
+
+
+def gguf_weight(scheme: str, data: Tensor) -> PackedWeight:
+    """The weight of a GGUF tensor: `scheme` is "q4_0" to "q6_k", data uint8 [out_features, bytes of a row]."""
+    if scheme not in GGUF_BLOCKS:
+        raise ValueError(f"Scheme must be one of {', '.join(GGUF_BLOCKS)}, got {scheme!r}.")
+    block = GGUF_BLOCKS[scheme]
+    row_bytes = data.shape[-1] if data.dim() == 2 else 0
+    in_features = row_bytes // block.bytes * block.inputs
+    return PackedWeight(scheme, data, None, None, block.group_size, in_features)
+
+
+def pack_int4(q: Tensor) -> Tensor:
+    """Values from 0 to 15, uint8 [out_features, in_features], as the data of scheme int4. In features must be even."""
+    if q.dtype != torch.uint8 or q.dim() != 2 or q.shape[1] % 2:
+        raise ValueError(f"q must be uint8 [out, in] with an even number of inputs, got {q.dtype} {tuple(q.shape)}.")
+    return q[:, 0::2] | q[:, 1::2] << 4
+
+
+def unpack_int4(data: Tensor) -> Tensor:
+    """The values of `pack_int4`: uint8 [out_features, bytes of a row] -> uint8 [out_features, in_features]."""
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: [rows, in_features] -> [rows, out_features] of x's dtype. bias: [out_features] or None.
+
+    On the CPU the bits of a row do not depend on the other rows.
+    """
+    _check_product(x, weight, bias)
+    y = x.new_empty(x.shape[0], weight.out_features)
+    wide = x.float()
+    count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))
+    for begin in range(0, weight.out_features, count):
+        part = slice(begin, begin + count)
+        dense = dequantize(weight.rows(part))
+        sums = cpu_linear(wide, dense) if x.is_cpu else F.linear(wide, dense)
+        y[:, part] = sums if bias is None else sums + bias[part].float()
+    return y
+
+
+def dequantize(weight: PackedWeight) -> Tensor:
+    """The weight in fp32, [out_features, in_features]: the formulas of the formats, one rounding after each operation.
+
+    The GGUF schemes give the bits of the `gguf` package.
+    """
+    if weight.scheme in GGUF_BLOCKS:
+        block = GGUF_BLOCKS[weight.scheme]
+        blocks = weight.data.unflatten(-1, (-1, block.bytes))
+        return block.dequantize(blocks).reshape(weight.shape)
+    assert weight.scales is not None
+    q = unpack_int4(weight.data) if weight.scheme == "int4" else weight.data
+    columns = torch.arange(weight.in_features, device=weight.device) // weight.group_size
+    scales = _scales_of_rows(weight.scales, weight.out_features, slice(None)).float()
+    scales = scales if scales.shape[1] == 1 else scales[:, columns]
+    if weight.scheme == "fp8":
+        return q.float() * scales
+    zeros = float(_DEFAULT_ZEROS[weight.scheme]) if weight.zeros is None else weight.zeros[:, columns].float()
+    return (q.float() - zeros) * scales
+
+
+# ---- the blocks of GGUF; llama.cpp documents them in ggml-common.h
+
+
+def _halves(data: Tensor) -> Tensor:
+    """fp16 of bytes [..., 2] as fp32 [..., 1]."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """[..., bytes] -> [..., 2 * bytes]: the low halves of all bytes, then the high halves."""
+    return torch.cat((data & 15, data >> 4), dim=-1)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks[..., :2]) * (_nibbles(blocks[..., 2:]).float() - 8)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _halves(blocks[..., :2]) * _nibbles(blocks[..., 4:]).float() + _halves(blocks[..., 2:4])
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of the 8 groups of a block of Q4_K or Q5_K, fp32 [..., 8, 1].
+
+    The 6 bits of each are in 12 bytes: those of the first four groups in bytes 0 to 7, of the others the low four bits
+    in bytes 8 to 11 and the high two bits above those of the first four groups.
+    """
+    first, second, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = torch.cat((first & 63, low & 15 | first >> 6 << 4), dim=-1)
+    minimums = torch.cat((second & 63, low >> 4 | second >> 6 << 4), dim=-1)
+    d, dmin = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    return (d * scales.float()).unsqueeze(-1), (dmin * minimums.float()).unsqueeze(-1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scales, minimums = _k_scales(blocks)
+    q = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    return scales * q.float() - minimums
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scales, minimums = _k_scales(blocks)
+    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    high = torch.stack([blocks[..., 16:48] >> bit & 1 for bit in range(8)], dim=-2)
+    return scales * (low | high << 4).float() - minimums
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    two_bits = blocks[..., 128:192].unflatten(-1, (2, 32))
+    high = torch.stack([two_bits >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2).flatten(-3)
+    q = (low | high << 4).float() - 32
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return (_halves(blocks[..., 208:210]) * scales).unsqueeze(-1) * q.unflatten(-1, (16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBlock:
+    """How a scheme of GGUF stores so many inputs of one output."""
+
+    inputs: int
+    bytes: int
+    group_size: int
+    dequantize: Callable[[Tensor], Tensor]  # uint8 [..., bytes] -> fp32 [..., inputs] or [..., groups, group_size]
+
+
+GGUF_BLOCKS = {
+    "q4_0": GgufBlock(32, 18, 32, _q4_0),
+    "q4_1": GgufBlock(32, 20, 32, _q4_1),
+    "q8_0": GgufBlock(32, 34, 32, _q8_0),
+    "q4_k": GgufBlock(256, 144, 32, _q4_k),
+    "q5_k": GgufBlock(256, 176, 32, _q5_k),
+    "q6_k": GgufBlock(256, 210, 16, _q6_k),
+}
+
+# ---- checks
+
+SCHEMES = ("int4", "int8", "fp8", *GGUF_BLOCKS)
+_DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_DEFAULT_ZEROS = {"int4": 8, "int8": 0}
+
+
+def _scales_of_rows(scales: Tensor, out_features: int, index: slice | Tensor) -> Tensor:
+    """The scales of some outputs, a row for each; fp8 may have a row for all outputs, or for each block of them."""
+    if scales.shape[0] == out_features:
+        return scales[index]
+    outputs = torch.arange(out_features, device=scales.device)[index]
+    return scales[outputs // FP8_BLOCK if scales.shape[0] > 1 else torch.zeros_like(outputs)]
+
+
+def _misfit(weight: PackedWeight) -> str | None:
+    """The error message for parts that do not fit together, or None."""
+    if weight.scheme not in SCHEMES:
+        return f"Scheme must be one of {', '.join(SCHEMES)}, got {weight.scheme!r}."
+    dtype = _DATA_DTYPES.get(weight.scheme, torch.uint8)
+    if weight.data.dim() != 2 or weight.data.dtype != dtype:
+        return f"The data of {weight.scheme} must be {dtype} [out, bytes], got {_described(weight.data)}."
+    if weight.in_features < 1 or weight.group_size < 1:
+        return f"Inputs and group size must be positive, got {weight.in_features} and {weight.group_size}."
+    if weight.scheme in GGUF_BLOCKS:
+        return _gguf_misfit(weight)
+    row_bytes = weight.in_features // 2 if weight.scheme == "int4" else weight.in_features
+    if weight.data.shape[1] != row_bytes or (weight.scheme == "int4" and weight.in_features % 2):
+        return f"{weight.in_features} inputs of {weight.scheme} do not fit rows of {weight.data.shape[1]} bytes."
+    return _fp8_misfit(weight) if weight.scheme == "fp8" else _int_misfit(weight)
+
+
+def _gguf_misfit(weight: PackedWeight) -> str | None:
+    block = GGUF_BLOCKS[weight.scheme]
+    if weight.in_features % block.inputs:
+        return f"The inputs of {weight.scheme} must be a multiple of {block.inputs}, got {weight.in_features}."
+    if weight.data.shape[1] != weight.in_features // block.inputs * block.bytes:
+        return f"{weight.in_features} inputs of {weight.scheme} do not fit rows of {weight.data.shape[1]} bytes."
+    if weight.group_size != block.group_size or weight.scales is not None or weight.zeros is not None:
+        return f"{weight.scheme} has groups of {block.group_size} with their scales in the data, nothing besides."
+    return None
+
+
+def _int_misfit(weight: PackedWeight) -> str | None:
+    groups = -(-weight.in_features // weight.group_size)
+    if weight.group_size != weight.in_features and weight.group_size % 32:
+        return f"Groups must have a multiple of 32 inputs, or all of them, got {weight.group_size}."
+    if weight.scales is None or weight.scales.dtype not in KERNEL_DTYPES:
+        return f"Scales of {weight.scheme} must be bfloat16, float16 or float32, got {_described(weight.scales)}."
+    dtype = _DATA_DTYPES[weight.scheme]
+    if weight.zeros is not None and weight.zeros.dtype != dtype:
+        return f"Zeros of {weight.scheme} must be {dtype}, got {_described(weight.zeros)}."
+    for name, part in (("scales", weight.scales), ("zeros", weight.zeros)):
+        if part is not None and part.shape != (weight.out_features, groups):
+            return f"The {name} must be [{weight.out_features}, {groups}], got {tuple(part.shape)}."
+    return None
+
+
+def _fp8_misfit(weight: PackedWeight) -> str | None:
+    scales, (outputs, inputs) = weight.scales, weight.shape
+    if scales is None or scales.dtype != torch.float32 or scales.dim() != 2 or weight.zeros is not None:
+        return f"fp8 takes float32 scales of two dimensions and no zeros, got {_described(scales)}."
+    columns = {1: inputs, -(-inputs // FP8_BLOCK): FP8_BLOCK}
+    if scales.shape[0] not in (1, outputs, -(-outputs // FP8_BLOCK)) or scales.shape[1] not in columns:
+        return (
+            f"fp8 scales of {outputs} outputs and {inputs} inputs must be for all, each output, or each block of"
+            f" {FP8_BLOCK}, got {tuple(scales.shape)}."
+        )
+    if scales.shape[1] > 1 and weight.group_size != columns[scales.shape[1]]:
+        return f"The group size of these fp8 scales is {columns[scales.shape[1]]}, got {weight.group_size}."
+    return None
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _check_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
+    if x.dtype not in KERNEL_DTYPES or x.dim() != 2 or x.shape[1] != weight.in_features or x.device != weight.device:
+        raise ValueError(
+            f"x must be bfloat16, float16 or float32 [rows, {weight.in_features}] on {weight.device}, got"
+            f" {_described(x)} on {x.device}."
+        )
+    if bias is not None and (bias.shape != (weight.out_features,) or bias.dtype != x.dtype or bias.device != x.device):
+        raise ValueError(f"bias must be {x.dtype} [{weight.out_features}] on {x.device}, got {_described(bias)}.")

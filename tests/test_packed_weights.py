@@ -1,0 +1,189 @@
+"""Packed weights: their values against the formats' own formulas, rows of them, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packed_cases import HALVES, VARIANTS, input_multiple, random_weight, same_bits
+
+from nanovllm.ops.packed_weights import (
+    FP8_BLOCK,
+    GGUF_BLOCKS,
+    PackedWeight,
+    dequantize,
+    gguf_weight,
+    pack_int4,
+    packed_linear,
+    unpack_int4,
+)
+
+
+@pytest.mark.parametrize("scheme", GGUF_BLOCKS)
+def test_gguf_values_are_those_of_the_gguf_package(scheme: str) -> None:
+    """Random bytes: every scale, minimum and value, subnormal and infinite halves too."""
+    gguf = pytest.importorskip("gguf")
+    block = GGUF_BLOCKS[scheme]
+    data = torch.randint(0, 256, (37, 5 * block.bytes), dtype=torch.uint8)
+    kind = gguf.GGMLQuantizationType[scheme.upper()]
+    assert gguf.GGML_QUANT_SIZES[kind] == (block.inputs, block.bytes)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.quants.dequantize(data.numpy(), kind))
+    ours = dequantize(gguf_weight(scheme, data))
+    assert torch.equal(ours.isnan(), expected.isnan()) and expected.isfinite().float().mean() > 0.5
+    assert same_bits(ours.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "q8_0"])
+def test_reads_what_the_gguf_package_quantises(scheme: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    dense = np.random.default_rng(0).standard_normal((20, 96), dtype=np.float32)
+    kind = gguf.GGMLQuantizationType[scheme.upper()]
+    data = gguf.quants.quantize(dense, kind)
+    ours = dequantize(gguf_weight(scheme, torch.from_numpy(data)))
+    assert same_bits(ours, torch.from_numpy(gguf.quants.dequantize(data, kind)))
+    assert (ours - torch.from_numpy(dense)).abs().max() < {"q4_0": 0.3, "q4_1": 0.25, "q8_0": 0.02}[scheme]
+
+
+def test_integers_are_scaled_differences_from_zero() -> None:
+    """Written out one weight at a time, in Python's fp64 and rounded once: a 5-bit difference times a half is exact."""
+    weight = random_weight("int4 zeros", 5, 96)
+    assert weight.scales is not None and weight.zeros is not None
+    for output in range(5):
+        for i in range(96):
+            byte = int(weight.data[output, i // 2])
+            q = byte & 15 if i % 2 == 0 else byte >> 4
+            scale, zero = float(weight.scales[output, i // 32]), int(weight.zeros[output, i // 32])
+            assert float(dequantize(weight)[output, i]) == (q - zero) * scale
+    symmetric = replace(weight, zeros=None)
+    assert same_bits(dequantize(symmetric), dequantize(replace(weight, zeros=torch.full_like(weight.zeros, 8))))
+
+
+def test_signed_bytes_times_their_scale() -> None:
+    weight = random_weight("int8", 3, 64)
+    assert weight.scales is not None
+    assert same_bits(dequantize(weight), weight.data.float() * weight.scales.float().repeat_interleave(32, dim=1))
+
+
+def test_fp8_scales_of_blocks_cover_128_outputs_and_inputs() -> None:
+    weight = random_weight("fp8 blocks", 300, 200)
+    assert weight.scales is not None and weight.scales.shape == (3, 2)
+    dense = dequantize(weight)
+    for output, i in ((0, 0), (127, 127), (128, 127), (127, 128), (299, 199)):
+        expected = weight.data[output, i].float() * weight.scales[output // 128, i // 128]
+        assert dense[output, i] == expected
+    one = PackedWeight("fp8", weight.data, torch.full((1, 1), 0.5), None, 200, 200)
+    assert same_bits(dequantize(one), weight.data.float() / 2)
+
+
+def test_four_bits_come_back() -> None:
+    q = torch.randint(0, 16, (7, 10), dtype=torch.uint8)
+    assert pack_int4(q).shape == (7, 5) and torch.equal(unpack_int4(pack_int4(q)), q)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_are_those_of_the_whole(variant: str) -> None:
+    """A shard, and the rows of an embedding."""
+    weight = random_weight(variant, 300, 2 * input_multiple(variant) * (FP8_BLOCK if "fp8" in variant else 1))
+    dense = dequantize(weight)
+    for index in (slice(100, 229), slice(0, 0), torch.tensor([299, 3, 3, 128])):
+        part = weight.rows(index)
+        assert same_bits(dequantize(part), dense[index])
+        assert part.shape == dense[index].shape
+        assert same_bits(dequantize(part.rows(slice(1, 3))), dense[index][1:3])
+    parts = (weight.data, weight.scales, weight.zeros)
+    assert weight.nbytes == sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_product_is_that_of_the_values(variant: str, dtype: torch.dtype) -> None:
+    weight = random_weight(variant, 70, 256)
+    x, bias = torch.randn(5, 256).to(dtype), torch.randn(70).to(dtype)
+    ours = packed_linear(x, weight, bias).double()
+    exact = x.double() @ dequantize(weight).double().T + bias.double()
+    rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}[dtype]
+    sizes = x.double().abs() @ dequantize(weight).double().abs().T
+    assert ours.dtype == torch.float64 and torch.all((ours - exact).abs() <= rounding * exact.abs() + 1e-4 * sizes)
+    assert packed_linear(x[:0], weight).shape == (0, 70)
+
+
+def int4(**changed: Any) -> PackedWeight:
+    parts: dict[str, Any] = {
+        "scheme": "int4",
+        "data": torch.zeros(4, 32, dtype=torch.uint8),
+        "scales": torch.ones(4, 2, dtype=torch.float16),
+        "zeros": None,
+        "group_size": 32,
+        "in_features": 64,
+    }
+    return PackedWeight(**(parts | changed))
+
+
+GGUF = {"scheme": "q4_0", "data": torch.zeros(4, 36, dtype=torch.uint8), "scales": None}
+FP8 = {
+    "scheme": "fp8",
+    "data": torch.zeros(4, 64).to(torch.float8_e4m3fn),
+    "scales": torch.ones(1, 1),
+    "group_size": 64,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a scheme that there is not": ({"scheme": "q2_k"}, "Scheme must be one of int4, int8, fp8, q4_0"),
+    "another dtype": ({"data": torch.zeros(4, 32)}, "must be torch.uint8 [out, bytes], got torch.float32 (4, 32)"),
+    "no groups": ({"group_size": 0}, "must be positive, got 64 and 0"),
+    "other inputs": ({"in_features": 66}, "66 inputs of int4 do not fit rows of 32 bytes"),
+    "odd inputs": ({"in_features": 65, "group_size": 65}, "65 inputs of int4 do not fit"),
+    "odd groups": ({"group_size": 16}, "Groups must have a multiple of 32 inputs, or all of them, got 16"),
+    "no scales": ({"scales": None}, "must be bfloat16, float16 or float32, got None"),
+    "too few scales": ({"scales": torch.ones(4, 1)}, "The scales must be [4, 2], got (4, 1)"),
+    "zeros that are not bytes": ({"zeros": torch.zeros(4, 2)}, "Zeros of int4 must be torch.uint8, got torch.float32"),
+    "GGUF in part": (GGUF | {"in_features": 48}, "must be a multiple of 32, got 48"),
+    "GGUF cut short": (GGUF | {"in_features": 96}, "96 inputs of q4_0 do not fit rows of 36 bytes"),
+    "GGUF in other groups": (GGUF | {"group_size": 64}, "q4_0 has groups of 32"),
+    "fp8 scales of 16 bits": (FP8 | {"scales": torch.ones(1, 1).half()}, "fp8 takes float32 scales"),
+    "fp8 scales of half": (FP8 | {"scales": torch.ones(2, 1)}, "or each block of 128, got (2, 1)"),
+    "fp8 in other groups": (
+        FP8 | {"data": torch.zeros(4, 256).to(torch.float8_e4m3fn), "in_features": 256, "scales": torch.ones(1, 2)},
+        "The group size of these fp8 scales is 128, got 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_parts_that_do_not_fit(case: str) -> None:
+    int4()
+    changed, message = REFUSED[case]
+    with pytest.raises(ValueError) as refused:
+        int4(**changed)
+    assert message in str(refused.value)
+
+
+def test_refuses_products_that_do_not_fit() -> None:
+    weight, x = int4(), torch.zeros(2, 64)
+    for bad_x, bias, message in (
+        (
+            torch.zeros(2, 65),
+            None,
+            "x must be bfloat16, float16 or float32 [rows, 64] on cpu, got torch.float32 (2, 65)",
+        ),
+        (x.double(), None, "got torch.float64 (2, 64)"),
+        (x, torch.zeros(5), "bias must be torch.float32 [4] on cpu, got torch.float32 (5,)"),
+        (x, torch.zeros(4).half(), "got torch.float16 (4,)"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            packed_linear(bad_x, weight, bias)
+        assert message in str(refused.value)
+    with pytest.raises(ValueError, match="an even number of inputs"):
+        pack_int4(torch.zeros(2, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="Scheme must be one of q4_0"):
+        gguf_weight("int4", weight.data)
+
+
+def test_every_half_of_a_block_is_listed() -> None:
+    """So that random weights of these tests are of the size that they should be."""
+    assert HALVES.keys() == GGUF_BLOCKS.keys()
+    for scheme in GGUF_BLOCKS:
+        assert dequantize(random_weight(scheme, 30, 512)).abs().max() < 1
