@@ -17,11 +17,14 @@ SIDES: dict[str, tuple[str, ...]] = {
     "chat templates": ("chat_template",),
     "planner": ("planner", "cli/plan.py", "cli/planning.py"),
     "quantized weights": ("quantization",),
+    "GGUF": ("gguf",),
     "structured outputs": ("structured_outputs",),
+    "LoRA": ("lora",),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),
     "server": ("server", "cli/serve.py"),
+    "batches": ("batch", "cli/batch.py"),
     "command line": ("cli", "__main__.py"),
     "vLLM's API": ("vllm_api",),
     "recall and demo": ("recall", "demo.py"),
@@ -31,6 +34,7 @@ SIDES: dict[str, tuple[str, ...]] = {
 # The other sides that a side imports. All other sides work without each other.
 NEEDS: dict[str, tuple[str, ...]] = {
     "planner": ("CPU attention", "command line"),
+    "batches": ("command line", "progress"),
     "command line": ("progress",),
     "server": ("chat templates", "command line", "progress", "vLLM's API"),
     "recall and demo": ("SmolLM2",),

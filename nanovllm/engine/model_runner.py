@@ -14,10 +14,10 @@ from nanovllm.device import Busy, Device, create_device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.execution_order import ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
+from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
 from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
-from nanovllm.errors import Advice, ConfigError, EngineError
+from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
@@ -45,6 +45,7 @@ class ModelRunner:
         """group: the tensor-parallel ranks, of which this is one; None computes the whole model."""
         sides.check_arguments(config)
         self.spec = load_decoder_spec(config.model, config.hf_overrides)
+        _check_quantization(config.quantization, self.spec)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
@@ -64,6 +65,9 @@ class ModelRunner:
         if group is not None:
             group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
+        lora = sides.lora() if config.enable_lora else None
+        if lora is not None:
+            memory = lora.reserved(memory, config, self.spec, self.dtype.itemsize)
         if group is not None:
             memory = smallest(group.exchange(memory), group.local_size)
         groups = sides.sequence_groups()
@@ -78,11 +82,13 @@ class ModelRunner:
         trace = sides.trace() if config.trace is not None else None
         if trace is not None and config.trace is not None:
             self.device = trace.TracedDevice(self.device, config.trace)
+        self._adapters = self._make_adapter_manager()
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
         if trace is not None:  # after the graphs, which record no marks
             trace.trace_model(self.device, self.model)
-        self._orders: list[ExecutionOrder] = [ChunkOrder(self.model, self.kv_cache, self._graphs), *layerwise]
+        chunks = ChunkOrder(self.model, self.kv_cache, self._graphs, self._adapters)
+        self._orders: list[ExecutionOrder] = [chunks, *layerwise]
         self._watch = StepWatch(self.spec.num_layers)
 
     @torch.inference_mode()
@@ -95,6 +101,7 @@ class ModelRunner:
         self.device.begin_step(batch.sequences)
         try:
             with self.device.compute():
+                unloaded = self._adapters.begin_step(batch.adapters) if self._adapters is not None else {}
                 traffic = [order.begin_step(batch) for order in self._orders]
                 for order in self._orders:
                     if (rows := order.run(self._watch)) is not None:
@@ -104,6 +111,9 @@ class ModelRunner:
             for order in self._orders:
                 order.abandon_step()
             raise
+        for index, seq in enumerate(batch.sequences):
+            if seq.adapter is not None and seq.adapter in unloaded:
+                scores.errors[index] = unloaded[seq.adapter]
         h2d_bytes = [num_bytes for moved in traffic for num_bytes in moved.h2d_bytes]
         d2h_bytes = [num_bytes for moved in traffic for num_bytes in moved.d2h_bytes]
         return StepResult(scores.samples, h2d_bytes, d2h_bytes, scores.prompt_logprobs, scores.errors)
@@ -132,7 +142,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self._orders, self._graphs
+                del self.model, self.kv_cache, self._orders, self._graphs, self._adapters
 
     @cached_property
     def _why_not_finite(self) -> str:
@@ -152,8 +162,14 @@ class ModelRunner:
         if side is not None:
             cpu_attention = side.make_cpu_attention(engine, geometry, backend, self.model.layer_weight_bytes)
         layerwise = sides.layerwise_runner()
-        orders = [layerwise.LayerwiseOrder(self.model, engine, geometry, backend)] if layerwise is not None else []
+        orders = []
+        if layerwise is not None:
+            orders.append(layerwise.LayerwiseOrder(self.model, engine, geometry, backend, self._adapters))
         return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention), orders
+
+    def _make_adapter_manager(self) -> AdapterManager | None:
+        lora = sides.lora_runner() if self.sizing.config.enable_lora else None
+        return lora.LoRAManager(self.model, self.sizing.config) if lora is not None else None
 
     def _record_graphs(self, config: EngineConfig) -> DecodeRunner | None:
         graphs, longest = sides.cuda_graphs(), self.plan.max_model_len
@@ -178,6 +194,16 @@ class ModelRunner:
             "MiB are on the host",
         ):
             logger.info("%s", line)
+
+
+def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless the checkpoint has the asked method, also by vLLM's name of its kernels for it."""
+    stored = None if spec.quantization is None else spec.quantization.name
+    if asked is not None and asked.removesuffix("_marlin") != stored:
+        found = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
+        raise ConfigError(
+            f"quantization={quoted(asked)}: {found}, and weights are not quantized at load; leave the argument out"
+        )
 
 
 def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
 
     from nanovllm import chat_template
     from nanovllm.device import Busy, Device
+    from nanovllm.engine.adapter import Adapters
     from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
-    from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+    from nanovllm.engine.execution_order import AdapterManager, DecodeRunner, ExecutionOrder
     from nanovllm.engine.grammar import GrammarCompiler
     from nanovllm.engine.preemption import Preemption
     from nanovllm.engine.progress import Progress, WatchSteps
@@ -89,7 +90,12 @@ class LayerwiseRunner(Protocol):
     """Runs what `LayerwisePrefill` schedules."""
 
     def LayerwiseOrder(
-        self, model: Decoder, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend
+        self,
+        model: Decoder,
+        engine: OffloadEngine,
+        geometry: AttentionGeometry,
+        backend: AttentionBackend,
+        adapters: AdapterManager | None,
     ) -> ExecutionOrder: ...
 
 
@@ -138,6 +144,22 @@ class StructuredOutputs(Protocol):
     def GrammarCompiler(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]
     ) -> GrammarCompiler: ...
+
+
+class LoRA(Protocol):
+    """Finds the LoRA adapters that requests name. Without it `enable_lora=True` is refused."""
+
+    def AdapterRegistry(self, spec: DecoderSpec, max_lora_rank: int) -> Adapters: ...
+
+    def reserved(self, memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+        """What is left of the memory besides adapters; itemsize: bytes of an element of a weight."""
+        ...
+
+
+class LoRARunner(Protocol):
+    """Holds adapters on the device and applies them."""
+
+    def LoRAManager(self, model: Decoder, config: EngineConfig) -> AdapterManager: ...
 
 
 class Trace(Protocol):
@@ -195,7 +217,7 @@ class VllmApi(Protocol):
     """vLLM's beam search and metrics, and scores of choices. Without it those methods of LLM are refused."""
 
     def beam_search(
-        self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
+        self, llm: Any, prompts: Any, params: Any, lora_request: Any, use_tqdm: bool, concurrency_limit: int | None
     ) -> list[Any]: ...
 
     def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
@@ -240,6 +262,14 @@ def structured_outputs() -> StructuredOutputs | None:
     return cast("StructuredOutputs | None", find_side("nanovllm.structured_outputs"))
 
 
+def lora() -> LoRA | None:
+    return cast("LoRA | None", find_side("nanovllm.lora.registry"))
+
+
+def lora_runner() -> LoRARunner | None:
+    return cast("LoRARunner | None", find_side("nanovllm.lora.manager"))
+
+
 def trace() -> Trace | None:
     return cast("Trace | None", find_side("nanovllm.device.trace"))
 
@@ -269,6 +299,8 @@ def check_arguments(config: EngineConfig) -> None:
         raise ConfigError(_missing(f"tensor_parallel_size={config.tensor_parallel_size}", "nanovllm.distributed"))
     if config.trace is not None and trace() is None:
         raise ConfigError(_missing(f"trace={str(config.trace)!r}", "nanovllm.device.trace"))
+    if config.enable_lora and (lora() is None or lora_runner() is None):
+        raise ConfigError(_missing("enable_lora=True", "nanovllm.lora"))
     if sequence_groups() is None:
         if config.preemption_mode == "swap":
             raise ConfigError(_missing("preemption_mode='swap'", "nanovllm.sequence_groups"))

@@ -26,6 +26,7 @@ class MemoryFacts:
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch, including CUDA graphs; 0 if nothing is sized from memory
     host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
+    adapter_bytes: int = 0  # of LoRA adapters on the device, which neither tier counts as free
     layerwise: LayerwiseSizing | None = None  # of layer-by-layer prefill; None if no prompt goes that way
 
     @property

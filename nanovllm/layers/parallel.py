@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from torch import Tensor
+
+from nanovllm.layers.linear_method import StoredWeight
 
 T = TypeVar("T")
 
@@ -57,12 +58,13 @@ class MetaRanks:
         return [value] * self.size
 
 
-def embedding_rows(rows_of: Callable[[Tensor], Tensor], token_ids: Tensor, vocab: range, group: RankGroup) -> Tensor:
-    """Rows of an embedding of which this rank holds those of `vocab`: int64 [tokens] -> [tokens, hidden].
+def embedding(token_ids: Tensor, table: StoredWeight, vocab: range | None, group: RankGroup | None) -> Tensor:
+    """Rows of an embedding: int64 [tokens] -> [tokens, hidden]. table holds the rows of `vocab`; None: all of them.
 
-    rows_of: gives the rows at indices into the part. A token's row is on one rank, and the others add zeros to it,
-    which is exact.
+    A token's row is on one rank. The others add zeros to it, which is exact.
     """
+    if vocab is None or group is None:
+        return table.rows(token_ids)
     elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
-    rows = rows_of((token_ids - vocab.start).masked_fill(elsewhere, 0))
+    rows = table.rows((token_ids - vocab.start).masked_fill(elsewhere, 0))
     return group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
-from nanovllm.layers.linear import Linear, create_weight
+from nanovllm.layers.linear import Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
-from nanovllm.layers.parallel import RankGroup, embedding_rows
+from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.sharding import rank_part
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
@@ -59,48 +59,64 @@ class DecoderLayer:
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
         attended = self._attend(x, cos, sin, ctx, chunk)
-        for part, attended_part in row_parts(chunk, x, attended):
-            self.finish_(part, attended_part)
+        parts = row_parts(chunk, x, attended)
+        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts(), parts, strict=False):
+            self.finish_(part, attended_part, adapters)
 
-    def finish_(self, x: Tensor, attended: Tensor) -> None:
+    def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
         """Add the output projection of attention, then the MLP, to rows x of the residual stream, in place."""
-        if self.group is None and self.few_rows is not None and self.few_rows.takes(x):
+        if self.group is None and adapters is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.finish_(x, attended)
         else:
-            x += self._summed(self._mlp(x, self._summed(self.o(attended))))
+            x += self._summed(self._mlp(x, self._summed(self.o(attended, adapters)), adapters))
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, each of which has multiplied with its columns of o or down."""
         return x if self.group is None else self.group.all_reduce(x)
 
-    def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None) -> Tensor:
         """Add attention's output to x in place; return the gated MLP's output, which is still to be added."""
-        return self.down(silu_and_mul(self.gate_up(add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps))))
+        normed = add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps)
+        return self.down(silu_and_mul(self.gate_up(normed, adapters)), adapters)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
         """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
         tokens, spec = x.shape[0], self.spec
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
-        for part in row_parts(chunk, x, cos, sin, q, k, v):
-            self.project(*part)
+        parts = row_parts(chunk, x, cos, sin, q, k, v)
+        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts(), parts, strict=False):
+            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def project(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms."""
-        if self.few_rows is not None and self.few_rows.takes(x):
+        if adapters is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
         eps = self.spec.rms_norm_eps
-        heads = self.qkv(rms_norm(x, self.input_norm, eps)).unflatten(-1, (-1, self.spec.head_dim))
+        heads = self.qkv(rms_norm(x, self.input_norm, eps), adapters).unflatten(-1, (-1, self.spec.head_dim))
         place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return (self.qkv, self.o, self.gate_up, self.down)
 
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         prefix = f"model.layers.{self.index}."
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
-        for each in (self.qkv, self.o, self.gate_up, self.down):
+        for each in self.linears:
             yield from each.slots()
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
@@ -145,9 +161,7 @@ class Decoder:
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
         sharding = self.spec.sharding
-        if self.group is None or sharding is None:
-            return self.embedding.rows(input_ids)
-        return embedding_rows(self.embedding.rows, input_ids, sharding.vocab, self.group)
+        return embedding(input_ids, self.embedding, None if sharding is None else sharding.vocab, self.group)
 
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
@@ -181,7 +195,7 @@ class Decoder:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
         self.lm_head.use_torch_products()
         for layer in self.layers:
-            for each in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            for each in layer.linears:
                 each.weight.use_torch_products()
 
     def slots(self) -> NamedSlots:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from nanovllm.errors import ConfigError, ModelError
 from nanovllm.layers.linear_method import CheckpointTensor, WeightSlot
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import check_fits
-from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
+from nanovllm.model_files.gguf_side import is_gguf
+from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
@@ -75,17 +75,20 @@ def load_model(
     free_bytes: int | None = None,
     group: RankGroup | None = None,
 ) -> Decoder:
-    """A decoder with its weights: "auto" and "safetensors" read `model_dir`, "dummy" draws them from `seed`.
+    """A decoder with its weights: those of `model_dir`, or drawn from `seed` if load_format is "dummy".
 
-    The checkpoint must hold exactly the tensors of the network, in their shapes. All headers are checked before any
-    allocation. Then the tensors are copied one at a time, so that the host never holds a second copy of the weights.
-    free_bytes: free memory of the device in bytes, if known. group: the ranks that share the model; each reads its own
-    part of the checkpoint. Raises ModelError, which names the wrong tensors, and ConfigError for an unknown load_format
-    or weights that do not fit.
+    model_dir: a directory, which "auto" and "safetensors" read, or a GGUF file, which "auto" and "gguf" read. It must
+    hold exactly the tensors of the network, in their shapes. All headers are checked before any allocation. Then the
+    tensors are copied one at a time, so that the host never holds a second copy of the weights. free_bytes: free memory
+    of the device in bytes, if known. group: the ranks that share the model; each reads its own part of the checkpoint.
+    Raises ModelError, which names the wrong tensors, and ConfigError for an unknown load_format or weights that do not
+    fit.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}.")
     directory = Path(model_dir)
+    if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
+        raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
     stored = {} if load_format == "dummy" else list_tensors(directory)
     names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
     own = spec if group is None else spec.of_rank(group.rank, group.size)
@@ -102,27 +105,24 @@ def load_model(
         return decoder
     for name, slot in decoder.slots():
         if name in names:
-            _fill(slot, stored[names[name]].file, names[name], own)
+            _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
     return decoder
 
 
-def _fill(slot: WeightSlot, file: Path, name: str, spec: DecoderSpec) -> None:
-    """Write a tensor of a file into its slot. Raises ModelError for values that cannot be used."""
+def _part(spec: DecoderSpec, name: str) -> tuple[slice, ...]:
+    """What a rank with this spec holds of a tensor of the checkpoint, as slices of its first axes; () is all of it."""
+    return () if spec.sharding is None else spec.sharding.slices(name)
+
+
+def _fill(slot: WeightSlot, name: str, stored: StoredTensor, part: tuple[slice, ...]) -> None:
+    """Write a part of a file's tensor into its slot. Raises ModelError for values that cannot be used."""
     # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
-    with open_file(file) as tensors:
-        tensor = _read(tensors, name, spec)
+    with open_tensor(name, stored, part) as tensor:
         try:
             slot.write(tensor)
         except ModelError as error:
-            raise ModelError(f"{file}: {name}: {error}") from None
-
-
-def _read(tensors: Any, name: str, spec: DecoderSpec) -> Tensor:
-    """A tensor of an open file, or the part of it that a rank with this spec holds."""
-    part = () if spec.sharding is None else spec.sharding.slices(name)
-    tensor: Tensor = tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
-    return tensor
+            raise ModelError(f"{stored.file}: {name}: {error}") from None
 
 
 def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, str]:
@@ -152,7 +152,7 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
     misshapen = [
         f"{name} expected {list(tensor.shape)}, found {list(stored[name].shape)}"
         for name, tensor in expected.items()
-        if stored[name].shape != tensor.shape
+        if stored[name].shape not in (tensor.shape, *tensor.other_shapes)
     ]
     if misshapen:
         raise ModelError(f"{directory} holds tensors of shapes its config does not give ({some_of(misshapen)}).")
@@ -169,8 +169,8 @@ def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTens
     """Raise ModelError if a tied checkpoint holds an output projection that differs from the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
-    with open_file(stored[LM_HEAD].file) as tensors:
-        head, embedding = _read(tensors, LM_HEAD, decoder.spec), decoder.embedding.dense
+    with open_tensor(LM_HEAD, stored[LM_HEAD], _part(decoder.spec, LM_HEAD)) as head:
+        embedding = decoder.embedding.dense
         same = embedding is not None and torch.equal(head.to(decoder.dtype), embedding.cpu())
     if not same:
         raise ModelError(

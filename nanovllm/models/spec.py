@@ -57,12 +57,12 @@ class DecoderSpec:
     def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
         """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
 
-        Raises ConfigError if there are too few heads for all ranks, or if the weights are quantised.
+        Raises ConfigError if there are too few heads for all ranks, or if the matrices are quantized.
         """
         if self.quantization is not None:
             raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: quantised weights are not divided over ranks yet; leave it out, or "
-                "use a checkpoint in bfloat16, float16 or float32"
+                f"tensor_parallel_size={num_ranks}: weights in {self.quantization.name} form are not divided among "
+                "ranks; take a checkpoint that is not quantized, or tensor_parallel_size=1"
             )
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size)
         sharding = shard(*sizes, rank, num_ranks)
@@ -138,9 +138,9 @@ class DecoderSpec:
 
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix of the network. The output projection appears only if it is not tied."""
-        yield EMBEDDING_MODULE, self.vocab_size, self.hidden_size
+        yield EMBEDDING_MODULE, self.vocab_rows, self.hidden_size
         if not self.tie_word_embeddings:
-            yield HEAD_MODULE, self.vocab_size, self.hidden_size
+            yield HEAD_MODULE, self.vocab_rows, self.hidden_size
         for index in range(self.num_layers):
             yield from self._layer_matrices(index)
 
