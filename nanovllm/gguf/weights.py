@@ -63,11 +63,16 @@ class GgufWeight:
 
     def slots(self) -> NamedSlots:
         for sizes, kind, weight in self._groups:
-            data = weight if isinstance(weight, Tensor) else weight.data
+            data = weight if isinstance(weight, Tensor) else weight.in_rows().data
             for module, view in zip(sizes, data.split(list(sizes.values())), strict=True):
                 shape = (sizes[module], weight.shape[1])
                 randomize = None if kind is None else _randomizer(view, kind, shape[1])
                 yield f"{module}.weight", WeightSlot(view, shape, randomize=randomize)
+
+    def process_after_loading(self) -> None:
+        for i, (sizes, kind, weight) in enumerate(self._groups):
+            if isinstance(weight, PackedWeight):
+                self._groups[i] = (sizes, kind, weight.in_panels())
 
     def use_torch_products(self) -> None:
         """torch has no products with these types."""

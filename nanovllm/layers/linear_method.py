@@ -80,6 +80,10 @@ class StoredWeight(Protocol):
         """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them."""
         ...
 
+    def process_after_loading(self) -> None:
+        """Bring the filled weight into the form that its kernel reads. Its slots are not written any more."""
+        ...
+
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once if it has a product for this form."""
         ...

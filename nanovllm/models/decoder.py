@@ -191,6 +191,14 @@ class Decoder:
         """Whether `compute_logits` gives the logits to this rank, which then samples."""
         return self.group is None or self.group.rank == 0
 
+    def process_weights_after_loading(self) -> None:
+        """Bring all filled weights into the form that their kernels read."""
+        self.embedding.process_after_loading()
+        self.lm_head.process_after_loading()
+        for layer in self.layers:
+            for each in layer.linears:
+                each.weight.process_after_loading()
+
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
         self.lm_head.use_torch_products()

@@ -27,9 +27,14 @@ def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | N
     are within 0.1 of 1, and biases within 0.1 of 0. whole: of a tensor-parallel rank's decoder, the spec of which it is
     a part; the weights are those of the whole.
     """
-    if whole is not None:
+    if whole is None:
+        _fill_all(decoder, seed)
+    else:
         _fill_with_part(decoder, seed, whole)
-        return
+    decoder.process_weights_after_loading()
+
+
+def _fill_all(decoder: Decoder, seed: int) -> None:
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     for name, slot in decoder.slots():
         if slot.randomize is not None:
@@ -107,6 +112,7 @@ def load_model(
         if name in names:
             _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
+    decoder.process_weights_after_loading()
     return decoder
 
 

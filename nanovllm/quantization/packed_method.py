@@ -120,22 +120,25 @@ class QuantizedWeight:
         return dequantize(self.packed.rows(indices)).to(self._dtype)
 
     def slots(self) -> NamedSlots:
-        start = 0
+        packed, start = self.packed.in_rows(), 0
         for module, size in self._parts.items():
             for suffix, filling in self._format.fillings(size, self._layout.in_features).items():
-                yield f"{module}.{suffix}", self._slot(filling, start, start + size)
+                yield f"{module}.{suffix}", self._slot(packed, filling, start, start + size)
             start += size
+
+    def process_after_loading(self) -> None:
+        self.packed = self.packed.in_panels()
 
     def use_torch_products(self) -> None:
         """There is no product of torch for packed weights."""
 
-    def _slot(self, filling: Filling, start: int, end: int) -> WeightSlot:
+    def _slot(self, packed: PackedWeight, filling: Filling, start: int, end: int) -> WeightSlot:
         shape = filling.tensor.shape
         if filling.part is None:
-            nothing = self.packed.data.flatten()[:0]
+            nothing = packed.data.flatten()[:0]
             return WeightSlot(nothing, shape, lambda tensor: filling.convert(tensor).flatten()[:0], lambda _: None)
-        tensor = getattr(self.packed, filling.part)
-        per_row = self._layout.rows_per_scale if filling.part == "scales" else 1
+        tensor = getattr(packed, filling.part)
+        per_row = packed.out_features // tensor.shape[0]
         view = tensor[start // per_row : end // per_row]
         if view.dtype is torch.float8_e4m3fn:
             view = view.view(torch.uint8)
@@ -181,6 +184,10 @@ class StackedWeights:
     def slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()
+
+    def process_after_loading(self) -> None:
+        for weight in self._weights:
+            weight.process_after_loading()
 
     def use_torch_products(self) -> None:
         for weight in self._weights:
