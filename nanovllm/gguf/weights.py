@@ -69,10 +69,12 @@ class GgufWeight:
                 randomize = None if kind is None else _randomizer(view, kind, shape[1])
                 yield f"{module}.weight", WeightSlot(view, shape, randomize=randomize)
 
-    def process_after_loading(self) -> None:
-        for i, (sizes, kind, weight) in enumerate(self._groups):
-            if isinstance(weight, PackedWeight):
-                self._groups[i] = (sizes, kind, weight.in_panels())
+    def finish_loading(self) -> None:
+        """Rearrange the bytes for the CPU's kernel."""
+        self._groups = [
+            (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels())
+            for sizes, kind, weight in self._groups
+        ]
 
     def use_torch_products(self) -> None:
         """torch has no products with these types."""

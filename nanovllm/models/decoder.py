@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear, RowAdapters, create_weight
-from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.sharding import rank_part
@@ -191,20 +191,23 @@ class Decoder:
         """Whether `compute_logits` gives the logits to this rank, which then samples."""
         return self.group is None or self.group.rank == 0
 
-    def process_weights_after_loading(self) -> None:
-        """Bring all filled weights into the form that their kernels read."""
-        self.embedding.process_after_loading()
-        self.lm_head.process_after_loading()
-        for layer in self.layers:
-            for each in layer.linears:
-                each.weight.process_after_loading()
-
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
-        self.lm_head.use_torch_products()
+        for weight in self._weights():
+            weight.use_torch_products()
+
+    def finish_loading(self) -> None:
+        """Called when all slots are filled: quantized weights may now be rearranged for their kernels."""
+        for weight in self._weights():
+            weight.finish_loading()
+
+    def _weights(self) -> Iterator[StoredWeight]:
+        yield self.embedding
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
         for layer in self.layers:
             for each in layer.linears:
-                each.weight.use_torch_products()
+                yield each.weight
 
     def slots(self) -> NamedSlots:
         """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""

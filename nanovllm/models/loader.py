@@ -27,14 +27,9 @@ def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | N
     are within 0.1 of 1, and biases within 0.1 of 0. whole: of a tensor-parallel rank's decoder, the spec of which it is
     a part; the weights are those of the whole.
     """
-    if whole is None:
-        _fill_all(decoder, seed)
-    else:
+    if whole is not None:
         _fill_with_part(decoder, seed, whole)
-    decoder.process_weights_after_loading()
-
-
-def _fill_all(decoder: Decoder, seed: int) -> None:
+        return
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     for name, slot in decoder.slots():
         if slot.randomize is not None:
@@ -107,12 +102,13 @@ def load_model(
         use_huge_pages(slot.view)
     if load_format == "dummy":
         fill_with_random_weights(decoder, seed, None if group is None else spec)
+        decoder.finish_loading()
         return decoder
     for name, slot in decoder.slots():
         if name in names:
             _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
-    decoder.process_weights_after_loading()
+    decoder.finish_loading()
     return decoder
 
 
