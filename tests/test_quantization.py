@@ -27,6 +27,7 @@ from nanovllm.models.loader import load_model
 from nanovllm.ops.packed_weights import dequantize
 from nanovllm.planner.network import Network
 from nanovllm.quantization.packed_method import QuantizedWeight, StackedWeights
+from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 CPU = torch.device("cpu")
 VOCAB = 199
@@ -107,6 +108,27 @@ def test_weights_equal_the_published_formula_to_the_bit(variant: str, quantized:
             assert linear.weight.dense is None and layer.few_rows is None
             rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
             assert torch.equal(weight_of(linear), rows), linear.parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "quantized" in variant])
+def test_weights_equal_those_of_the_package_compressed_tensors(variant: str, quantized: Callable[[str], Path]) -> None:
+    reason = "pip install compressed-tensors loguru"
+    package = pytest.importorskip("compressed_tensors.compressors", reason=reason)
+    from compressed_tensors.quantization import QuantizationScheme
+
+    path = quantized(variant)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = package.BaseCompressor.get_value_from_registry(config["format"])
+    decoder, tensors = load(path), load_file(path / "model.safetensors")
+    for linear in (each for layer in decoder.layers for each in layer.linears):
+        rows = []
+        for module in linear.parts:
+            own = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
+            own["weight_scale"] = own["weight_scale"].float()  # the package computes in the dtype of the scales
+            rows.append(compressor.decompress(own, scheme)["weight"])
+        assert torch.equal(weight_of(linear), torch.cat(rows)), linear.parts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -192,6 +214,25 @@ def test_bits_do_not_depend_on_batch_budget_or_chunk(variant: str, quantized: Ca
             found.append(answers(llm, prompts))
             found.append([answer for prompt in prompts for answer in answers(llm, [prompt])])  # alone, and cached
     assert all(other == found[0] for other in found[1:])
+
+
+# ---- the recall network
+
+
+@pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "fp8"])
+def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_path: Path) -> None:
+    """The network's numbers survive rounding, so that one wrong or stale row of KV gives a wrong word."""
+    length, block, chunk, answer_len = 600, 16, 64, 3
+    write_recall_checkpoint(tmp_path / "plain", length + 2, length + 4, seed=1, dtype="float32")
+    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
+    document = make_document(length + 2, length, seed=2)
+    positions = sorted({1, *notable_positions(length, answer_len, {"block": block, "chunk": chunk})})
+    sizes = offloaded(block, 4, 100, max_model_len=length + 4, max_num_batched_tokens=chunk)
+    with LLM(path, device="cpu", **sizes) as llm:
+        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(answer_len))
+        assert llm.kv_stats().transfers.h2d_copies > 0
+    assert len(positions) > 50
+    assert answers == [expected_answer(document, position, answer_len) for position in positions]
 
 
 # ---- modules that stay plain
