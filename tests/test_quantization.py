@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import Linear
+from nanovllm.models import hf_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -362,6 +363,14 @@ def test_other_schemes_of_compressed_tensors_are_refused(
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     set_quantization(path, config_groups={"group_0": config["config_groups"]["group_0"] | changes})
     assert says in refusal(lambda: load_decoder_spec(path))
+
+
+def test_without_the_side_a_quantized_checkpoint_is_refused(
+    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "find_side", lambda module: None)
+    message = refusal(lambda: load_decoder_spec(quantized("awq-32")))
+    assert "quantization_config={" in message and "needs nanovllm.quantization" in message
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
