@@ -418,6 +418,50 @@ def test_group_order_may_be_left_out(copy: Callable[[str], Path]) -> None:
     load(path)
 
 
+def test_biases_of_zeros_that_the_network_does_not_have(copy: Callable[[str], Path]) -> None:
+    """AutoGPTQ writes them for every matrix."""
+    path = copy("gptq-128")
+    tensors = load_file(path / "model.safetensors")
+    zeros = {
+        name.replace("qweight", "bias"): torch.zeros(t.shape[1]) for name, t in tensors.items() if "qweight" in name
+    }
+    save_file(tensors | zeros, path / "model.safetensors")
+    load(path)
+    name = next(iter(zeros))
+    save_file(tensors | zeros | {name: torch.ones(128)}, path / "model.safetensors")
+    assert f"{name} is not zero" in refusal(lambda: load(path))
+    save_file(tensors | {"model.layers.0.other.bias": torch.zeros(3)}, path / "model.safetensors")
+    assert "model.layers.0.other.bias" in refusal(lambda: load(path))
+
+
+# What tools write, as far as it is not in `quantize_checkpoint`.
+REAL = {
+    "gptq-128": {
+        "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None,
+        "exllama_config": {"version": 1}, "max_input_length": None, "model_seqlen": None,
+        "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+        "tokenizer": None, "use_cuda_fp16": False, "use_exllama": True, "static_groups": False, "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
+    },
+    "awq-128": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None},
+    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]},
+    "float-quantized": {
+        "version": "0.9.1", "transform_config": {}, "sparsity_config": {
+            "format": "dense", "global_sparsity": 0.1, "ignore": [], "registry_requires_subclass": False,
+            "sparsity_structure": "unstructured", "targets": [],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", REAL)
+def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], Path]) -> None:
+    path = copy(variant)
+    before = load_decoder_spec(path)
+    set_quantization(path, **REAL[variant])
+    assert [*load_decoder_spec(path).tensors()] == [*before.tensors()]
+
+
 # ---- dummy weights, and the argument `quantization`
 
 
