@@ -34,11 +34,17 @@ class PackedConfig:
     stages: int
 
 
-def packed_config(rows: int, out_features: int, in_features: int, group_size: int) -> PackedConfig:
+def packed_config(
+    rows: int, out_features: int, in_features: int, group_size: int, dtype: torch.dtype = torch.bfloat16
+) -> PackedConfig:
     """Tiles and splits for these sizes. They depend on the number of rows only by whether there are few."""
-    columns = min(MOST_COLUMNS, group_size & -group_size) if group_size < in_features else MOST_COLUMNS
+    most = MOST_COLUMNS if rows <= FEW_ROWS else MOST_COLUMNS // 2
+    if dtype == torch.float32:  # for exactness only: larger tiles spill registers
+        most = 32
+    columns = min(most, group_size & -group_size) if group_size < in_features else most
     if rows > FEW_ROWS:
-        return PackedConfig(64, 64, columns, 1, 4, 3)
+        size = 32 if dtype == torch.float32 else 64
+        return PackedConfig(size, size, columns, 1, 4, 3)
     programs, steps = triton.cdiv(out_features, 32), triton.cdiv(in_features, columns)
     splits = min(MOST_SPLITS, steps, max(1, PROGRAMS // programs))
     return PackedConfig(FEW_ROWS, 32, columns, splits, 4, 4)
@@ -62,6 +68,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     rows,
     out_features,
     in_features,
+    row_bytes,
     x_stride,
     scale_columns,
     group_size,
@@ -73,6 +80,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
 ):
     """Program (tile of outputs, tile of rows, part of the inputs)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -87,38 +95,23 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(split * steps_per_split, min(steps, (split + 1) * steps_per_split)):
         group = (step * BLOCK_K) // group_size
-        scale = tl.load(scales_ptr + scale_row + group, mask=is_output, other=0.0).to(tl.float32)
-        if SCHEME == "int4":
-            # A byte holds two inputs, the even one in the low half: each half has a product of its own.
-            byte = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-            inside = 2 * byte < in_features
-            data_at = data_ptr + n.to(tl.int64)[None, :] * (in_features // 2) + byte[:, None]
-            packed = tl.load(data_at, mask=inside[:, None] & is_output[None, :], other=0)
-            if HAS_ZEROS:
-                zero = tl.load(zeros_ptr + n * scale_columns + group, mask=is_output, other=0).to(tl.int32)[None, :]
-            else:
-                zero = 8
-            low = ((packed & 15).to(tl.int32) - zero).to(dtype)
-            high = ((packed >> 4).to(tl.int32) - zero).to(dtype)
-            even = tl.load(x_row + 2 * byte[None, :], mask=is_row & inside[None, :], other=0.0)
-            odd = tl.load(x_row + 2 * byte[None, :] + 1, mask=is_row & inside[None, :], other=0.0)
-            product = tl.dot(even, low, input_precision="ieee")
-            product = tl.dot(odd, high, product, input_precision="ieee")
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + column[None, :], mask=is_row & (column < in_features)[None, :], other=0.0)
+        # Data tiles are [outputs, inputs], as in memory.
+        byte = step * ROW_BYTES + tl.arange(0, ROW_BYTES)
+        inside = is_output[:, None] & (byte < row_bytes)[None, :]
+        data = tl.load(data_ptr + n.to(tl.int64)[:, None] * row_bytes + byte[None, :], mask=inside, other=0)
+        if SCHEME == "int4":  # a byte holds two inputs, the even one in the low half
+            data = tl.interleave(data & 15, data >> 4)
+        if SCHEME == "fp8":
+            values = _e4m3_values(data).to(dtype)
+        elif HAS_ZEROS:
+            zero = tl.load(zeros_ptr + n * scale_columns + group, mask=is_output, other=0).to(tl.int32)
+            values = (data.to(tl.int32) - zero[:, None]).to(dtype)
         else:
-            column = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            inside = column < in_features
-            data_at = data_ptr + n.to(tl.int64)[None, :] * in_features + column[:, None]
-            data = tl.load(data_at, mask=inside[:, None] & is_output[None, :], other=0)
-            if SCHEME == "fp8":
-                values = _e4m3_values(data).to(dtype)
-            elif HAS_ZEROS:
-                zero = tl.load(zeros_ptr + n * scale_columns + group, mask=is_output, other=0)
-                values = (data.to(tl.int32) - zero.to(tl.int32)[None, :]).to(dtype)
-            else:
-                values = data.to(dtype)
-            x = tl.load(x_row + column[None, :], mask=is_row & inside[None, :], other=0.0)
-            product = tl.dot(x, values, input_precision="ieee")
-        total += product * scale[None, :]
+            values = (data.to(tl.int32) - (8 if SCHEME == "int4" else 0)).to(dtype)
+        scale = tl.load(scales_ptr + scale_row + group, mask=is_output, other=0.0).to(tl.float32)
+        total += tl.dot(x, tl.trans(values), input_precision="ieee") * scale[None, :]
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
     out_at = out_ptr + (split * rows + m).to(tl.int64)[:, None] * out_features + n[None, :]
@@ -143,17 +136,19 @@ def packed_linear(
     if not rows:
         return x.new_empty(0, out_features)
     assert x.stride(1) == 1 and data.is_contiguous() and scales.is_contiguous(), "rows must be contiguous"
-    config = config or packed_config(rows, out_features, in_features, group_size)
+    config = config or packed_config(rows, out_features, in_features, group_size, x.dtype)
     splits = config.splits
     outputs_per_scale = {1: out_features, out_features: 1}.get(scales.shape[0], FP8_BLOCK)
     out = x.new_empty(splits, rows, out_features, dtype=torch.float32 if splits > 1 else x.dtype)
     grid = (triton.cdiv(out_features, config.outputs), triton.cdiv(rows, config.rows), splits)
+    # Not every GPU has a type for fp8, which is decoded from bytes. An absent tensor is replaced by any other.
+    codes = data.view(torch.uint8) if scheme == "fp8" else data
     _packed_kernel[grid](
-        out, x, data if scheme == "int4" else data.view(torch.int8 if scheme == "int8" else torch.uint8), scales,
-        data if zeros is None else zeros, x if bias is None else bias, rows, out_features, in_features, x.stride(0),
-        scales.shape[1], group_size, outputs_per_scale,
+        out, x, codes, scales, scales if zeros is None else zeros, x if bias is None else bias, rows, out_features,
+        in_features, data.shape[1], x.stride(0), scales.shape[1], group_size, outputs_per_scale,
         SCHEME=scheme, HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None and splits == 1, SPLITS=splits,
         BLOCK_M=config.rows, BLOCK_N=config.outputs, BLOCK_K=config.columns,
+        ROW_BYTES=config.columns // (2 if scheme == "int4" else 1),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits == 1:
