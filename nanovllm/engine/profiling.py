@@ -24,6 +24,7 @@ from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
+from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import DecoderSpec
@@ -190,7 +191,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     is not counted.
     """
     spec = replace(model.spec, num_layers=1, sliding_windows=model.spec.sliding_windows[:1])
-    twin = Decoder(spec, model.dtype, _META, model.group)
+    twin = Decoder(spec, model.dtype, _META, model.group and MetaRanks(model.group.rank, model.group.size))
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)
