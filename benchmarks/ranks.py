@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing import get_context
 
 from benchmarks.engine import device_name, generate, timing_of
@@ -51,6 +52,7 @@ def time_sums(connection: Connection, setup: RankSetup, rows: Sequence[int], wid
     group = _Ranks(setup.rank, setup.size, setup.local_size, Channel(connection))
     device = torch.device(config.device or "cpu")
     found = [_seconds_of_sum(group, torch.ones(count, width, dtype=dtype, device=device)) for count in rows]
+    dist.destroy_process_group()
     connection.send(found)
 
 
@@ -127,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     print_row(f"a sum of {rows[1]:,} rows", f"{many * 1e6:,.0f} us")
     print_row("a decode step of one rank", f"{one * 1e3:,.2f} ms")
     print_row(
-        f"of {size} ranks", f"{several * 1e3:,.2f} ms", f"sums {sums * 1e3:,.2f} ms, rest {overhead * 1e3:,.2f} ms"
+        f"of {size} ranks", f"{several * 1e3:,.2f} ms", f"sums {sums * 1e3:,.2f} ms, overhead {overhead * 1e3:,.2f} ms"
     )
     same = sum(a == b for a, b in zip(expected, found, strict=True))
     print_row("prompts with the same tokens", f"{same} of {len(found)}", "in bfloat16 a near tie may differ")

@@ -116,6 +116,20 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert token_ids(llm, given, greedy(10)) == expected  # from the prefix cache
 
 
+@pytest.mark.slow
+def test_three_ranks_sum_large_tensors_in_parts(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama", hidden=128, heads=6, head_dim=16, kv_heads=2, max_positions=1024)
+    given = prompts(700, 33)
+    expected = [greedy_reference(model, prompt, 10) for prompt in given]
+    found = []
+    for chunk in (64, 4096):  # sums of 32 KiB, and of 350
+        arguments = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": chunk}
+        with LLM(tmp_path, tensor_parallel_size=3, **arguments) as llm:
+            assert token_ids(llm, given, greedy(10)) == expected
+            found.append(logprobs_of(llm, given))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "arguments, params",
     [
