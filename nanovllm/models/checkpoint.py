@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
@@ -24,11 +25,15 @@ QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file's header describes it, without its data."""
+    """A tensor as its file's header describes it, without its data.
+
+    read: reads the data, None for a tensor that a safetensors file holds under its name.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str  # safetensors' code, such as BF16
+    read: Callable[[], Tensor] | None = None
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
@@ -52,6 +57,16 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     found = {file.name: _headers(file) for file in shards}
     _check_index(directory / INDEX, index, found)
     return {name: found[shard][name] for name, shard in index.items()}
+
+
+@contextmanager
+def open_tensor(name: str, stored: StoredTensor) -> Iterator[Tensor]:
+    """The tensor's data. Raises as `open_file`."""
+    if stored.read is not None:
+        yield stored.read()
+        return
+    with open_file(stored.file) as tensors:
+        yield tensors.get_tensor(name)
 
 
 @contextmanager

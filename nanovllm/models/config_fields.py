@@ -12,6 +12,7 @@ from types import MappingProxyType
 from nanovllm.model_files.json_fields import FLAG, NULL, OBJECT, TEXT, Field, integer, list_of, number
 
 MAX_LAYERS = 1024  # more than any network has; a layer takes memory even without weights
+MAX_EXPERTS = 1024  # of a layer; each takes memory even without weights
 MAX_HEAD_DIM = 1 << 16  # RoPE allocates a frequency per pair
 _LAYERS = list_of(TEXT, MAX_LAYERS)
 _THETA = number(1, 1e15, above=True)
@@ -38,6 +39,13 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "sliding_window": integer(0) | NULL,  # 0 is allowed if no layer has a window
         "max_window_layers": integer(0),
         "layer_types": _LAYERS | NULL,
+        "num_experts": integer(0, MAX_EXPERTS),
+        "num_local_experts": integer(0, MAX_EXPERTS),
+        "num_experts_per_tok": integer(1),
+        "moe_intermediate_size": integer(1),
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": integer(1),
+        "mlp_only_layers": list_of(integer(0), MAX_LAYERS) | NULL,
         "dtype": TEXT | NULL,
         "torch_dtype": TEXT | NULL,
         "eos_token_id": _TOKEN_IDS,
@@ -125,6 +133,9 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         "use_cache",
         "gradient_checkpointing",
         "pretraining_tp",  # how products were split between devices; Transformers no longer follows it
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "is_decoder",
         "tie_encoder_decoder",
         # how Transformers runs it

@@ -1,4 +1,4 @@
-"""One decoder for all dense families. It computes on flat batches; the KV cache computes attention."""
+"""One decoder for all families. It computes on flat batches; the KV cache computes attention."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import Linear, create_weight
 from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
-from nanovllm.ops.cpu_kernels import few_row_layer
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
+from nanovllm.ops.cpu_kernels import FewRowLayer, few_row_layer
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm
 
 CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
@@ -28,7 +30,10 @@ def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 
 
 class DecoderLayer:
-    """Attention and gated MLP. Each reads RMS-normalized input, and its output is added to the residual stream."""
+    """Attention, and a gated MLP or experts.
+
+    Each reads RMS-normalized input, and its output is added to the residual stream.
+    """
 
     def __init__(self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
@@ -36,7 +41,6 @@ class DecoderLayer:
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
         self.qkv = linear(hidden, qkv, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
@@ -44,11 +48,16 @@ class DecoderLayer:
         self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
         self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=spec.o_bias)
         self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self.gate_up = linear(hidden, gate_up, prefix=f"{prefix}mlp.", bias=spec.mlp_bias)
-        self.down = linear(spec.intermediate_size, {"down_proj": hidden}, prefix=f"{prefix}mlp.", bias=spec.mlp_bias)
+        self.mlp = _mlp(spec, index, dtype, device)
+        self.few_rows = self._few_rows()
+
+    def _few_rows(self) -> FewRowLayer | None:
+        """The kernels of the whole layer for few rows, if they support it."""
+        if isinstance(self.mlp, Experts):
+            return None
         norms = (self.input_norm, self.qk_norm, self.post_norm)
-        products = [(each.weight.dense, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
-        self.few_rows = few_row_layer(norms, products, spec.rms_norm_eps, spec.head_dim)
+        products = [(each.weight.dense, each.bias) for each in (self.qkv, self.o, self.mlp.gate_up, self.mlp.down)]
+        return few_row_layer(norms, products, self.spec.rms_norm_eps, self.spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
@@ -61,11 +70,7 @@ class DecoderLayer:
         if self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.finish_(x, attended)
         else:
-            x += self._mlp(x, self.o(attended))
-
-    def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add attention's output to x in place; return the gated MLP's output, which is still to be added."""
-        return self.down(silu_and_mul(self.gate_up(add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps))))
+            x += self.mlp(add_rms_norm_(x, self.o(attended), self.post_norm, self.spec.rms_norm_eps))
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
         """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
@@ -90,12 +95,20 @@ class DecoderLayer:
         prefix = f"model.layers.{self.index}."
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
-        for each in (self.qkv, self.o, self.gate_up, self.down):
+        for each in (self.qkv, self.o, self.mlp):
             yield from each.slots()
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
             yield f"{prefix}self_attn.q_norm.weight", WeightSlot(self.qk_norm[:heads], shape)
             yield f"{prefix}self_attn.k_norm.weight", WeightSlot(self.qk_norm[heads:], shape)
+
+
+def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | Experts:
+    hidden, method = spec.hidden_size, spec.quantization
+    if spec.experts is not None and spec.experts.layers[index]:
+        return Experts(spec.experts, index, hidden, method=method, dtype=dtype, device=device)
+    prefix, bias = f"model.layers.{index}.mlp.", spec.mlp_bias
+    return GatedMLP(hidden, spec.intermediate_size, prefix=prefix, bias=bias, method=method, dtype=dtype, device=device)
 
 
 class Decoder:
@@ -151,8 +164,8 @@ class Decoder:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
         self.lm_head.use_torch_products()
         for layer in self.layers:
-            for each in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                each.weight.use_torch_products()
+            for each in (layer.qkv.weight, layer.o.weight, layer.mlp):
+                each.use_torch_products()
 
     def slots(self) -> NamedSlots:
         """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""
@@ -170,5 +183,5 @@ class Decoder:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Bytes of the parameters of one layer, the mean of all layers if they differ."""
-        return self.spec.layer_weight_bytes(self.dtype.itemsize)
+        """Bytes of the parameters of one layer that a single row reads, the mean of all layers if they differ."""
+        return self.spec.layer_weight_bytes(self.dtype.itemsize, rows=1)

@@ -11,8 +11,9 @@ from nanovllm.config import LOAD_FORMATS
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.layers.linear_method import CheckpointTensor, WeightSlot
 from nanovllm.memory_checks import check_fits
-from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
+from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.fused_experts import with_single_experts
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
@@ -60,7 +61,7 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}.")
     directory = Path(model_dir)
-    stored = {} if load_format == "dummy" else list_tensors(directory)
+    stored = {} if load_format == "dummy" else with_single_experts(list_tensors(directory), spec)
     names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
@@ -75,20 +76,19 @@ def load_model(
         return decoder
     for name, slot in decoder.slots():
         if name in names:
-            _fill(slot, stored[names[name]].file, names[name])
+            _fill(slot, names[name], stored[names[name]])
     _check_tied(directory, spec, stored, decoder)
     return decoder
 
 
-def _fill(slot: WeightSlot, file: Path, name: str) -> None:
+def _fill(slot: WeightSlot, name: str, stored: StoredTensor) -> None:
     """Write a tensor of a file into its slot. Raises ModelError for values that cannot be used."""
     # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
-    with open_file(file) as tensors:
-        tensor = tensors.get_tensor(name)
+    with open_tensor(name, stored) as tensor:
         try:
             slot.write(tensor)
         except ModelError as error:
-            raise ModelError(f"{file}: {name}: {error}") from None
+            raise ModelError(f"{stored.file}: {name}: {error}") from None
 
 
 def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, str]:
@@ -135,8 +135,8 @@ def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTens
     """Raise ModelError if a tied checkpoint holds an output projection that differs from the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
-    with open_file(stored[LM_HEAD].file) as tensors:
-        head, embedding = tensors.get_tensor(LM_HEAD), decoder.embedding.dense
+    with open_tensor(LM_HEAD, stored[LM_HEAD]) as head:
+        embedding = decoder.embedding.dense
         same = embedding is not None and torch.equal(head.to(decoder.dtype), embedding.cpu())
     if not same:
         raise ModelError(

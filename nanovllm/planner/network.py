@@ -1,4 +1,4 @@
-"""The bytes and operations of a dense decoder, from its config alone. A multiply-add counts as two operations."""
+"""The bytes and operations of a decoder, from its config alone. A multiply-add counts as two operations."""
 
 from __future__ import annotations
 
@@ -84,8 +84,12 @@ class Network:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """One layer with its norms and biases, the mean of all layers if they differ."""
-        return self.spec.layer_weight_bytes(self.itemsize)
+        """What one row reads of a layer with its norms and biases, the mean of all layers if they differ."""
+        return self.layer_bytes_read(1)
+
+    def layer_bytes_read(self, rows: int) -> int:
+        """What `rows` rows read of a layer: of experts, those that some row chooses."""
+        return self.spec.layer_weight_bytes(self.itemsize, rows)
 
     @property
     def head_bytes(self) -> int:
@@ -101,7 +105,7 @@ class Network:
 
     def matrix_operations(self, tokens: int) -> int:
         """Projections and MLPs of all layers."""
-        return 2 * self.spec.layer_matrices * self.spec.num_layers * tokens
+        return 2 * self.spec.multiplied_weights * tokens
 
     def visible_keys(self, context_len: int, query_len: int) -> int:
         """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""
