@@ -16,6 +16,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -32,6 +34,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
@@ -107,6 +110,7 @@ def make_checkpoint(
         rope_parameters=dict(rope or ROPES["default"]),
         tie_word_embeddings=tie,
         bos_token_id=None,
+        pad_token_id=None,
         eos_token_id=eos_token_id,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
@@ -130,7 +134,7 @@ def _family_options(
         raise ValueError(f"{family} has no attention_bias option")
     if mlp_bias and family != "llama":
         raise ValueError(f"{family} has no mlp_bias option")
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         return {"sliding_window": sliding_window}
     if family == "llama":
         if sliding_window is not None:

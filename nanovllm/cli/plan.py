@@ -34,7 +34,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", required=True, help="a model directory, a config file, or a hub name")
+    add("--model", required=True, help="a model directory, a config file, a GGUF file, or a hub name")
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
     add("--json", action="store_true", help="everything as one JSON object")

@@ -19,6 +19,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.hub import find_directory
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.hf_config import read_decoder_spec
@@ -34,7 +35,7 @@ META = torch.device("meta")
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for. Raises ConfigError and ModelError."""
-    if not Path(args.model).is_file():
+    if not Path(args.model).is_file():  # a config or a GGUF file
         args.model = str(find_directory("model", args.model, content="config"))
     given = engine_arguments(args)
     dtype = given.get("dtype", "auto")
@@ -85,7 +86,8 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
     if not offload and args.enable_cpu_offload is None:
         arguments.pop("cpu_attention", None)  # only applies to offload
     path = Path(args.model)
-    config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
+    is_config = path.is_file() and not is_gguf(path)
+    config = engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
         raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
     if device is None:

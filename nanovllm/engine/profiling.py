@@ -181,7 +181,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     Measured on a model of one layer of each kind, since a layer keeps no activations for the next. What kernels
     allocate themselves is not counted.
     """
-    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META)
+    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, model.group)
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)
@@ -196,8 +196,13 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
-    _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
+    prompt_logits = model.compute_logits(hidden[: logprobs.MAX_ROWS])
+    if model.has_logits:
+        _score(prompt_logits, config.max_logprobs)
+    del prompt_logits
     logits = model.compute_logits(hidden[:rows])
+    if not model.has_logits:
+        return
     _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
     _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
 

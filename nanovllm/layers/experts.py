@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.expert_spec import ExpertSpec
-from nanovllm.layers.linear import DenseWeight, linear
+from nanovllm.layers.linear import DenseWeight, RowAdapters, linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops.cpu_kernels import use_huge_pages
 from nanovllm.ops.row_kernels import silu_and_mul, softmax
@@ -45,8 +45,11 @@ class Experts:
         self.gate_up = ExpertWeights(gate_up, hidden_size, method, dtype, device)
         self.down = ExpertWeights([{down: hidden_size} for _, _, down in modules], inner, method, dtype, device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]. Outputs of experts are added in fp32 and rounded once."""
+    def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]. Outputs of experts are added in fp32 and rounded once.
+
+        adapters: have nothing for experts; an adapter with tensors for them is refused when it is loaded.
+        """
         weights, chosen = self.route(x)
         if self.gate_up.dense is not None and self.down.dense is not None and use_triton(x):
             return self._all_at_once(x, weights, chosen, self.gate_up.dense, self.down.dense)

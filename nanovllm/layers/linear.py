@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear`, but with torch's product for more than FEW_ROWS rows, whose bits may depend on the number of rows."""
     return F.linear(x, weight, bias) if x.shape[0] > FEW_ROWS else linear(x, weight, bias)
+
+
+class RowAdapters(Protocol):
+    """What some rows of a product get in addition, such as the low-rank products of LoRA adapters."""
+
+    def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
+        """Add to y [rows, out], which is `linear` of x [rows, in]."""
+        ...
 
 
 class DenseWeight:
@@ -90,9 +99,12 @@ class Linear:
         self.weight = create_weight(method, self.parts, in_features, dtype, device)
         self.bias = torch.empty(sum(parts.values()), dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """x: [rows, in_features] -> [rows, sum of part sizes], in the order of the parts."""
-        return self.weight.apply(x, self.bias)
+        y = self.weight.apply(x, self.bias)
+        if adapters is not None:
+            adapters.add_(self, x, y)
+        return y
 
     def slots(self) -> NamedSlots:
         """The slots of the weight and, with biases, each part's `{module}.bias`."""

@@ -20,13 +20,14 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' codes of the types that c
 class CheckpointTensor(NamedTuple):
     """What a checkpoint must hold under a name, known before anything is allocated.
 
-    shape: as stored; dtypes: the types that are read, in the checkpoint's own codes; required: False if the tensor may
-    be absent.
+    shape: as stored, unless it is one of other_shapes; dtypes: the types that are read, in the checkpoint's own codes;
+    required: False if the tensor may be absent.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     required: bool = True
+    other_shapes: tuple[tuple[int, ...], ...] = ()
 
 
 NamedTensors = Iterator[tuple[str, CheckpointTensor]]

@@ -192,6 +192,7 @@ OFF_VALUES: Mapping[str, object] = MappingProxyType(
         "attention_bias": False,
         "mlp_bias": False,
         "qkv_bias": False,
+        "lm_head_bias": False,
         "use_qk_norm": False,
         "use_mrope": False,
         "use_sliding_window": False,
@@ -203,6 +204,8 @@ OFF_VALUES: Mapping[str, object] = MappingProxyType(
         "residual_multiplier": 1,
         "logits_scaling": 1,
         "logit_scale": 1,
+        "interpolate_factor": 1,
+        "full_attn_mod": 1,
     }
 )
 
@@ -222,6 +225,8 @@ ROPE_FIELDS: Mapping[str, Field] = MappingProxyType(
         "mscale_all_dim": number(0, 1e6) | NULL,
         "truncate": FLAG | NULL,
         "partial_rotary_factor": number(0, 1) | NULL,
+        "short_factor": list_of(number(1e-6, 1e6), MAX_HEAD_DIM) | NULL,
+        "long_factor": list_of(number(1e-6, 1e6), MAX_HEAD_DIM) | NULL,
     }
 )
 

@@ -26,6 +26,8 @@ class FamilyFacts:
     o_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertSpec | None = None
+    merged_projections: bool = False
+    partial_rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,11 @@ def _mixtral(config: Any) -> FamilyFacts:
     return FamilyFacts((config.sliding_window,) * num_layers, experts=experts)
 
 
+def _phi3(config: Any) -> FamilyFacts:
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return FamilyFacts(windows, merged_projections=True, partial_rotary=True)
+
+
 _WINDOWS_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})  # two names of one field
 _QWEN3_MOE = (
@@ -102,6 +109,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("Qwen2ForCausalLM", "qwen2", _qwen2, _WINDOWS_BY_LAYER),
             Family("LlamaForCausalLM", "llama", _llama, frozenset({"attention_bias", "mlp_bias"})),
             Family("MistralForCausalLM", "mistral", _mistral, frozenset({"sliding_window", "layer_types"})),
+            Family("Phi3ForCausalLM", "phi3", _phi3, frozenset({"sliding_window"})),
             Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, _QWEN3_MOE),
             Family("MixtralForCausalLM", "mixtral", _mixtral, _EXPERTS | {"sliding_window"}),
         )
@@ -156,11 +164,12 @@ def decoder_spec(family: Family, config: Any) -> DecoderSpec:
         o_bias=facts.o_bias,
         mlp_bias=facts.mlp_bias,
         tie_word_embeddings=config.tie_word_embeddings,
-        rope=rope_spec(config.rope_parameters, config.max_position_embeddings, head_dim),
+        rope=rope_spec(config.rope_parameters, config.max_position_embeddings, head_dim, facts.partial_rotary),
         sliding_windows=facts.sliding_windows,
         max_position_embeddings=config.max_position_embeddings,
         dtype=_dtype_name(config),
         experts=facts.experts,
+        merged_projections=facts.merged_projections,
     )
     _check_spec(spec)
     return spec

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from nanovllm.errors import ConfigError
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.models.sharding import Sharding, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
@@ -41,7 +43,9 @@ class DecoderSpec:
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
     quantization: LinearMethod | None = None  # how the matrices are stored; None: as numbers of the dtype
+    merged_projections: bool = False  # whether the checkpoint has one matrix for q, k and v, and for gate and up
     experts: ExpertSpec | None = None  # in some layers or all; the others have one MLP
+    sharding: Sharding | None = None  # of a tensor-parallel rank, whose heads and inner features the sizes count
 
     @property
     def q_size(self) -> int:
@@ -52,6 +56,61 @@ class DecoderSpec:
     def kv_size(self) -> int:
         """Width of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
+        """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
+
+        Raises ConfigError if there are too few heads for all ranks, for experts, and for quantized or merged matrices.
+        """
+        if self.experts is not None or self.merged_projections:
+            parts = "the experts" if self.experts is not None else "qkv_proj and gate_up_proj"
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks}: {parts} of a {self.architecture} are not divided among ranks; "
+                "use tensor_parallel_size=1"
+            )
+        if self.quantization is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks}: weights in {self.quantization.name} form are not divided among "
+                "ranks; take a checkpoint that is not quantized, or tensor_parallel_size=1"
+            )
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size)
+        sharding = shard(*sizes, rank, num_ranks)
+        return replace(
+            self,
+            num_heads=len(sharding.heads),
+            num_kv_heads=len(sharding.kv_heads),
+            intermediate_size=len(sharding.intermediate),
+            sharding=sharding,
+        )
+
+    @property
+    def most_kv_heads(self) -> int:
+        """KV heads of the rank that has most of them, whose KV cache is the largest."""
+        return self.num_kv_heads if self.sharding is None else self.sharding.most_kv_heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Tokens whose rows of the embedding and of the output projection are held; `vocab_size` is the whole."""
+        return self.vocab_size if self.sharding is None else len(self.sharding.vocab)
+
+    @property
+    def adds_biases(self) -> bool:
+        """Whether o and down add their biases: of the ranks whose products are summed, the first one does."""
+        return self.sharding is None or self.sharding.rank == 0
+
+    @property
+    def qkv_parts(self) -> dict[str, int]:
+        """The modules of the checkpoint for q, k and v, and their output features."""
+        if self.merged_projections:
+            return {"qkv_proj": self.q_size + 2 * self.kv_size}
+        return {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+
+    @property
+    def gate_up_parts(self) -> dict[str, int]:
+        """The modules of the checkpoint for gate and up of an MLP, and their output features."""
+        if self.merged_projections:
+            return {"gate_up_proj": 2 * self.intermediate_size}
+        return {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
 
     @property
     def num_expert_layers(self) -> int:
@@ -89,7 +148,7 @@ class DecoderSpec:
     @property
     def num_weights(self) -> int:
         """Number of all weights in memory. Tied embeddings count once."""
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layer_matrices + self.num_layers * self._norms_and_biases + tables + self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
@@ -115,8 +174,8 @@ class DecoderSpec:
 
     def head_bytes(self, itemsize: int) -> int:
         """Bytes of the output projection in memory."""
-        head = (EMBEDDING_MODULE if self.tie_word_embeddings else HEAD_MODULE, self.vocab_size, self.hidden_size)
-        return self.vocab_size * self.hidden_size * itemsize - self._saved_bytes([head], itemsize)
+        head = (EMBEDDING_MODULE if self.tie_word_embeddings else HEAD_MODULE, self.vocab_rows, self.hidden_size)
+        return self.vocab_rows * self.hidden_size * itemsize - self._saved_bytes([head], itemsize)
 
     def _saved_bytes(self, matrices: Iterable[Matrix], itemsize: int) -> int:
         """Bytes by which matrices are smaller in memory than in the plain form."""
@@ -129,9 +188,9 @@ class DecoderSpec:
 
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix of the network. The output projection appears only if it is not tied."""
-        yield EMBEDDING_MODULE, self.vocab_size, self.hidden_size
+        yield EMBEDDING_MODULE, self.vocab_rows, self.hidden_size
         if not self.tie_word_embeddings:
-            yield HEAD_MODULE, self.vocab_size, self.hidden_size
+            yield HEAD_MODULE, self.vocab_rows, self.hidden_size
         for index in range(self.num_layers):
             yield from self._layer_matrices(index)
 
@@ -184,13 +243,12 @@ class DecoderSpec:
         Without the experts.
         """
         hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
-        yield f"{prefix}self_attn.q_proj", self.q_size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.k_proj", self.kv_size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.v_proj", self.kv_size, hidden, self.qkv_bias
+        for name, size in self.qkv_parts.items():
+            yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
         yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias
         if self.experts is None or not self.experts.layers[index]:
-            yield f"{prefix}mlp.gate_proj", inner, hidden, self.mlp_bias
-            yield f"{prefix}mlp.up_proj", inner, hidden, self.mlp_bias
+            for name, size in self.gate_up_parts.items():
+                yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
             yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
 
     @property
@@ -206,7 +264,7 @@ class DecoderSpec:
 
         linear and dynamic RoPE: `factor` times max_position_embeddings, as Transformers documents `factor`. yarn:
         `factor` times the trained length, as in Qwen's model cards, or max_position_embeddings if that is more.
-        default and llama3: max_position_embeddings.
+        default, llama3 and longrope: max_position_embeddings.
         """
         trained = self.max_position_embeddings
         if self.rope.kind in ("linear", "dynamic"):
