@@ -228,6 +228,12 @@ class DecoderSpec:
         kinds = (False,) * self.num_layers if self.experts is None else self.experts.layers
         return self.of_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
 
+    def projections(self) -> Iterator[Matrix]:
+        """The matrices of all layers without routers and experts."""
+        for index in range(self.num_layers):
+            for module, rows, columns, _ in self._projections(index):
+                yield module, rows, columns
+
     def _layer_matrices(self, index: int) -> Iterator[Matrix]:
         for module, rows, columns, _ in self._projections(index):
             yield module, rows, columns
