@@ -203,7 +203,6 @@ class EngineConfig:
             _require(swap <= MOST_GIB, "swap_space", f"must be at most {MOST_GIB:,} GiB", swap)
 
     def _check_ranks(self) -> None:
-        _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         backend, seconds = self.distributed_executor_backend, self.distributed_timeout_seconds
         _require_choice("distributed_executor_backend", backend, (None, *EXECUTOR_BACKENDS))
         if self.tensor_parallel_size > 1:

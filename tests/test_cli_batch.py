@@ -212,7 +212,7 @@ REFUSED = {
     "an empty directory": (["--input", "empty"], "is a directory without .jsonl or .parquet files"),
     "CPUs": (["--input", "a.jsonl", "--num-cpus", "2"], "--num-cpus is for replicas on a cluster"),
     "replicas": (["--input", "a.jsonl", "--num-replicas", "0"], "is not a whole number of at least 1"),
-    "ranks": (["--input", "a.jsonl", "--tensor-parallel-size", "2"], "tensor_parallel_size=2: only 1 is supported"),
+    "adapters": (["--input", "a.jsonl", "--enable-lora"], "rows of a batch cannot name adapters yet"),
     "temperature": (["--input", "a.jsonl", "--temperature", "-1"], "temperature=-1.0"),
 }
 

@@ -133,6 +133,11 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "tensor_parallel_size": ("must be a whole number of at least 1", [0, -1, None, *NOT_INTS]),
     "distributed_executor_backend": ("must be one of None, uni, mp, external_launcher", ["ray", "", 0, True]),
     "distributed_timeout_seconds": ("must be a number of seconds above 0", [0, -1, math.nan, math.inf, "60", True]),
+    "enable_lora": ("must be True or False", NOT_BOOLS),
+    **dict.fromkeys(
+        ("max_loras", "max_lora_rank", "max_cpu_loras"),
+        ("needs enable_lora=True: without it requests have no adapters", [0, 2, "8"]),
+    ),
     "trust_remote_code": ("must be True or False", [*NOT_BOOLS, "no"]),
     "tokenizer": ("must be a directory, a GGUF file or the name of a model on the hub", [5, True, ["a"]]),
     "skip_tokenizer_init": ("must be True or False", NOT_BOOLS),
@@ -168,6 +173,9 @@ def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value:
     [
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, r"='uni': runs one rank, and .* is 2"),
         ({"distributed_executor_backend": "external_launcher"}, r"needs tensor_parallel_size above 1"),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, r"enable_lora=True: needs tensor_parallel_size=1, not 2"),
+        ({"enable_lora": True, "max_loras": 0}, r"max_loras=0: must be a whole number of at least 1"),
+        ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, r"max_cpu_loras=3: must be at least max_loras=4"),
         ({"num_cpu_blocks": 8}, r"num_cpu_blocks=8: needs enable_cpu_offload=True"),
         ({"cpu_attention": False}, r"cpu_attention=False: needs enable_cpu_offload=True"),
         ({"seed": 2**63}, r"seed=9223372036854775808: "),

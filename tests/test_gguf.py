@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from engines import greedy, greedy_reference, logits_by_request, offloaded, rand
 from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.gguf.model import BY_NAME
 from nanovllm.gguf.weights import GgufWeight
+from nanovllm.model_files import gguf_side
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
 
@@ -248,3 +251,44 @@ def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> N
     assert "or of a GGUF file" in refusal(lambda: LLM(other), ConfigError)
     other.rename(tmp_path / "text.gguf").write_text("<html>no such file</html>")
     assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
+
+
+def test_without_the_side_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_side, "find_side", lambda module: None)
+    assert "tiny.gguf: GGUF files need nanovllm.gguf" in refusal(lambda: LLM(tiny))
+
+
+# ---- commands, server, structured outputs
+
+
+def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--device", "cpu", "--dtype", "float32", "--num-gpu-blocks", "20", "--kvcache-block-size", "16"]
+    assert main(["generate", "--model", str(tiny), *memory, "--temperature", "0", "--max-tokens", "2", "th"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    with LLM(tiny, **SMALL) as llm:
+        weights = llm.engine.runner.model.weight_bytes
+    assert plan["model"]["weight_bytes"] < weights, "norms and KV take half as much in bfloat16"
+    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--dtype", "float32"]) == 0
+
+
+def test_the_server_answers_with_the_file(tiny: Path) -> None:
+    pytest.importorskip("starlette", reason="the server's packages are not installed")
+    from server_helpers import ask
+
+    from nanovllm.server.async_llm import AsyncLLM
+
+    with AsyncLLM(tiny, **SMALL) as engine:
+        messages = [{"role": "user", "content": "th 42"}]
+        body = {"messages": messages, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "model": "tiny"}
+        response = ask(engine, "/v1/chat/completions", body)
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 3, response.text
+
+
+def test_structured_outputs_read_the_tokenizer_of_the_file(tiny: Path) -> None:
+    pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+    choice = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["ab 1"]))
+    with LLM(tiny, **SMALL) as llm:
+        (output,) = llm.generate(["th"], choice, use_tqdm=False)
+    assert output.outputs[0].text == "ab 1"

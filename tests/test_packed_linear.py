@@ -120,7 +120,7 @@ def test_matches_fp64(case: Case) -> None:
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.sampled_from(["q4_0", "q4_1"]))
 def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
-    """Written out in torch: integers and their sums in fp64, which is exact, all other operations in fp32."""
+    """Written out in torch, in fp64, which holds an fp32 number plus the product of two, and rounded to fp32."""
     case = replace(case, variant=scheme, dtype=torch.bfloat16, gap=0)
     x, panels, bias = operands(case)
     data = panels.rows(slice(None)).data.unflatten(1, (-1, 20 if scheme == "q4_1" else 18))
@@ -132,13 +132,11 @@ def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
     n = (groups / unit[..., None]).round()
     total = torch.zeros(case.rows, case.out_features)
     for g in range(case.blocks):
-        sums = (n[:, g] @ q[:, g].T).float()
-        group_unit = unit[:, g, None].float()
-        t = scale[:, g] * sums * group_unit
+        group_unit = unit[:, g, None]
+        total = (total + scale[:, g].double() * (group_unit * (n[:, g] @ q[:, g].T))).float()
         if scheme == "q4_1":
-            minimum = data[..., 2:4].contiguous().view(torch.float16).float()[:, g, 0]
-            t = t + minimum * (group_unit * n[:, g].sum(dim=-1, keepdim=True).float())
-        total = total + t
+            minimum = data[..., 2:4].contiguous().view(torch.float16).double()[:, g, 0]
+            total = (total + minimum * (group_unit * n[:, g].sum(dim=-1, keepdim=True))).float()
     expected = (total if bias is None else total + bias.float()).to(x.dtype)
     assert same_bits(product(case, x, panels, bias), expected)
 

@@ -30,6 +30,10 @@ class ReplicaSettings:
     sampling: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.engine_arguments.get("enable_lora"):
+            raise ConfigError("enable_lora=True: rows of a batch cannot name adapters yet; leave it out")
+
 
 class Replica:
     """An engine and the rows that it runs. Errors of a row become its result.

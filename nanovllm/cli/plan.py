@@ -22,6 +22,11 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "num_cpu_blocks",
     "cpu_attention",
     "gpu_memory_utilization",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "tensor_parallel_size",
 )
 
 
@@ -57,6 +62,9 @@ def _add_machine_options(group: Any) -> None:
     add("--host-mem", type=_quantity(parse_bytes), metavar="256GB", help="host memory that is free for the KV cache")
     add("--link", type=_quantity(parse_byte_rate), metavar="50GB/s", help="between host and device, each way")
     add("--compute", type=_quantity(parse_compute_rate), metavar="400TFLOPS", help="of matrix products and attention")
+    rank = "bytes that a tensor-parallel rank receives from the others"
+    add("--interconnect", type=_quantity(parse_byte_rate), metavar="400GB/s", help=rank)
+    add("--all-reduce", type=_quantity(parse_seconds), metavar="10us", help="time of a sum of few bytes over the ranks")
     add("--device-bandwidth", type=_quantity(parse_byte_rate), metavar="3TB/s", help="of reading device memory")
     add("--host-bandwidth", type=_quantity(parse_byte_rate), metavar="100GB/s", help="of CPU attention in host memory")
     add("--layer-overhead", type=_quantity(parse_seconds), metavar="20us", help="fixed cost of a layer in a step")

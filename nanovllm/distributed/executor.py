@@ -308,8 +308,8 @@ def _is_suspended(process: BaseProcess) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def _end_ranks(ranks: Sequence[Rank], selector: selectors.BaseSelector, store: Any) -> None:
-    """Kill what still runs, and close the connections, which ends ranks on other machines. store: lives until now."""
+def _end_ranks(ranks: Sequence[Rank], selector: selectors.BaseSelector, store: list[Any]) -> None:
+    """Kill what still runs, and close the connections, which ends ranks on other machines."""
     selector.close()
     for rank in ranks:
         if rank.process is not None:
@@ -318,6 +318,7 @@ def _end_ranks(ranks: Sequence[Rank], selector: selectors.BaseSelector, store: A
         if rank.process is not None:
             rank.process.join()
         rank.channel.connection.close()
+    store.clear()
 
 
 # ---- logits processors

@@ -19,16 +19,15 @@ from torch import Tensor
 
 from nanovllm.distributed.messages import Channel, CollectiveError, Exchange
 from nanovllm.errors import told
+from nanovllm.models.sharding import GATHERED_BYTES
 
 T = TypeVar("T")
-GATHERED_BYTES = 256 << 10  # of one rank; above it, the latency of a second message is less than the bytes it saves
-
 # torch 2.13 gave the collective a new name and deprecates the old one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroup:
-    """Implements `layers.parallel.RankGroup` for the process's default group. Meta tensors are only allocated."""
+    """Implements `layers.parallel.RankGroup` for the default process group of torch.distributed."""
 
     def __init__(self, rank: int, size: int, local_size: int, channel: Channel) -> None:
         """local_size: ranks on this machine. channel: to the engine, which carries what `exchange` exchanges."""
@@ -50,9 +49,8 @@ class ProcessGroup:
         """See `RankGroup`."""
         padded = F.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
-        if not x.is_meta:
-            with _communication(self.rank, "the logits were collected"):
-                dist.gather(padded, parts, dst=0)
+        with _communication(self.rank, "the logits were collected"):
+            dist.gather(padded, parts, dst=0)
         return None if parts is None else torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], dim=1)
 
     def exchange(self, value: T) -> list[T]:
@@ -64,16 +62,14 @@ class ProcessGroup:
         share = -(-x.numel() // self.size)
         flat = F.pad(x.flatten(), (0, share * self.size - x.numel()))
         parts = torch.empty_like(flat)
-        if not x.is_meta:
-            with _communication(self.rank, "a sum was computed"):
-                dist.all_to_all_single(parts, flat)
+        with _communication(self.rank, "a sum was computed"):
+            dist.all_to_all_single(parts, flat)
         self._gather_all(flat, _sum_in_order(parts.view(self.size, share)))
         return flat[: x.numel()].view(x.shape)
 
     def _gather_all(self, out: Tensor, x: Tensor) -> None:
-        if not x.is_meta:
-            with _communication(self.rank, "a sum was computed"):
-                _all_gather(out, x)
+        with _communication(self.rank, "a sum was computed"):
+            _all_gather(out, x)
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

@@ -34,11 +34,12 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 class StartedRanks:
     """The connection to each rank and its process, which is None if torchrun has started it.
 
-    store: of the ranks' process group; to be kept while they run.
+    store: holds the store of the ranks' process group, which they need while they run. Emptying the list closes its
+    port even if an error's traceback still refers to these ranks.
     """
 
     ranks: Sequence[tuple[Connection, BaseProcess | None]]
-    store: Any
+    store: list[Any]
 
 
 def start_ranks(config: EngineConfig) -> StartedRanks:
@@ -53,7 +54,7 @@ def start_ranks(config: EngineConfig) -> StartedRanks:
     listening = socket.create_server((LOOPBACK, 0))  # the system chooses the port; other machines do not reach it
     port, size = listening.getsockname()[1], config.tensor_parallel_size
     store = _store(LOOPBACK, port, is_master=True, listening=listening)
-    return StartedRanks([_spawn(_setup(config, rank, rank, size, LOOPBACK, port)) for rank in range(size)], store)
+    return StartedRanks([_spawn(_setup(config, rank, rank, size, LOOPBACK, port)) for rank in range(size)], [store])
 
 
 def _spawn(setup: RankSetup) -> tuple[Connection, BaseProcess]:
@@ -117,7 +118,7 @@ def _start_with_torchrun(config: EngineConfig, given: Mapping[str, str]) -> Star
         store.set(ENGINE_KEY, json.dumps([*listener.address, key.hex()]))
         first = _spawn(setup)
         others = _accepted(listener, setup.size - 1)
-    return StartedRanks([first, *((others[index], None) for index in range(1, setup.size))], store)
+    return StartedRanks([first, *((others[index], None) for index in range(1, setup.size))], [store])
 
 
 def _accepted(listener: Listener, count: int) -> dict[int, Connection]:

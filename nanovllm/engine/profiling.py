@@ -23,8 +23,10 @@ from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
+from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 
@@ -118,6 +120,12 @@ def measure_memory(
     )
 
 
+def reserve_for_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+    """What LoRA adapters leave of the memory; itemsize: bytes of an element of theirs. Raises ConfigError."""
+    lora = sides.lora() if config.enable_lora else None
+    return memory if lora is None else lora.reserved(memory, config, spec, itemsize)
+
+
 def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
     """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
 
@@ -181,7 +189,8 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     Measured on a model of one layer of each kind, since a layer keeps no activations for the next. What kernels
     allocate themselves is not counted.
     """
-    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, model.group)
+    group = model.group and MetaRanks(model.group.rank, model.group.size)
+    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)

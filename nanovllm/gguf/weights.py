@@ -69,6 +69,13 @@ class GgufWeight:
                 randomize = None if kind is None else _randomizer(view, kind, shape[1])
                 yield f"{module}.weight", WeightSlot(view, shape, randomize=randomize)
 
+    def finish_loading(self) -> None:
+        """Rearrange the bytes for the CPU's kernel."""
+        self._groups = [
+            (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels())
+            for sizes, kind, weight in self._groups
+        ]
+
     def use_torch_products(self) -> None:
         """torch has no products with these types."""
 

@@ -86,10 +86,10 @@ class Experts:
         yield from self.gate_up.slots()
         yield from self.down.slots()
 
-    def use_torch_products(self) -> None:
-        """See `StoredWeight.use_torch_products`. The router's product stays, since it decides about experts."""
-        self.gate_up.use_torch_products()
-        self.down.use_torch_products()
+    def weights(self) -> Iterator[StoredWeight]:
+        """The matrices of the experts, without the router's."""
+        yield from self.gate_up
+        yield from self.down
 
 
 class ExpertWeights:
@@ -120,13 +120,12 @@ class ExpertWeights:
     def __getitem__(self, expert: int) -> StoredWeight:
         return self._weights[expert]
 
+    def __iter__(self) -> Iterator[StoredWeight]:
+        return iter(self._weights)
+
     def slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()
-
-    def use_torch_products(self) -> None:
-        for weight in self._weights:
-            weight.use_torch_products()
 
 
 def _groups(weights: Tensor, chosen: Tensor) -> Iterator[Group]:

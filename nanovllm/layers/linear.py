@@ -62,6 +62,9 @@ class DenseWeight:
         for module, part in zip(self._parts, self.dense.split(list(self._parts.values())), strict=True):
             yield f"{module}.weight", slot_of(part)
 
+    def finish_loading(self) -> None:
+        """The kernels read the plain form as it is."""
+
     def use_torch_products(self) -> None:
         self._product = fastest_linear
 

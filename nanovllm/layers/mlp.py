@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from nanovllm.layers.linear import Linear, RowAdapters
-from nanovllm.layers.linear_method import LinearMethod, NamedSlots
+from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight
 from nanovllm.ops.row_kernels import silu_and_mul
 
 
@@ -51,7 +51,6 @@ class GatedMLP:
         yield from self.gate_up.slots()
         yield from self.down.slots()
 
-    def use_torch_products(self) -> None:
-        """See `StoredWeight.use_torch_products`."""
-        self.gate_up.weight.use_torch_products()
-        self.down.weight.use_torch_products()
+    def weights(self) -> Iterator[StoredWeight]:
+        yield self.gate_up.weight
+        yield self.down.weight

@@ -38,6 +38,26 @@ class RankGroup(Protocol):
         ...
 
 
+class MetaRanks:
+    """The ranks of a decoder on meta tensors, whose memory is counted: what a collective allocates, nothing sent."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = self.local_size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `RankGroup`."""
+        return x.new_empty(self.size, *x.shape)[0].float().to(x.dtype)
+
+    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+        """See `RankGroup`."""
+        return x.new_empty(2, x.shape[0], sum(widths))[0] if self.rank == 0 else None
+
+    def exchange(self, value: T) -> list[T]:
+        """See `RankGroup`."""
+        return [value] * self.size
+
+
 def embedding(token_ids: Tensor, table: StoredWeight, vocab: range | None, group: RankGroup | None) -> Tensor:
     """Rows of an embedding: int64 [tokens] -> [tokens, hidden]. table holds the rows of `vocab`; None: all of them.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import Linear, RowAdapters, create_weight
-from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
@@ -221,10 +221,20 @@ class Decoder:
 
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
-        self.lm_head.use_torch_products()
+        for weight in self._weights():
+            weight.use_torch_products()
+
+    def finish_loading(self) -> None:
+        """Called when all slots are filled: quantized weights may now be rearranged for their kernels."""
+        for weight in self._weights():
+            weight.finish_loading()
+
+    def _weights(self) -> Iterator[StoredWeight]:
+        yield self.embedding
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
         for layer in self.layers:
-            for each in (layer.qkv.weight, layer.o.weight, layer.mlp):
-                each.use_torch_products()
+            yield from (layer.qkv.weight, layer.o.weight, *layer.mlp.weights())
 
     def slots(self) -> NamedSlots:
         """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""

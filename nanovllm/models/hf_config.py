@@ -180,14 +180,20 @@ def _spec(config: _Config) -> DecoderSpec:
             getattr(defaults, "original_max_position_embeddings", None),
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        spec = _with_quantization(decoder_spec(family, defaults), config.fields.get("quantization_config"))
-        return spec if config.gguf is None else _gguf_spec(spec, config.gguf)
+        spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
+        if config.gguf is not None:
+            return _gguf_spec(spec, quantization, config.gguf)
+        return _with_quantization(spec, quantization)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
 
 
-def _gguf_spec(spec: DecoderSpec, gguf: GgufConfig) -> DecoderSpec:
+def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
     """The network with what a config.json cannot say. RoPE factors apply to RoPE as the file has it."""
+    if quantization is not None:
+        raise ModelError(
+            f"quantization_config={quoted(quantization)}: a GGUF file has the types of its tensors instead."
+        )
     rope, factors = spec.rope, gguf.rope_factors
     if factors and rope.kind == "default":
         if len(factors) != spec.head_dim // 2:

@@ -103,11 +103,13 @@ def load_model(
         use_huge_pages(slot.view)
     if load_format == "dummy":
         fill_with_random_weights(decoder, seed, None if group is None else spec)
+        decoder.finish_loading()
         return decoder
     for name, slot in decoder.slots():
         if name in names:
             _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
+    decoder.finish_loading()
     return decoder
 
 

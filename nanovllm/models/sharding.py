@@ -28,6 +28,9 @@ ROWS: Mapping[str, str] = MappingProxyType(
 COLUMNS: Mapping[str, str] = MappingProxyType({"o_proj": "q_rows", "down_proj": "intermediate"})
 
 
+GATHERED_BYTES = 256 << 10  # a sum of fewer bytes sends them to every rank at once, see `all_reduce_bytes`
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """What one of `num_ranks` ranks holds, as ranges of the indices of the whole decoder."""
@@ -62,6 +65,16 @@ class Sharding:
             columns: range = getattr(self, COLUMNS[module])
             return (slice(None), slice(columns.start, columns.stop))
         return ()
+
+
+def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Bytes that a rank receives for the sum of a tensor of `num_bytes` over the ranks.
+
+    The other ranks' tensors, or of a larger one the others' share of a part and then the other parts, as in a ring.
+    """
+    if num_ranks > 2 and num_bytes > GATHERED_BYTES:
+        return 2 * (num_ranks - 1) * num_bytes // num_ranks
+    return (num_ranks - 1) * num_bytes
 
 
 def rank_part(total: int, rank: int, num_ranks: int) -> range:

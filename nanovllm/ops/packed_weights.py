@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nanovllm.ops import _cpu_kernels, packed_panels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
+from nanovllm.ops.triton_support import use_triton
 
 FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
@@ -152,6 +153,12 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     _check_product(x, weight, bias)
     if x.is_cpu:
         return cpu_packed_linear(x, weight, bias)
+    if weight.scales is not None and use_triton(x):
+        from nanovllm.ops import triton_packed
+
+        group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
+        parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
+        return triton_packed.packed_linear(x, *parts, group_size, bias)
     y = x.new_empty(x.shape[0], weight.out_features)
     wide = x.float()
     count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))

@@ -111,6 +111,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
     layers = probe_layers(network, sizes)
     part = replace(
         spec.of_layers(range(layers)),
+        sharding=None,
         sliding_windows=(None,) * layers,
         vocab_size=min(spec.vocab_size, rows),
         tie_word_embeddings=True,
@@ -118,6 +119,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
     with device.compute():
         decoder = Decoder(part, dtype, device.torch_device)
         fill_with_random_weights(decoder, seed=0)
+        decoder.finish_loading()
     return decoder
 
 
