@@ -82,7 +82,7 @@ def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     with LLM(path, **SMALL) as llm:
         decoder = llm.engine.runner.model
         qkv = decoder.layers[1].qkv.weight
-        assert isinstance(qkv, GgufWeight) and decoder.layers[1].down.weight.dense is not None
+        assert isinstance(qkv, GgufWeight) and decoder.layers[1].mlp.down.weight.dense is not None
         rows = [dequantize(weight) for _, _, weight in qkv._groups]
         expected = [model.state_dict()[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(torch.cat(rows), torch.cat(expected))
