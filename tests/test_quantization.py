@@ -105,7 +105,7 @@ def test_weights_equal_the_published_formula_to_the_bit(variant: str, quantized:
     path = quantized(variant)
     expected, decoder = dequantized(path), load(path)
     for layer in decoder.layers:
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for linear in layer.linears:
             assert linear.weight.dense is None and layer.few_rows is None
             rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
             assert torch.equal(weight_of(linear), rows), linear.parts
@@ -155,7 +155,7 @@ def test_memory_is_counted_as_stored(variant: str, quantized: Callable[[str], Pa
 )
 def test_bits_of_a_weight(variant: str, bits: float, quantized: Callable[[str], Path]) -> None:
     spec = load_decoder_spec(quantized(variant))
-    assert spec.layer_matrix_bytes(4) * 8 == spec.layer_matrices * bits
+    assert spec.layer_matrix_bytes(4) * 8 * spec.num_layers == spec.num_layer_matrices * bits
 
 
 def prompt_logprobs(llm: LLM, prompt: list[int]) -> list[float]:
@@ -262,7 +262,7 @@ def test_ignored_modules_stay_plain(plain: Path, copy: Callable[[str], Path]) ->
     set_quantization(path, ignore=["lm_head", r"re:model\.layers\.1\.mlp\..*", names[-1]])
     decoder = load(path)
     assert isinstance(decoder.layers[0].qkv.weight, StackedWeights)
-    assert decoder.layers[1].down.weight.dense is not None
+    assert decoder.layers[1].mlp.down.weight.dense is not None
     assert decoder.weight_bytes == parameter_bytes(decoder)
     expected = dequantized(path)
     for layer in decoder.layers:
@@ -287,8 +287,8 @@ def test_lists_of_modules_that_were_not_converted(
     save_file(kept, path / "model.safetensors")
     set_quantization(path, **{field: ["lm_head", "model.layers.0.mlp", "o_proj"]})
     decoder = load(path)
-    assert decoder.layers[0].gate_up.weight.dense is not None and decoder.layers[1].o.weight.dense is not None
-    assert decoder.layers[1].gate_up.weight.dense is None
+    assert decoder.layers[0].mlp.gate_up.weight.dense is not None and decoder.layers[1].o.weight.dense is not None
+    assert decoder.layers[1].mlp.gate_up.weight.dense is None
 
 
 def test_a_quantized_output_projection(copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], P
 def test_dummy_weights_keep_sizes_near_one(variant: str, quantized: Callable[[str], Path]) -> None:
     spec = load_decoder_spec(quantized(variant))
     one, other = (load_model("", spec, torch.float32, CPU, "dummy", seed) for seed in (1, 2))
-    for linear in (one.layers[0].gate_up, one.layers[1].down):
+    for linear in (one.layers[0].mlp.gate_up, one.layers[1].mlp.down):
         assert weight_of(linear).std() * linear.in_features**0.5 == pytest.approx(1, rel=0.05)
     assert not torch.equal(weight_of(one.layers[0].qkv), weight_of(other.layers[0].qkv))
     assert torch.isfinite(weight_of(one.layers[0].qkv)).all()

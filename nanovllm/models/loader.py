@@ -16,6 +16,7 @@ from nanovllm.memory_checks import check_fits
 from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.fused_experts import with_single_experts
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
@@ -89,7 +90,7 @@ def load_model(
     directory = Path(model_dir)
     if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
-    stored = {} if load_format == "dummy" else list_tensors(directory)
+    stored = {} if load_format == "dummy" else with_single_experts(list_tensors(directory), spec)
     names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
