@@ -249,6 +249,17 @@ def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_p
     assert answers == [expected_answer(document, position, answer_len) for position in positions]
 
 
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Every expert's matrices are quantized; the router is plain."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", vocab=VOCAB)
+    path = quantize(tmp_path / "plain", tmp_path / "quantized", "gptq-32-asymmetric")
+    decoder, prompts = load(path), [random_prompt(length, VOCAB, 5) for length in (30, 3)]
+    assert all(weight.dense is None for weight in decoder.layers[0].mlp.weights())
+    assert decoder.weight_bytes == parameter_bytes(decoder)
+    with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "dequantized"), **SMALL) as reference:
+        assert token_ids(llm, prompts, greedy(6)) == token_ids(reference, prompts, greedy(6))
+
+
 # ---- modules that stay plain
 
 
