@@ -60,10 +60,13 @@ class Shape:
         return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + logits
 
     def decode_bytes(self, context_len: int) -> int:
-        """Bytes that a sequence's decode step must read: weights without the embedding table, and visible KV."""
-        network = self.network
+        """Bytes that a sequence's decode step must read: visible KV, and weights without the embedding table and the
+        experts that its row does not choose."""
+        network, itemsize = self.network, self.dtype.itemsize
         table = 0 if self.spec.tie_word_embeddings else network.head_bytes
-        return network.weight_bytes - table + network.attended_bytes(context_len - 1, 1)
+        unread = self.spec.layer_weight_bytes(itemsize) - network.layer_weight_bytes
+        weights = network.weight_bytes - table - self.spec.num_layers * unread
+        return weights + network.attended_bytes(context_len - 1, 1)
 
     def facts(self) -> dict[str, Any]:
         """The shape in the report."""

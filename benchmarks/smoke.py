@@ -38,6 +38,7 @@ from nanovllm.lora.request import LoRARequest
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
 from nanovllm.ops.merge import merge_states_torch_
+from nanovllm.ops.packed_weights import PackedWeight, dequantize
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
@@ -135,7 +136,7 @@ class Smoke:
 
     def kernels(self) -> dict[str, Check]:
         """The Triton kernels against the plain versions, which run on the CPU."""
-        from nanovllm.ops import triton_rows
+        from nanovllm.ops import triton_packed, triton_rows
         from nanovllm.ops.triton_merge import merge_parts_triton
 
         def store() -> None:
@@ -185,7 +186,23 @@ class Smoke:
             drawn = triton_rows.draw(*(x.to(self.device) for x in (scores, tokens, starts)))
             assert drawn.tolist() == [500 * row for row in range(ROWS)], drawn
 
+        def packed() -> None:
+            codes = torch.randint(0, 256, (96, 64), dtype=torch.uint8)
+            scales, zeros = torch.rand(96, 4).half() / 16, torch.randint(0, 16, (96, 4), dtype=torch.uint8)
+            fp8 = (torch.rand(96, 128) - 0.5).to(torch.float8_e4m3fn)
+            for weight in (
+                PackedWeight("int4", codes, scales, zeros, 32, 128),
+                PackedWeight("fp8", fp8, torch.rand(1, 1), None, 128, 128),
+            ):
+                for rows in (1, 40):
+                    x = self.random(rows, 128) / 16
+                    parts = [weight.data, weight.scales, weight.zeros]
+                    on_device = [None if part is None else part.to(self.device) for part in parts]
+                    y = triton_packed.packed_linear(x, weight.scheme, *on_device, weight.group_size)
+                    expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
+
         return {
+            "packed_linear": packed,
             "store_kv": store,
             "merge": merge,
             "norms": norms,

@@ -33,6 +33,7 @@ from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMe
 from nanovllm.ops.kernel_config import prefill_config
 from nanovllm.ops.packed_weights import PackedWeight
 from nanovllm.ops.triton_decode import decode_
+from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
 
@@ -165,6 +166,19 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "silu_and_mul": lambda: triton_rows.silu_and_mul(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
         **{f"packed {variant}": lambda w=weight: multiply(x, w) for variant, weight in packed.items()},
+        **experts(rows, head_dim, dtype),
+    }
+
+
+def experts(rows: int, width: int, dtype: torch.dtype) -> Launches:
+    """The products of 2 of 8 experts for each row, and the sum of their outputs."""
+    x, weights = torch.empty(rows, width, dtype=dtype), torch.empty(8, 3 * width, width, dtype=dtype)
+    entries, ends = torch.zeros(2 * rows, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    y, of_rows = torch.empty(2 * rows, width, dtype=dtype), torch.empty(rows, 2)
+    return {
+        "experts": lambda: grouped_linear(x, weights, ends, entries),
+        "experts, own rows": lambda: grouped_linear(y, weights, ends),
+        "experts, weighted sum": lambda: weighted_sum(y, entries.view(rows, 2), of_rows),
     }
 
 

@@ -136,7 +136,7 @@ def _meta_decoder(network: Network) -> Decoder:
 
 
 def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
-    """Memory as it will be after loading the weights. A GPU runs one layer as a sample of all, the CPU needs none."""
+    """Memory as it will be after loading the weights. A GPU runs a layer of each kind, the CPU none."""
     dtype: torch.dtype = getattr(torch, network.dtype)
     remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
     weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
@@ -146,7 +146,7 @@ def _this_memory(network: Network, config: EngineConfig, device: Device) -> Memo
         model = _meta_decoder(network)
         model.chunk_rows = CPU_CHUNK_ROWS
         return measure_memory(device, model, backend, config, to_load=weights)
-    spec = replace(network.spec, num_layers=1, sliding_windows=network.spec.sliding_windows[:1])
+    spec = network.spec.one_of_each_kind()
     with device.compute():
         model = Decoder(spec, dtype, device.torch_device)
         fill_with_random_weights(model, seed=0)

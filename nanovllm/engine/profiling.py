@@ -7,7 +7,6 @@ counted.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,11 +186,11 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
 def activation_peak(model: Decoder, config: EngineConfig) -> int:
     """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling for max_num_seqs of them.
 
-    Measured on a model of one layer, since a layer keeps no activations for the next. What kernels allocate themselves
-    is not counted.
+    Measured on a model of one layer of each kind, since a layer keeps no activations for the next. What kernels
+    allocate themselves is not counted.
     """
-    spec = replace(model.spec, num_layers=1, sliding_windows=model.spec.sliding_windows[:1])
-    twin = Decoder(spec, model.dtype, _META, model.group and MetaRanks(model.group.rank, model.group.size))
+    group = model.group and MetaRanks(model.group.rank, model.group.size)
+    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)

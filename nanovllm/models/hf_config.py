@@ -43,6 +43,7 @@ SAMPLING_DEFAULTS = {
 }
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 _NO_DEFAULT = object()
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # Qwen's name and Mixtral's, which Transformers 5 writes for both
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 
 
@@ -173,7 +174,10 @@ def _spec(config: _Config) -> DecoderSpec:
     try:
         defaults = _with_defaults(family, fields)
         defaults.rope_parameters = rope_parameters(
-            config.fields, defaults.max_position_embeddings, defaults.default_theta
+            config.fields,
+            defaults.max_position_embeddings,
+            defaults.default_theta,
+            getattr(defaults, "original_max_position_embeddings", None),
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
         spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
@@ -201,7 +205,12 @@ def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: 
 def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
     """The checked fields of the network that the family reads."""
     rules = {name: field for name, field in NETWORK_FIELDS.items() if family.reads(name)}
-    return checked_fields(config.where, config.fields, rules)
+    fields = checked_fields(config.where, config.fields, rules)
+    counts = {name: fields[name] for name in _EXPERT_COUNTS if name in fields}
+    if len(set(counts.values())) > 1:
+        given = " and ".join(f"{name}={value}" for name, value in counts.items())
+        raise ModelError(f"{config.where} contradicts itself: {given} are two names of one field.")
+    return fields
 
 
 def _refuse_unread(config: _Config, family: Family) -> None:
