@@ -27,6 +27,7 @@ from benchmarks.other_load import OtherLoad
 from benchmarks.report import machine_facts, print_other_load, write_json
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import cpu_kernels
 
@@ -67,7 +68,8 @@ def projections(shape: Shape) -> dict[str, tuple[int, int]]:
     """(out_features, in_features) of the products that a decode step takes."""
     decoder = Decoder(shape.spec, shape.dtype, torch.device("meta"))
     layer = decoder.layers[0]
-    weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
+    assert isinstance(layer.mlp, GatedMLP), "shapes with experts are not among those measured"
+    weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
     found = {name: (sum(linear.parts.values()), linear.in_features) for name, linear in weights.items()}
     return found | {"lm_head": (shape.spec.vocab_size, shape.spec.hidden_size)}
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.planner.network import Network
@@ -32,7 +33,7 @@ def shape_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model directory, without weights unless `load_format` says so, and the network that it describes."""
+    """A model directory or GGUF file, without weights unless `load_format` says so, and the network it describes."""
 
     name: str
     path: Path
@@ -59,10 +60,13 @@ class Shape:
         return network.matrix_operations(prompt_len) + network.attention_operations(0, prompt_len) + logits
 
     def decode_bytes(self, context_len: int) -> int:
-        """Bytes that a sequence's decode step must read: weights without the embedding table, and visible KV."""
-        network = self.network
+        """Bytes that a sequence's decode step must read: visible KV, and weights without the embedding table and the
+        experts that its row does not choose."""
+        network, itemsize = self.network, self.dtype.itemsize
         table = 0 if self.spec.tie_word_embeddings else network.head_bytes
-        return network.weight_bytes - table + network.attended_bytes(context_len - 1, 1)
+        unread = self.spec.layer_weight_bytes(itemsize) - network.layer_weight_bytes
+        weights = network.weight_bytes - table - self.spec.num_layers * unread
+        return weights + network.attended_bytes(context_len - 1, 1)
 
     def facts(self) -> dict[str, Any]:
         """The shape in the report."""
@@ -109,8 +113,8 @@ def open_shape(model: str, num_layers: int | None, dtype: str, load_format: str 
 def _checkpoint(model: str, num_layers: int | None, dtype: str) -> Shape:
     if num_layers is not None:
         raise ConfigError(f"--num-layers {num_layers}: --load-format auto takes them all: say --num-layers all")
-    if not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"--model {model!r}: --load-format auto needs the directory of a checkpoint")
+    if not is_gguf(model) and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--model {model!r}: --load-format auto needs the directory of a checkpoint, or a GGUF file")
     spec = load_decoder_spec(Path(model))
     return Shape(Path(model).resolve().name, Path(model), spec, _dtype(dtype, spec), "auto")
 

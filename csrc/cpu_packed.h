@@ -4,9 +4,9 @@
 // The inputs of a group (32; 16 for q6_k) are taken as integers of 16 bits: x = unit * n, unit being the power of two that
 // lets the group's largest input have 15 bits. Of bf16 and fp16 so many inputs are exact that only those smaller than 1/128
 // (fp16: 1/16) of the largest are rounded, by at most 2^-15 of it; fp32 is split into two such integers and is rounded by at
-// most 2^-28. The products with the weights' integers and their sum over a group are exact. Then, in fp32 and rounded
-// after each operation, t = scale * sum * unit; t += minimum * (unit * sum of n) where weights have minimums or zeros; and
-// total += t, one group after the other. Then the bias; then one rounding.
+// most 2^-28. A unit is at least 2^-126. The products with the weights' integers and their sum over a group are exact. Then,
+// in fp32 and each rounded once, total += scale * (unit * sum), and total += minimum * (unit * sum of n) where weights have
+// minimums or zeros, one group after the other. Then the bias; then one rounding.
 //
 // Weights lie in panels of 16 outputs, interleaved by nanovllm/ops/packed_panels.py: each block of inputs is a tile of one
 // 4-byte word of each output in turn, so that a vector holds one word of 16 outputs. A part of a panel is expanded to 16-bit
@@ -52,7 +52,8 @@ struct Weight {
     const void* scales;    // int4, int8, fp8: [panels][scale groups][kOutputs]
     DType scale_dtype;
     const int8_t* zeros;   // int4 (unsigned), int8: as the scales, or null
-    int64_t group_size;    // inputs that share one of `scales`
+    int64_t outputs_per_scale;  // of fp8; if more than 1, scales are [out / outputs_per_scale][scale groups]
+    int64_t group_size;         // inputs that share one of `scales`
     int64_t in, out;
 
     const Layout& layout() const { return kLayouts[int(scheme)]; }
@@ -73,32 +74,44 @@ struct Problem {
     int64_t rows;
 };
 
-// Rows of x as integers. A row of fp32 is two, one after the other.
+// Rows of x as integers, in tiles of Kernel::tile_rows; the last tile may have fewer rows. A row of fp32 is two, one after the
+// other.
 struct IntegerRows {
-    uint32_t* words;  // [rows][groups * group / 2], pairs of integers
-    float* units;     // [rows][groups]
-    int32_t* starts;  // [rows][groups], -zero * the sum of the integers
-    float* sums;      // [rows][groups], unit * the sum of the integers
+    uint32_t* words;  // [tiles][groups][group / 16][rows][8], pairs of integers
+    float* units;     // [tiles][groups][rows]
+    int32_t* starts;  // [tiles][groups][rows], -zero * the sum of the integers
+    float* sums;      // [tiles][groups][rows], unit * the sum of the integers
+    int64_t count;    // of rows
 };
 
-// A part of one or more panels, expanded.
+// A part of one or more panels, expanded. Each panel has as much memory as a whole part takes.
 struct Part {
-    uint32_t* words;    // [panels][groups][planes][group / 2][kOutputs], pairs of integers
-    float* scales;      // [panels][groups][planes][kOutputs]
-    float* minimums;    // [panels][groups][kOutputs], null where there are none
+    static constexpr int64_t kScales = kPartInputs / 16 * kOutputs;
+
+    uint32_t* words;  // [panels][groups][planes][group / 2][kOutputs], pairs of integers
+    float* scales;    // [panels][groups][planes][kOutputs]
+    float* minimums;  // [panels][groups][kOutputs], null where there are none
     int64_t panels, groups, planes, pairs;
+
+    static constexpr int64_t panel_words(int64_t planes) { return kPartInputs / 2 * planes * kOutputs; }
 };
 
 // What an instruction set does.
 struct Kernel {
     int64_t tile_rows;    // most rows of `multiply`
     int64_t tile_panels;  // most panels
+    int64_t few_rows;     // most rows of `multiply_few`
     // One row of x to one or two rows of integers.
     void (*quantise)(const Problem& problem, int64_t row, const IntegerRows& rows);
     // Blocks [block, block + blocks) of a panel into the place of panel `at` of the part.
     void (*expand)(const Weight& weight, int64_t panel, int64_t block, int64_t blocks, const Part& part, int64_t at);
-    // Adds the part's products with `count` rows to totals [count][panels * kOutputs]; `rows` begin at the part's inputs.
-    void (*multiply)(const Part& part, const IntegerRows& rows, int64_t row_groups, int64_t count, float* totals);
+    // Adds the products of these blocks with few rows, which begin at the blocks' inputs, to totals [rows][stride]. The same
+    // as `expand` and `multiply`, for which there are too few rows here.
+    void (*multiply_few)(const Weight& weight, int64_t panel, int64_t block, int64_t blocks, const IntegerRows& rows,
+                         float* totals, int64_t totals_stride);
+    // Adds the part's products with one tile of rows, which begins at the part's inputs, to totals
+    // [rows][panels * kOutputs].
+    void (*multiply)(const Part& part, const IntegerRows& tile, float* totals);
     // totals of one row, two for fp32, to outputs [output, output + count) of y.
     void (*finish)(const Problem& problem, int64_t row, int64_t output, int64_t count, const float* totals,
                    int64_t totals_stride);

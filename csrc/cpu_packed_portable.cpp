@@ -14,7 +14,7 @@ namespace {
 #include "cpu_packed_kernel.h"
 
 struct Portable {
-    static constexpr int W = 4, kTileRows = 2, kTilePanels = 1;
+    static constexpr int W = 4, kTileRows = 2, kTilePanels = 1, kChains = 1;
     using V = int32_t __attribute__((vector_size(16)));
     using S = int16_t __attribute__((vector_size(16)));
     using F = float __attribute__((vector_size(16)));
@@ -28,6 +28,11 @@ struct Portable {
         return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
     }
+    static F fma(F a, F b, F c) {
+        const auto at = [=](int i) { return __builtin_fmaf(a[i], b[i], c[i]); };
+        return F{at(0), at(1), at(2), at(3)};
+    }
+    static F halves(const void* p) { return half(__builtin_convertvector(load_at<H>(p), V)); }
     static F half(V v) {
         const auto at = [=](int i) { return widen_scalar(Fp16{uint16_t(v[i])}); };
         return F{at(0), at(1), at(2), at(3)};

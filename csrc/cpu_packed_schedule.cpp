@@ -19,7 +19,7 @@ IntegerRows allocate_rows(Scratch& scratch, int64_t rows, int64_t groups, int64_
     const int64_t words = rows * groups * group / 2, each = rows * groups;
     uint32_t* const memory = scratch.words(words + 3 * each);
     const auto floats = [&](int i) { return reinterpret_cast<float*>(memory + words + i * each); };
-    return {memory, floats(0), reinterpret_cast<int32_t*>(floats(1)), floats(2)};
+    return {memory, floats(0), reinterpret_cast<int32_t*>(floats(1)), floats(2), rows};
 }
 
 // Some panels times all rows of a slice.
@@ -28,27 +28,29 @@ class PieceRunner {
     PieceRunner(const Problem& problem, const Kernel& kernel, const IntegerRows& rows, Scratch& scratch)
         : p_(problem), k_(kernel), rows_(rows), layout_(problem.weight.layout()), groups_(problem.weight.groups()),
           copies_(problem.dtype == DType::fp32 ? 2 : 1) {
-        const int64_t panels = kernel.tile_panels, groups = kPartInputs / layout_.group;
-        const int64_t words = panels * kPartInputs / 2 * layout_.planes * kOutputs;
-        const int64_t scales = panels * groups * layout_.planes * kOutputs, minimums = panels * groups * kOutputs;
-        part_.words = scratch.words(words + scales + minimums + kSliceRows * copies_ * panels * kOutputs);
+        const int64_t panels = kernel.tile_panels, scales = panels * Part::kScales;
+        const int64_t words = panels * Part::panel_words(layout_.planes);
+        part_.words = scratch.words(words + 2 * scales + kSliceRows * copies_ * panels * kOutputs);
         part_.scales = reinterpret_cast<float*>(part_.words + words);
         part_.minimums = problem.weight.has_minimums() ? part_.scales + scales : nullptr;
         part_.planes = layout_.planes;
         part_.pairs = layout_.group / 2;
-        totals_ = part_.scales + scales + minimums;
+        totals_ = part_.scales + 2 * scales;
     }
 
     // Panels [panel, panel + panels), rows [row, row + count) of x, whose integers are at the beginning of rows_.
     void run(int64_t panel, int64_t panels, int64_t row, int64_t count) {
         const int64_t outputs = panels * kOutputs, part_blocks = kPartInputs / layout_.block_inputs;
         std::fill_n(totals_, count * copies_ * outputs, 0.0f);
+        if (rows_.count <= k_.few_rows) {
+            for (int64_t i = 0; i < panels; ++i)
+                k_.multiply_few(p_.weight, panel + i, 0, p_.weight.blocks(), rows_, totals_ + i * kOutputs, outputs);
+            return store(panel, panels, row, count);
+        }
         part_.panels = panels;
         for (int64_t block = 0; block < p_.weight.blocks(); block += part_blocks)
-            run_part(panel, block, std::min(part_blocks, p_.weight.blocks() - block), count * copies_);
-        const int64_t output = panel * kOutputs, there = std::min(outputs, p_.weight.out - output);
-        for (int64_t i = 0; i < count; ++i)
-            k_.finish(p_, row + i, output, there, totals_ + i * copies_ * outputs, outputs);
+            run_part(panel, block, std::min(part_blocks, p_.weight.blocks() - block));
+        store(panel, panels, row, count);
     }
 
   private:
@@ -60,15 +62,21 @@ class PieceRunner {
     Part part_;
     float* totals_;
 
-    void run_part(int64_t panel, int64_t block, int64_t blocks, int64_t count) {
+    void store(int64_t panel, int64_t panels, int64_t row, int64_t count) const {
+        const int64_t outputs = panels * kOutputs;
+        const int64_t output = panel * kOutputs, there = std::min(outputs, p_.weight.out - output);
+        for (int64_t i = 0; i < count; ++i)
+            k_.finish(p_, row + i, output, there, totals_ + i * copies_ * outputs, outputs);
+    }
+
+    void run_part(int64_t panel, int64_t block, int64_t blocks) {
         const int64_t block_groups = layout_.block_inputs / layout_.group, first = block * block_groups;
         part_.groups = blocks * block_groups;
         for (int64_t i = 0; i < part_.panels; ++i) k_.expand(p_.weight, panel + i, block, blocks, part_, i);
-        for (int64_t row = 0; row < count; row += k_.tile_rows) {
-            const int64_t at = row * groups_ + first;
-            const IntegerRows tile{rows_.words + at * part_.pairs, rows_.units + at, rows_.starts + at, rows_.sums + at};
-            k_.multiply(part_, tile, groups_, std::min(k_.tile_rows, count - row),
-                        totals_ + row * part_.panels * kOutputs);
+        for (int64_t row = 0; row < rows_.count; row += k_.tile_rows) {
+            const int64_t tile_rows = std::min(k_.tile_rows, rows_.count - row), at = row * groups_ + first * tile_rows;
+            k_.multiply(part_, {rows_.words + at * part_.pairs, rows_.units + at, rows_.starts + at, rows_.sums + at,
+                                tile_rows}, totals_ + row * part_.panels * kOutputs);
         }
     }
 };

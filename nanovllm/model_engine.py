@@ -77,7 +77,7 @@ class LLMEngine(llm_engine.LLMEngine):
                 layerwise_memory=plan.layerwise_memory,
                 max_loras=config.max_loras if config.enable_lora else 0,
             ),
-            ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
+            ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above),
             BlockManager(
                 plan.split.resident_blocks,
                 plan.num_cpu_blocks,

@@ -14,11 +14,17 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from nanovllm.errors import ModelError
@@ -28,6 +34,9 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
 MAX_POSITIONS = 256
 
@@ -73,14 +82,20 @@ def make_checkpoint(
     max_window_layers: int = 1,
     attention_bias: bool = False,
     mlp_bias: bool = False,
+    experts: int = 5,
+    experts_per_tok: int = 2,
     eos_token_id: int | list[int] | None = None,
     sharded: bool = False,
+    fused_experts: bool = False,
+    **fields: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of `family` to `path` and return it as Transformers' model, in eval mode.
 
     The same arguments give the same weights. `sliding_window` applies to all layers of a Mistral and to the layers
     from `max_window_layers` up of a Qwen; `attention_bias` to Qwen3 and Llama, `mlp_bias` to Llama (Qwen2 always
-    has its own biases). `sharded` spreads the tensors over several files with an index.
+    has its own biases). `experts` and `experts_per_tok` apply to the families that have experts. `sharded` spreads the
+    tensors over several files with an index; `fused_experts` writes one tensor for all experts of a layer, as
+    Transformers does on request. fields: further ones of the config.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(
@@ -95,28 +110,31 @@ def make_checkpoint(
         rope_parameters=dict(rope or ROPES["default"]),
         tie_word_embeddings=tie,
         bos_token_id=None,
+        pad_token_id=None,
         eos_token_id=eos_token_id,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
         **_family_options(family, sliding_window, max_window_layers, attention_bias, mlp_bias),
+        **{**_expert_options(family, intermediate, experts, experts_per_tok), **fields},
     )
     model = model_class(config).eval()
     randomize(model, seed)
     for parameter in model.parameters():  # parameters only: RoPE frequencies stay in float32, as on loading
         parameter.data = parameter.data.to(getattr(torch, dtype))
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(path, max_shard_size=parameter_bytes // 3 if sharded else "50GB")
+    shard_size = parameter_bytes // 3 if sharded else "50GB"
+    model.save_pretrained(path, max_shard_size=shard_size, save_original_format=not fused_experts)
     return model
 
 
 def _family_options(
     family: str, sliding_window: int | None, max_window_layers: int, attention_bias: bool, mlp_bias: bool
 ) -> dict[str, Any]:
-    if attention_bias and family not in ("qwen3", "llama"):
+    if attention_bias and family not in ("qwen3", "qwen3_moe", "llama"):
         raise ValueError(f"{family} has no attention_bias option")
     if mlp_bias and family != "llama":
         raise ValueError(f"{family} has no mlp_bias option")
-    if family == "mistral":
+    if family in ("mistral", "mixtral", "phi3"):
         return {"sliding_window": sliding_window}
     if family == "llama":
         if sliding_window is not None:
@@ -130,6 +148,15 @@ def _family_options(
     return windowed if family == "qwen2" else {**windowed, "attention_bias": attention_bias}
 
 
+def _expert_options(family: str, intermediate: int, experts: int, experts_per_tok: int) -> dict[str, Any]:
+    if family == "mixtral":
+        return {"num_local_experts": experts, "num_experts_per_tok": experts_per_tok}
+    if family == "qwen3_moe":
+        own = {"moe_intermediate_size": intermediate // 2, "norm_topk_prob": True}
+        return {"num_experts": experts, "num_experts_per_tok": experts_per_tok, **own}
+    return {}
+
+
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     """Draw all weights from `seed`: projections keep sizes near 1, logits have a spread of about 4.
@@ -139,9 +166,9 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:  # 3 for the experts of a layer
             gain = 4.0 if "embed" in name or "lm_head" in name else 1.2
-            parameter.copy_(noise * gain / parameter.shape[1] ** 0.5)
+            parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
         else:
             parameter.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise)
 

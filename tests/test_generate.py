@@ -39,6 +39,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama-linear": {"family": "llama", "rope": ROPES["linear"], "attention_bias": True, "mlp_bias": True},
     "qwen3-odd-heads": {"family": "qwen3", "heads": 3, "kv_heads": 1, "head_dim": 24},  # not a multiple of 16
     "mistral": {"family": "mistral", "heads": 8, "kv_heads": 2, "head_dim": 80},
+    "qwen3-moe": {"family": "qwen3_moe", "layers": 3, "mlp_only_layers": [0], "experts": 6, "experts_per_tok": 3},
+    "mixtral": {"family": "mixtral", "heads": 4, "kv_heads": 1, "experts": 4, "sliding_window": 40},
     "mistral-window": {"family": "mistral", "sliding_window": 18, "head_dim": 16},
 }
 ENGINES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from checkpoints import ROPES, make_checkpoint, refusal
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
+from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.gguf.model import BY_NAME
 from nanovllm.gguf.weights import GgufWeight
+from nanovllm.model_files import gguf_side
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
+from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32"}
 PROMPTS = [random_prompt(length, VOCAB, seed=1) for length in (1, 40)]
@@ -77,7 +82,7 @@ def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     with LLM(path, **SMALL) as llm:
         decoder = llm.engine.runner.model
         qkv = decoder.layers[1].qkv.weight
-        assert isinstance(qkv, GgufWeight) and decoder.layers[1].down.weight.dense is not None
+        assert isinstance(qkv, GgufWeight) and decoder.layers[1].mlp.down.weight.dense is not None
         rows = [dequantize(weight) for _, _, weight in qkv._groups]
         expected = [model.state_dict()[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(torch.cat(rows), torch.cat(expected))
@@ -178,6 +183,23 @@ def test_logits_are_bit_identical_for_every_budget_batch_and_cache(tmp_path: Pat
         assert run.keys() == resident.keys() and all(torch.equal(run[key], resident[key]) for key in run)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cpu_attention"), [("Q8_0", True), pytest.param("Q4_1", False, marks=pytest.mark.slow)]
+)
+def test_recall_over_packed_weights(tmp_path: Path, kind: str, cpu_attention: bool) -> None:
+    """The recall network finds every position: most of its KV is on the host, and its weights are rounded."""
+    length, block = 512, 32
+    write_recall_checkpoint(tmp_path / "recall", length + 2, length + 4, seed=1, dtype="float32")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "recall", dtype=torch.float32)
+    path = write_gguf(tmp_path / "recall.gguf", network, lambda name: "BF16" if "ffn_down" in name else kind, pre=None)
+    document = make_document(length + 2, length, seed=2)
+    positions = range(1, length - 3, 31)
+    arguments = offloaded(block, 4, 80, max_num_batched_tokens=256, cpu_attention=cpu_attention)
+    with LLM(path, dtype="bfloat16", max_model_len=length + 4, **arguments) as llm:
+        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(3))
+    assert answers == [expected_answer(document, position, 3) for position in positions]
+
+
 # ---- the file in the place of a directory
 
 
@@ -248,3 +270,44 @@ def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> N
     assert "or of a GGUF file" in refusal(lambda: LLM(other), ConfigError)
     other.rename(tmp_path / "text.gguf").write_text("<html>no such file</html>")
     assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
+
+
+def test_without_the_side_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_side, "find_side", lambda module: None)
+    assert "tiny.gguf: GGUF files need nanovllm.gguf" in refusal(lambda: LLM(tiny))
+
+
+# ---- commands, server, structured outputs
+
+
+def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--device", "cpu", "--dtype", "float32", "--num-gpu-blocks", "20", "--kvcache-block-size", "16"]
+    assert main(["generate", "--model", str(tiny), *memory, "--temperature", "0", "--max-tokens", "2", "th"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    with LLM(tiny, **SMALL) as llm:
+        weights = llm.engine.runner.model.weight_bytes
+    assert plan["model"]["weight_bytes"] < weights, "norms and KV take half as much in bfloat16"
+    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--dtype", "float32"]) == 0
+
+
+def test_the_server_answers_with_the_file(tiny: Path) -> None:
+    pytest.importorskip("starlette", reason="the server's packages are not installed")
+    from server_helpers import ask
+
+    from nanovllm.server.async_llm import AsyncLLM
+
+    with AsyncLLM(tiny, **SMALL) as engine:
+        messages = [{"role": "user", "content": "th 42"}]
+        body = {"messages": messages, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "model": "tiny"}
+        response = ask(engine, "/v1/chat/completions", body)
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 3, response.text
+
+
+def test_structured_outputs_read_the_tokenizer_of_the_file(tiny: Path) -> None:
+    pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+    choice = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["ab 1"]))
+    with LLM(tiny, **SMALL) as llm:
+        (output,) = llm.generate(["th"], choice, use_tqdm=False)
+    assert output.outputs[0].text == "ab 1"

@@ -237,8 +237,8 @@ def test_dummy_weights_keep_sizes_near_one(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family, hidden=256, intermediate=1024)
     decoder = load(tmp_path, torch.bfloat16, "dummy")
     layer = decoder.layers[0]
-    assert layer.gate_up.weight.dense.float().std() * 16 == pytest.approx(1, rel=0.02)
-    assert layer.down.weight.dense.float().std() * 32 == pytest.approx(1, rel=0.02)
+    assert layer.mlp.gate_up.weight.dense.float().std() * 16 == pytest.approx(1, rel=0.02)
+    assert layer.mlp.down.weight.dense.float().std() * 32 == pytest.approx(1, rel=0.02)
     assert (decoder.norm.float() - 1).abs().max() < 0.11
     assert (layer.qkv.bias is not None) == (family == "qwen2")
     if layer.qkv.bias is not None:
@@ -253,7 +253,7 @@ def test_decoder_slots_cover_every_parameter_once(single: Path) -> None:
         slot.view.zero_()
     for _, slot in decoder.slots():
         slot.view.add_(1)
-    linears = [m for layer in decoder.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    linears = [m for layer in decoder.layers for m in layer.linears]
     biases = [linear.bias for linear in linears]
     assert all(bias is not None and (bias == 1).all() for bias in biases)
     assert all((linear.weight.dense == 1).all() for linear in linears)

@@ -140,6 +140,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2": ({}, {"sliding_window": 20}),
     "llama": ({}, {"attention_bias": True, "mlp_bias": True}, {"mlp_bias": True}),
     "mistral": ({}, {"sliding_window": 20}),
+    "qwen3_moe": ({"layers": 3, "mlp_only_layers": [1]}, {"norm_topk_prob": False}, {"attention_bias": True}),
+    "mixtral": ({}, {"sliding_window": 20}),
 }
 COMBINATIONS = [
     pytest.param(

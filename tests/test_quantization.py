@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import Linear
+from nanovllm.models import hf_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.ops.packed_weights import dequantize
 from nanovllm.planner.network import Network
 from nanovllm.quantization.packed_method import QuantizedWeight, StackedWeights
+from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 CPU = torch.device("cpu")
 VOCAB = 199
@@ -103,10 +105,31 @@ def test_weights_equal_the_published_formula_to_the_bit(variant: str, quantized:
     path = quantized(variant)
     expected, decoder = dequantized(path), load(path)
     for layer in decoder.layers:
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for linear in layer.linears:
             assert linear.weight.dense is None and layer.few_rows is None
             rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
             assert torch.equal(weight_of(linear), rows), linear.parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "quantized" in variant])
+def test_weights_equal_those_of_the_package_compressed_tensors(variant: str, quantized: Callable[[str], Path]) -> None:
+    reason = "pip install compressed-tensors loguru"
+    package = pytest.importorskip("compressed_tensors.compressors", reason=reason)
+    from compressed_tensors.quantization import QuantizationScheme
+
+    path = quantized(variant)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = package.BaseCompressor.get_value_from_registry(config["format"])
+    decoder, tensors = load(path), load_file(path / "model.safetensors")
+    for linear in (each for layer in decoder.layers for each in layer.linears):
+        rows = []
+        for module in linear.parts:
+            own = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
+            own["weight_scale"] = own["weight_scale"].float()  # the package computes in the dtype of the scales
+            rows.append(compressor.decompress(own, scheme)["weight"])
+        assert torch.equal(weight_of(linear), torch.cat(rows)), linear.parts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -132,7 +155,7 @@ def test_memory_is_counted_as_stored(variant: str, quantized: Callable[[str], Pa
 )
 def test_bits_of_a_weight(variant: str, bits: float, quantized: Callable[[str], Path]) -> None:
     spec = load_decoder_spec(quantized(variant))
-    assert spec.layer_matrix_bytes(4) * 8 == spec.layer_matrices * bits
+    assert spec.layer_matrix_bytes(4) * 8 * spec.num_layers == spec.num_layer_matrices * bits
 
 
 def prompt_logprobs(llm: LLM, prompt: list[int]) -> list[float]:
@@ -194,6 +217,25 @@ def test_bits_do_not_depend_on_batch_budget_or_chunk(variant: str, quantized: Ca
     assert all(other == found[0] for other in found[1:])
 
 
+# ---- the recall network
+
+
+@pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "fp8"])
+def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_path: Path) -> None:
+    """The network's numbers survive rounding, so that one wrong or stale row of KV gives a wrong word."""
+    length, block, chunk, answer_len = 600, 16, 64, 3
+    write_recall_checkpoint(tmp_path / "plain", length + 2, length + 4, seed=1, dtype="float32")
+    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
+    document = make_document(length + 2, length, seed=2)
+    positions = sorted({1, *notable_positions(length, answer_len, {"block": block, "chunk": chunk})})
+    sizes = offloaded(block, 4, 100, max_model_len=length + 4, max_num_batched_tokens=chunk)
+    with LLM(path, device="cpu", **sizes) as llm:
+        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(answer_len))
+        assert llm.kv_stats().transfers.h2d_copies > 0
+    assert len(positions) > 50
+    assert answers == [expected_answer(document, position, answer_len) for position in positions]
+
+
 # ---- modules that stay plain
 
 
@@ -207,7 +249,7 @@ def test_ignored_modules_stay_plain(plain: Path, copy: Callable[[str], Path]) ->
     set_quantization(path, ignore=["lm_head", r"re:model\.layers\.1\.mlp\..*", names[-1]])
     decoder = load(path)
     assert isinstance(decoder.layers[0].qkv.weight, StackedWeights)
-    assert decoder.layers[1].down.weight.dense is not None
+    assert decoder.layers[1].mlp.down.weight.dense is not None
     assert decoder.weight_bytes == parameter_bytes(decoder)
     expected = dequantized(path)
     for layer in decoder.layers:
@@ -232,8 +274,8 @@ def test_lists_of_modules_that_were_not_converted(
     save_file(kept, path / "model.safetensors")
     set_quantization(path, **{field: ["lm_head", "model.layers.0.mlp", "o_proj"]})
     decoder = load(path)
-    assert decoder.layers[0].gate_up.weight.dense is not None and decoder.layers[1].o.weight.dense is not None
-    assert decoder.layers[1].gate_up.weight.dense is None
+    assert decoder.layers[0].mlp.gate_up.weight.dense is not None and decoder.layers[1].o.weight.dense is not None
+    assert decoder.layers[1].mlp.gate_up.weight.dense is None
 
 
 def test_a_quantized_output_projection(copy: Callable[[str], Path], tmp_path: Path) -> None:
@@ -249,7 +291,7 @@ def test_a_quantized_output_projection(copy: Callable[[str], Path], tmp_path: Pa
     set_quantization(path, ignore=[])
     decoder = load(path)
     assert isinstance(decoder.lm_head, QuantizedWeight) and decoder.weight_bytes == parameter_bytes(decoder)
-    assert decoder.spec.head_bytes(4) == decoder.lm_head.packed.nbytes
+    assert decoder.spec.head_bytes(4) == decoder.lm_head.packed.rows(slice(None)).nbytes
     with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "plain"), **SMALL) as reference:
         prompt = [random_prompt(20, VOCAB, 4)]
         assert token_ids(llm, prompt, greedy(4)) == token_ids(reference, prompt, greedy(4))
@@ -323,6 +365,14 @@ def test_other_schemes_of_compressed_tensors_are_refused(
     assert says in refusal(lambda: load_decoder_spec(path))
 
 
+def test_without_the_side_a_quantized_checkpoint_is_refused(
+    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "find_side", lambda module: None)
+    message = refusal(lambda: load_decoder_spec(quantized("awq-32")))
+    assert "quantization_config={" in message and "needs nanovllm.quantization" in message
+
+
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("gptq-128", {"qweight": None}, [f"{Q_PROJ}.qweight", "lacks tensors"]),
@@ -368,6 +418,50 @@ def test_group_order_may_be_left_out(copy: Callable[[str], Path]) -> None:
     load(path)
 
 
+def test_biases_of_zeros_that_the_network_does_not_have(copy: Callable[[str], Path]) -> None:
+    """AutoGPTQ writes them for every matrix."""
+    path = copy("gptq-128")
+    tensors = load_file(path / "model.safetensors")
+    zeros = {
+        name.replace("qweight", "bias"): torch.zeros(t.shape[1]) for name, t in tensors.items() if "qweight" in name
+    }
+    save_file(tensors | zeros, path / "model.safetensors")
+    load(path)
+    name = next(iter(zeros))
+    save_file(tensors | zeros | {name: torch.ones(128)}, path / "model.safetensors")
+    assert f"{name} is not zero" in refusal(lambda: load(path))
+    save_file(tensors | {"model.layers.0.other.bias": torch.zeros(3)}, path / "model.safetensors")
+    assert "model.layers.0.other.bias" in refusal(lambda: load(path))
+
+
+# What tools write, as far as it is not in `quantize_checkpoint`.
+REAL = {
+    "gptq-128": {
+        "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None,
+        "exllama_config": {"version": 1}, "max_input_length": None, "model_seqlen": None,
+        "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+        "tokenizer": None, "use_cuda_fp16": False, "use_exllama": True, "static_groups": False, "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
+    },
+    "awq-128": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None},
+    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]},
+    "float-quantized": {
+        "version": "0.9.1", "transform_config": {}, "sparsity_config": {
+            "format": "dense", "global_sparsity": 0.1, "ignore": [], "registry_requires_subclass": False,
+            "sparsity_structure": "unstructured", "targets": [],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", REAL)
+def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], Path]) -> None:
+    path = copy(variant)
+    before = load_decoder_spec(path)
+    set_quantization(path, **REAL[variant])
+    assert [*load_decoder_spec(path).tensors()] == [*before.tensors()]
+
+
 # ---- dummy weights, and the argument `quantization`
 
 
@@ -375,7 +469,7 @@ def test_group_order_may_be_left_out(copy: Callable[[str], Path]) -> None:
 def test_dummy_weights_keep_sizes_near_one(variant: str, quantized: Callable[[str], Path]) -> None:
     spec = load_decoder_spec(quantized(variant))
     one, other = (load_model("", spec, torch.float32, CPU, "dummy", seed) for seed in (1, 2))
-    for linear in (one.layers[0].gate_up, one.layers[1].down):
+    for linear in (one.layers[0].mlp.gate_up, one.layers[1].mlp.down):
         assert weight_of(linear).std() * linear.in_features**0.5 == pytest.approx(1, rel=0.05)
     assert not torch.equal(weight_of(one.layers[0].qkv), weight_of(other.layers[0].qkv))
     assert torch.isfinite(weight_of(one.layers[0].qkv)).all()

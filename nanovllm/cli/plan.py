@@ -22,6 +22,10 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "num_cpu_blocks",
     "cpu_attention",
     "gpu_memory_utilization",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
     "tensor_parallel_size",
 )
 

@@ -14,7 +14,13 @@ from nanovllm.cli.arguments import engine_arguments
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
+from nanovllm.engine.profiling import (
+    check_step_fits,
+    layerwise_sizing,
+    measure_memory,
+    reserve_for_adapters,
+    step_bytes,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.sizing import MemoryFacts, smallest
@@ -93,10 +99,15 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
     config = engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
         raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
+    if config.enable_lora and device is None and args.host_mem is None:
+        raise ConfigError(
+            "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
+        )
     if device is None:
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
+    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
     memory = smallest([memory], network.num_ranks)
     layout = network.layout(network.block_size(config))
     spec = network.spec
@@ -125,7 +136,7 @@ def _meta_decoder(network: Network) -> Decoder:
 
 
 def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
-    """Memory as it will be after loading the weights. A GPU runs one layer as a sample of all, the CPU needs none."""
+    """Memory as it will be after loading the weights. A GPU runs a layer of each kind, the CPU none."""
     dtype: torch.dtype = getattr(torch, network.dtype)
     remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
     weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
@@ -135,7 +146,7 @@ def _this_memory(network: Network, config: EngineConfig, device: Device) -> Memo
         model = _meta_decoder(network)
         model.chunk_rows = CPU_CHUNK_ROWS
         return measure_memory(device, model, backend, config, to_load=weights)
-    spec = replace(network.spec, num_layers=1, sliding_windows=network.spec.sliding_windows[:1])
+    spec = network.spec.one_of_each_kind()
     with device.compute():
         model = Decoder(spec, dtype, device.torch_device)
         fill_with_random_weights(model, seed=0)

@@ -144,6 +144,7 @@ class ScheduledSequence:
     token_ids: Sequence[int]
     context_len: int
     prompt_len: int
+    rope_len: int  # that dynamic RoPE and longrope count, where the sequence up to the token is not longer
     block_table: Sequence[int]  # physical block ids, covering every position up to the last computed one
     samples: Sequence[SamplingRow] = ()
     prompt_targets: PromptTargets | None = None

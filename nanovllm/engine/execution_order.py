@@ -164,8 +164,8 @@ def sequence_metadata(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceM
 def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceMetadata]) -> Tensor:
     """Token ids, positions and RoPE lengths of a flat batch, on the host: int64 [3, tokens]."""
     token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
-    prompt_lens = torch.tensor([seq.prompt_len for seq in sequences])
+    rope_lens = torch.tensor([seq.rope_len for seq in sequences])
     query_lens = torch.tensor([sequence.query_len for sequence in metadata])
     positions = torch.cat([sequence.positions() for sequence in metadata])
-    rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(prompt_lens, query_lens))
+    rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(rope_lens, query_lens))
     return torch.stack((token_ids, positions, rope_lengths))

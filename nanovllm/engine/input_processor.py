@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from nanovllm.engine import sides
 from nanovllm.engine.adapter import Adapter, Adapters
 from nanovllm.engine.grammar import GrammarCompiler
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Request, RopeSwitch
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
@@ -26,11 +26,13 @@ class ModelFacts:
     """The facts about the model that requests are checked against.
 
     length_dependent_above: above this many tokens, K/V depend on the length of the prompt (dynamic RoPE), and only
-    prompts of equal length may share blocks; None if they never do.
+    prompts of equal length may share blocks; None if they never do. recomputed_above: above this many tokens, all K/V
+    differ from those below, in the same way for all lengths (longrope).
     """
 
     vocab_size: int
     length_dependent_above: int | None = None
+    recomputed_above: int | None = None
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class InputProcessor:
             cache_salt=self._cache_salt(len(token_ids), cache_salt, adapter),
             sampling=resolve_sampling(params, token_ids, facts),
             adapter=adapter,
+            rope_switch=self._rope_switch(len(token_ids), cache_salt, adapter),
         )
 
     def adapter(self, lora_request: object | None) -> Adapter | None:
@@ -178,9 +181,17 @@ class InputProcessor:
         """The user's salt and what else K/V depend on: the adapter and, for some models, the length of the prompt."""
         threshold = self.facts.length_dependent_above
         length = 0 if threshold is None or prompt_len <= threshold else prompt_len
+        if threshold is not None and self.facts.recomputed_above is not None:
+            length = min(length, threshold + 1)
         number = 0 if adapter is None else adapter.number
         fixed = length.to_bytes(8, "little") + number.to_bytes(8, "little")
         return fixed + (salt or "").encode("utf-8", "surrogatepass")
+
+    def _rope_switch(self, prompt_len: int, salt: str | None, adapter: Adapter | None) -> RopeSwitch | None:
+        above = self.facts.recomputed_above
+        if above is None or prompt_len > above or above >= self.limits.max_model_len:
+            return None
+        return RopeSwitch(above, self._cache_salt(above + 1, salt, adapter))
 
 
 def _spelled_group(params: SamplingParams) -> str:

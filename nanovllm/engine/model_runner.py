@@ -15,7 +15,7 @@ from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
-from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.profiling import measure_memory, reserve_for_adapters
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
@@ -65,9 +65,7 @@ class ModelRunner:
         if group is not None:
             group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
-        lora = sides.lora() if config.enable_lora else None
-        if lora is not None:
-            memory = lora.reserved(memory, config, self.spec, self.dtype.itemsize)
+        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
         if group is not None:
             memory = smallest(group.exchange(memory), group.local_size)
         groups = sides.sequence_groups()

@@ -51,10 +51,7 @@ class Preemption:
         """Free all blocks. The request will compute its prompt and its generated tokens again."""
         lost = _computed_tokens(request)
         blocks = len({block_id for seq in request.live for block_id in seq.block_table})
-        for seq in request.live:
-            self.manager.free(seq)
-        request.rewind()
-        request.status = RequestStatus.WAITING
+        self.restart(request)
         self.stats.recomputed += 1
         self.stats.tokens_lost += lost
         logger.warning(
@@ -65,6 +62,13 @@ class Preemption:
             lost,
             self.stats.total,
         )
+
+    def restart(self, request: Request) -> None:
+        """Free all blocks, and let the request wait to be computed from its first token."""
+        for seq in request.live:
+            self.manager.free(seq)
+        request.rewind()
+        request.status = RequestStatus.WAITING
 
 
 def _computed_tokens(request: Request) -> int:

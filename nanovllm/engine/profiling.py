@@ -7,7 +7,6 @@ counted.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from nanovllm.layers import logprobs, sampler
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 
@@ -120,6 +120,12 @@ def measure_memory(
     )
 
 
+def reserve_for_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+    """What LoRA adapters leave of the memory; itemsize: bytes of an element of theirs. Raises ConfigError."""
+    lora = sides.lora() if config.enable_lora else None
+    return memory if lora is None else lora.reserved(memory, config, spec, itemsize)
+
+
 def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
     """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
 
@@ -180,11 +186,11 @@ def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: Eng
 def activation_peak(model: Decoder, config: EngineConfig) -> int:
     """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling for max_num_seqs of them.
 
-    Measured on a model of one layer, since a layer keeps no activations for the next. What kernels allocate themselves
-    is not counted.
+    Measured on a model of one layer of each kind, since a layer keeps no activations for the next. What kernels
+    allocate themselves is not counted.
     """
-    spec = replace(model.spec, num_layers=1, sliding_windows=model.spec.sliding_windows[:1])
-    twin = Decoder(spec, model.dtype, _META, model.group and MetaRanks(model.group.rank, model.group.size))
+    group = model.group and MetaRanks(model.group.rank, model.group.size)
+    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)

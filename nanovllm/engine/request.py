@@ -36,12 +36,24 @@ class Blocks(Protocol):
     def free(self, seq: Sequence) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RopeSwitch:
+    """What holds for a request as soon as its sequences have more than `above` tokens: all K/V differ from before.
+
+    cache_salt: of the blocks from then on.
+    """
+
+    above: int
+    cache_salt: bytes
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt, its sampling parameters, and the sequence that answers it.
 
     `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
     it ended with finish_reason "error". `prompt_logprobs`: from the second prompt token on, as far as computed.
+    `rope_switch`: for models that use other angles for long sequences, while the request is not long.
     `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
     """
 
@@ -58,6 +70,7 @@ class Request:
     cache_salt: bytes = b""
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
     adapter: Adapter | None = None
+    rope_switch: RopeSwitch | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     error: str | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
@@ -67,6 +80,7 @@ class Request:
 
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
+        self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
         self.sequences = self.new_sequences()
 
     def new_sequences(self) -> list[Sequence]:
@@ -145,6 +159,19 @@ class Request:
                 seq.append(sample)
 
     # ---- preemption and end
+
+    @property
+    def outgrew_kv(self) -> bool:
+        """Whether a sequence is longer than `rope_switch` allows, so that its K/V does not hold any more."""
+        return self.rope_switch is not None and any(len(seq) > self.rope_switch.above for seq in self.live)
+
+    def switch_rope(self) -> None:
+        """From now on all K/V is that of a long sequence. Called after all blocks have been freed."""
+        assert self.rope_switch is not None
+        self.rope_len, self.cache_salt = self.rope_switch.above + 1, self.rope_switch.cache_salt
+        self.rope_switch = None
+        for seq in self.live:
+            seq.block_hashes, seq.found_prefix, seq.prefix_age = [], [], -1
 
     def rewind(self) -> None:
         """Recompute from the beginning, after all blocks have been freed."""

@@ -70,6 +70,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
+        self._restart_longer()
         self._grow_running()
         free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
         budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
@@ -116,6 +117,14 @@ class Scheduler:
         return list(sampled)
 
     # ---- the stages of a step
+
+    def _restart_longer(self) -> None:
+        """Requests that have outgrown the length up to which their K/V holds wait to be computed again."""
+        for request in [request for request in self.running if request.outgrew_kv]:
+            self.preemption.restart(request)
+            request.switch_rope()
+            _insert(self.waiting, request)
+            self.running.remove(request)
 
     def _grow_running(self) -> None:
         """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
@@ -264,6 +273,7 @@ class Scheduler:
             token_ids=seq.token_ids[seq.num_computed : end],
             context_len=seq.num_computed,
             prompt_len=seq.prompt_len,
+            rope_len=seq.request.rope_len,
             block_table=self.block_manager.physical_ids(seq, end),
             samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),

@@ -149,6 +149,8 @@ class StructuredOutputs(Protocol):
 class LoRA(Protocol):
     """Finds the LoRA adapters that requests name. Without it `enable_lora=True` is refused."""
 
+    def LoRARequest(self, lora_name: str, lora_int_id: int, lora_path: str, base_model_name: str | None) -> Any: ...
+
     def AdapterRegistry(self, spec: DecoderSpec, max_lora_rank: int) -> Adapters: ...
 
     def reserved(self, memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:

@@ -28,7 +28,7 @@ class GgufMethod:
 
     @property
     def name(self) -> str:
-        return "GGUF"
+        return "gguf"
 
     def tensors(self, module: str, out_features: int, in_features: int) -> NamedTensors:
         """See `LinearMethod.tensors`. The shape is that of the matrix, not that of its bytes."""

@@ -63,11 +63,18 @@ class GgufWeight:
 
     def slots(self) -> NamedSlots:
         for sizes, kind, weight in self._groups:
-            data = weight if isinstance(weight, Tensor) else weight.data
+            data = weight if isinstance(weight, Tensor) else weight.in_rows().data
             for module, view in zip(sizes, data.split(list(sizes.values())), strict=True):
                 shape = (sizes[module], weight.shape[1])
                 randomize = None if kind is None else _randomizer(view, kind, shape[1])
                 yield f"{module}.weight", WeightSlot(view, shape, randomize=randomize)
+
+    def finish_loading(self) -> None:
+        """Rearrange the bytes for the CPU's kernel."""
+        self._groups = [
+            (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels())
+            for sizes, kind, weight in self._groups
+        ]
 
     def use_torch_products(self) -> None:
         """torch has no products with these types."""

@@ -38,11 +38,19 @@ class RowAdapters(Protocol):
 class DenseWeight:
     """The plain form of a weight matrix: [sum of part sizes, in_features] in the network's dtype."""
 
-    def __init__(self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `LinearMethod.create`."""
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> None:
+        """See `LinearMethod.create`. memory: the matrix, where it is a part of a larger tensor."""
         self._parts = dict(parts)
         self._product = linear
-        self.dense = torch.empty(sum(parts.values()), in_features, dtype=dtype, device=device)
+        shape = (sum(parts.values()), in_features)
+        self.dense = torch.empty(shape, dtype=dtype, device=device) if memory is None else memory
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._product(x, self.dense, bias)
@@ -53,6 +61,9 @@ class DenseWeight:
     def slots(self) -> NamedSlots:
         for module, part in zip(self._parts, self.dense.split(list(self._parts.values())), strict=True):
             yield f"{module}.weight", slot_of(part)
+
+    def finish_loading(self) -> None:
+        """The kernels read the plain form as it is."""
 
     def use_torch_products(self) -> None:
         self._product = fastest_linear

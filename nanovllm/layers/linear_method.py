@@ -77,7 +77,14 @@ class StoredWeight(Protocol):
         ...
 
     def slots(self) -> NamedSlots:
-        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them."""
+        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them.
+
+        After `finish_loading` the views may be copies.
+        """
+        ...
+
+    def finish_loading(self) -> None:
+        """Called when all slots are filled: the weight may now be rearranged for its kernels."""
         ...
 
     def use_torch_products(self) -> None:
@@ -103,7 +110,10 @@ class LinearMethod(Protocol):
         ...
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
-        """Bytes of the matrix in memory, where an element of the network's dtype takes `itemsize`."""
+        """Bytes of the matrix in memory, where an element of the network's dtype takes `itemsize`.
+
+        Kernels may round sizes up by a few rows, which is not counted.
+        """
         ...
 
     def create(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 
@@ -16,14 +16,17 @@ class RopeSpec:
     kind: RopeKind = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # how many times longer the context is than the trained one; default: unused
-    original_max_position: int = 0  # positions the network was trained on: dynamic, llama3, yarn
-    attention_factor: float = 1.0  # multiplies cos and sin: yarn
+    original_max_position: int = 0  # positions the network was trained on: dynamic, llama3, yarn, longrope
+    attention_factor: float = 1.0  # multiplies cos and sin: yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    frequency_factors: tuple[float, ...] = ()  # default: what each frequency is divided by; none: as it is
+    # What each frequency is divided by. default: none is as it is. longrope: up to the trained length, and beyond it.
+    frequency_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotary_dim: int | None = None  # features of a head that are rotated, the first ones; None: all
 
     @property
     def length_dependent_above(self) -> int | None:
@@ -31,4 +34,12 @@ class RopeSpec:
 
         K rows computed for one prompt length above it do not serve another.
         """
-        return self.original_max_position if self.kind == "dynamic" else None
+        return self.original_max_position if self.kind in ("dynamic", "longrope") else None
+
+    @property
+    def recomputed_above(self) -> int | None:
+        """Sequence length above which all tokens have other angles than below; None if there is none.
+
+        A sequence that grows beyond it is computed again from its first token.
+        """
+        return self.original_max_position if self.kind == "longrope" else None

@@ -7,8 +7,10 @@ one rounding of a frequency changes an angle by 0.01 rad, so an equivalent formu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.rope_spec import RopeSpec
@@ -16,34 +18,49 @@ from nanovllm.ops.row_kernels import cos_sin, powers
 
 
 class RotaryEmbedding:
-    """cos and sin for the tokens of a batch, from their positions alone (and sequence lengths for dynamic RoPE)."""
+    """cos and sin for the tokens of a batch, from their positions alone.
+
+    For dynamic RoPE and longrope also from the lengths of their sequences.
+    """
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.rope = rope
         self.head_dim = head_dim
+        rotary_dim = rope.rotary_dim or head_dim
         # Computed on the CPU for every device: pow rounds differently elsewhere.
-        self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
-        self._exponents = _exponents(head_dim).double().to(device)
+        self.inv_freq = inverse_frequencies(rope, rotary_dim).to(device)
+        self._long = longrope_frequencies(rope, rope.long_factors, rotary_dim).to(device) if rope.long_factors else None
+        self._exponents = _exponents(rotary_dim).double().to(device)
+        self._unrotated = (head_dim - rotary_dim) // 2  # pairs
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2], fp32.
 
-        positions, lengths: int64 [tokens]; the length of a token is the sequence length for dynamic RoPE.
+        positions, lengths: int64 [tokens]; the length of a token is the sequence length for dynamic RoPE and longrope.
+        Pairs that are not rotated come last and have the angle 0.
         """
-        frequencies = self.inv_freq  # [head_dim / 2], or [tokens, head_dim / 2] for dynamic RoPE
+        frequencies = self.inv_freq  # [pairs], or [tokens, pairs] for dynamic RoPE and longrope
         if self.rope.kind == "dynamic":
             grown = dynamic_frequencies(self.rope, self._exponents, lengths)
             is_longer = lengths > self.rope.original_max_position
             frequencies = torch.where(is_longer[:, None], grown, frequencies)
+        if self._long is not None:
+            is_longer = lengths > self.rope.original_max_position
+            frequencies = torch.where(is_longer[:, None], self._long, frequencies)
         angles = positions.float()[:, None] * frequencies
         cos, sin = cos_sin(angles, self.rope.attention_factor)
+        if self._unrotated:
+            cos = F.pad(cos[:, : cos.shape[1] // 2], (0, self._unrotated), value=1.0).repeat(1, 2)
+            sin = F.pad(sin, (0, self._unrotated))
         return cos[:, None, :], sin[:, None, :]
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of each pair, fp32 [head_dim / 2]; for dynamic RoPE those up to the trained length."""
+    """Radians per position of each pair, fp32 [head_dim / 2], where they depend on the length up to the trained one."""
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, head_dim)
+    if rope.kind == "longrope":
+        return longrope_frequencies(rope, rope.frequency_factors, head_dim)
     inv_freq = 1.0 / (rope.theta ** _exponents(head_dim))
     if rope.frequency_factors:
         return inv_freq / torch.tensor(rope.frequency_factors)
@@ -52,6 +69,21 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     if rope.kind == "llama3":
         return _llama3_frequencies(rope, inv_freq)
     return inv_freq
+
+
+def longrope_frequencies(rope: RopeSpec, factors: Sequence[float], rotary_dim: int) -> Tensor:
+    """Each frequency divided by its factor: fp32 [rotary_dim / 2]. Source: Ding et al., "LongRoPE" (2024)."""
+    return 1.0 / (torch.tensor(factors) * rope.theta ** _exponents(rotary_dim))
+
+
+def rotated_order(rotary_dim: int, head_dim: int, device: torch.device) -> Tensor:
+    """The features of a head in the order in which those of a pair are half a head apart: int64 [head_dim].
+
+    The first `rotary_dim` features are rotated, in pairs half of that apart.
+    """
+    rotated, others = torch.arange(rotary_dim, device=device), torch.arange(rotary_dim, head_dim, device=device)
+    parts = zip(rotated.chunk(2), others.chunk(2), strict=True)
+    return torch.cat([part for both in parts for part in both])
 
 
 def dynamic_frequencies(rope: RopeSpec, exponents: Tensor, lengths: Tensor) -> Tensor:

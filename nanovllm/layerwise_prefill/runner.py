@@ -97,6 +97,6 @@ class LayerwiseOrder:
         chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
         positions = torch.arange(where.start, where.stop, device=x.device)
         adapters = self._adapters.of_rows([(seq.adapter, len(where))]) if self._adapters is not None else ()
-        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), kv_cache, adapters)
+        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.rope_len), (chunk,), kv_cache, adapters)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
         self._model.forward_layer_(part.layerwise.layer(layer_chunk), rows, ctx)

@@ -84,6 +84,10 @@ def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: M
         match = TENSOR.fullmatch(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
         if match is None:
             raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
+        if match[1] not in known and spec.experts is not None and f".{spec.experts.block}." in match[1]:
+            raise ModelError(
+                f"{path} holds {quoted(name)}: not supported: routers and experts have no adapters; {MERGE}."
+            )
         if match[1] not in known:
             raise ModelError(
                 f"{path} holds {quoted(name)}: a {spec.architecture} of {spec.num_layers} layers has no such linear "

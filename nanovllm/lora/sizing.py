@@ -8,19 +8,15 @@ from dataclasses import replace
 from nanovllm.config import EngineConfig
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.memory_checks import check_fits
-from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
+from nanovllm.models.spec import DecoderSpec
 
 ALIGNMENT = 64  # elements: each matrix of an adapter begins at a multiple of it
 MOST_PART_ROWS = 8192  # of the parts in which a batch goes through a layer
 
 
 def modules_of(spec: DecoderSpec) -> Mapping[str, tuple[int, int]]:
-    """The modules that an adapter may change: the name and (out, in) of every linear layer."""
-    return {
-        module: (out_size, in_size)
-        for module, out_size, in_size in spec.matrices()
-        if module not in (EMBEDDING_MODULE, HEAD_MODULE)
-    }
+    """The modules that an adapter may change: the name and (out, in) of every linear layer, without experts."""
+    return {module: (out_size, in_size) for module, out_size, in_size in spec.projections()}
 
 
 def aligned(elements: int) -> int:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from nanovllm.model_files.json_fields import FLAG, NULL, OBJECT, TEXT, Field, integer, list_of, number
 
 MAX_LAYERS = 1024  # more than any network has; a layer takes memory even without weights
+MAX_EXPERTS = 1024  # of a layer; each takes memory even without weights
 MAX_HEAD_DIM = 1 << 16  # RoPE allocates a frequency per pair
 _LAYERS = list_of(TEXT, MAX_LAYERS)
 _THETA = number(1, 1e15, above=True)
@@ -38,6 +39,13 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "sliding_window": integer(0) | NULL,  # 0 is allowed if no layer has a window
         "max_window_layers": integer(0),
         "layer_types": _LAYERS | NULL,
+        "num_experts": integer(0, MAX_EXPERTS),
+        "num_local_experts": integer(0, MAX_EXPERTS),
+        "num_experts_per_tok": integer(1),
+        "moe_intermediate_size": integer(1),
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": integer(1),
+        "mlp_only_layers": list_of(integer(0), MAX_LAYERS) | NULL,
         "dtype": TEXT | NULL,
         "torch_dtype": TEXT | NULL,
         "eos_token_id": _TOKEN_IDS,
@@ -125,6 +133,9 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         "use_cache",
         "gradient_checkpointing",
         "pretraining_tp",  # how products were split between devices; Transformers no longer follows it
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "is_decoder",
         "tie_encoder_decoder",
         # how Transformers runs it
@@ -181,6 +192,7 @@ OFF_VALUES: Mapping[str, object] = MappingProxyType(
         "attention_bias": False,
         "mlp_bias": False,
         "qkv_bias": False,
+        "lm_head_bias": False,
         "use_qk_norm": False,
         "use_mrope": False,
         "use_sliding_window": False,
@@ -192,6 +204,8 @@ OFF_VALUES: Mapping[str, object] = MappingProxyType(
         "residual_multiplier": 1,
         "logits_scaling": 1,
         "logit_scale": 1,
+        "interpolate_factor": 1,
+        "full_attn_mod": 1,
     }
 )
 
@@ -211,6 +225,8 @@ ROPE_FIELDS: Mapping[str, Field] = MappingProxyType(
         "mscale_all_dim": number(0, 1e6) | NULL,
         "truncate": FLAG | NULL,
         "partial_rotary_factor": number(0, 1) | NULL,
+        "short_factor": list_of(number(1e-6, 1e6), MAX_HEAD_DIM) | NULL,
+        "long_factor": list_of(number(1e-6, 1e6), MAX_HEAD_DIM) | NULL,
     }
 )
 

@@ -1,4 +1,4 @@
-"""One decoder for all dense families. It computes on flat batches; the KV cache computes attention."""
+"""One decoder for all families. It computes on flat batches; the KV cache computes attention."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import Linear, RowAdapters, create_weight
-from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import RankGroup, embedding
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.models.sharding import rank_part
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
-from nanovllm.ops.cpu_kernels import few_row_layer
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
+from nanovllm.ops.cpu_kernels import FewRowLayer, few_row_layer
+from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm
 
 CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
@@ -30,7 +32,10 @@ def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 
 
 class DecoderLayer:
-    """Attention and gated MLP. Each reads RMS-normalized input, and its output is added to the residual stream."""
+    """Attention, and a gated MLP or experts.
+
+    Each reads RMS-normalized input, and its output is added to the residual stream.
+    """
 
     def __init__(
         self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device, group: RankGroup | None
@@ -40,21 +45,26 @@ class DecoderLayer:
         self.index = index
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
-        qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        o_bias, down_bias = spec.o_bias and spec.adds_biases, spec.mlp_bias and spec.adds_biases
         self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self.qkv = linear(hidden, qkv, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
+        self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
+        o_bias = spec.o_bias and spec.adds_biases
         self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
         self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
-        self.gate_up = linear(hidden, gate_up, prefix=f"{prefix}mlp.", bias=spec.mlp_bias)
-        self.down = linear(spec.intermediate_size, {"down_proj": hidden}, prefix=f"{prefix}mlp.", bias=down_bias)
+        rotary_dim = spec.rope.rotary_dim
+        self.rotated = None if rotary_dim is None else rotated_order(rotary_dim, spec.head_dim, device)
+        self.mlp = _mlp(spec, index, dtype, device)
+        self.few_rows = self._few_rows()
+
+    def _few_rows(self) -> FewRowLayer | None:
+        """The kernels of the whole layer for few rows, if they support it."""
+        if isinstance(self.mlp, Experts):
+            return None
         norms = (self.input_norm, self.qk_norm, self.post_norm)
-        products = [(each.weight.dense, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
-        self.few_rows = few_row_layer(norms, products, spec.rms_norm_eps, spec.head_dim)
+        products = [(each.weight.dense, each.bias) for each in self.linears]
+        return few_row_layer(norms, products, self.spec.rms_norm_eps, self.spec.head_dim)
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
@@ -68,16 +78,13 @@ class DecoderLayer:
         if self.group is None and adapters is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.finish_(x, attended)
         else:
-            x += self._summed(self._mlp(x, self._summed(self.o(attended, adapters)), adapters))
+            attended = self._summed(self.o(attended, adapters))
+            normed = add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps)
+            x += self._summed(self.mlp(normed, adapters))
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, each of which has multiplied with its columns of o or down."""
         return x if self.group is None else self.group.all_reduce(x)
-
-    def _mlp(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None) -> Tensor:
-        """Add attention's output to x in place; return the gated MLP's output, which is still to be added."""
-        normed = add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps)
-        return self.down(silu_and_mul(self.gate_up(normed, adapters)), adapters)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
         """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
@@ -100,28 +107,49 @@ class DecoderLayer:
         adapters: RowAdapters | None = None,
     ) -> None:
         """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms."""
-        if adapters is None and self.few_rows is not None and self.few_rows.takes(x):
+        if adapters is None and self.rotated is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
         eps = self.spec.rms_norm_eps
         heads = self.qkv(rms_norm(x, self.input_norm, eps), adapters).unflatten(-1, (-1, self.spec.head_dim))
+        if self.rotated is not None:  # an order of features that q and k share does not change their products
+            q_and_k = heads[:, : self.spec.num_heads + self.spec.num_kv_heads]
+            q_and_k.copy_(q_and_k[..., self.rotated])
         place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
 
     @property
     def linears(self) -> Sequence[Linear]:
-        return (self.qkv, self.o, self.gate_up, self.down)
+        """Those that adapters may add to: without the router and the experts."""
+        mlp = () if isinstance(self.mlp, Experts) else (self.mlp.gate_up, self.mlp.down)
+        return (self.qkv, self.o, *mlp)
 
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         prefix = f"model.layers.{self.index}."
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
-        for each in self.linears:
+        for each in (self.qkv, self.o, self.mlp):
             yield from each.slots()
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
             yield f"{prefix}self_attn.q_norm.weight", WeightSlot(self.qk_norm[:heads], shape)
             yield f"{prefix}self_attn.k_norm.weight", WeightSlot(self.qk_norm[heads:], shape)
+
+
+def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | Experts:
+    if spec.experts is not None and spec.experts.layers[index]:
+        return Experts(spec.experts, index, spec.hidden_size, method=spec.quantization, dtype=dtype, device=device)
+    return GatedMLP(
+        spec.hidden_size,
+        spec.intermediate_size,
+        spec.gate_up_parts,
+        prefix=f"model.layers.{index}.mlp.",
+        bias=spec.mlp_bias,
+        down_bias=spec.mlp_bias and spec.adds_biases,
+        method=spec.quantization,
+        dtype=dtype,
+        device=device,
+    )
 
 
 class Decoder:
@@ -193,10 +221,20 @@ class Decoder:
 
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
-        self.lm_head.use_torch_products()
+        for weight in self._weights():
+            weight.use_torch_products()
+
+    def finish_loading(self) -> None:
+        """Called when all slots are filled: quantized weights may now be rearranged for their kernels."""
+        for weight in self._weights():
+            weight.finish_loading()
+
+    def _weights(self) -> Iterator[StoredWeight]:
+        yield self.embedding
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
         for layer in self.layers:
-            for each in layer.linears:
-                each.weight.use_torch_products()
+            yield from (layer.qkv.weight, layer.o.weight, *layer.mlp.weights())
 
     def slots(self) -> NamedSlots:
         """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""
@@ -214,5 +252,5 @@ class Decoder:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """Bytes of the parameters of one layer, the mean of all layers if they differ."""
-        return self.spec.layer_weight_bytes(self.dtype.itemsize)
+        """Bytes of the parameters of one layer that a single row reads, the mean of all layers if they differ."""
+        return self.spec.layer_weight_bytes(self.dtype.itemsize, rows=1)

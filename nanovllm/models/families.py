@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from nanovllm.errors import ModelError, quoted
+from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.models.config_fields import COMMON_FIELDS
 from nanovllm.models.rope_config import rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
@@ -24,6 +25,9 @@ class FamilyFacts:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertSpec | None = None
+    merged_projections: bool = False
+    partial_rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,37 @@ def _mistral(config: Any) -> FamilyFacts:
     return FamilyFacts((config.sliding_window,) * config.num_hidden_layers)
 
 
+def _qwen3_moe(config: Any) -> FamilyFacts:
+    """Its window, unlike that of Qwen3, applies to all layers or to none: Transformers reads no max_window_layers."""
+    bias, num_layers = config.attention_bias, config.num_hidden_layers
+    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
+    sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
+    experts = _experts(config, config.moe_intermediate_size, config.norm_topk_prob, sparse)
+    windows = (config.sliding_window,) * num_layers
+    return FamilyFacts(windows, qk_norm=True, qkv_bias=bias, o_bias=bias, experts=experts)
+
+
+def _mixtral(config: Any) -> FamilyFacts:
+    num_layers = config.num_hidden_layers
+    experts = _experts(config, config.intermediate_size, True, (True,) * num_layers)
+    if experts is None:
+        raise ModelError("num_local_experts is 0; a MixtralForCausalLM needs at least 1 expert.")
+    experts = replace(experts, block="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return FamilyFacts((config.sliding_window,) * num_layers, experts=experts)
+
+
+def _phi3(config: Any) -> FamilyFacts:
+    windows = (config.sliding_window,) * config.num_hidden_layers
+    return FamilyFacts(windows, merged_projections=True, partial_rotary=True)
+
+
 _WINDOWS_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+_EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})  # two names of one field
+_QWEN3_MOE = (
+    _EXPERTS
+    | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "attention_bias"}
+    | {"use_sliding_window", "sliding_window", "max_window_layers"}
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -75,6 +109,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("Qwen2ForCausalLM", "qwen2", _qwen2, _WINDOWS_BY_LAYER),
             Family("LlamaForCausalLM", "llama", _llama, frozenset({"attention_bias", "mlp_bias"})),
             Family("MistralForCausalLM", "mistral", _mistral, frozenset({"sliding_window", "layer_types"})),
+            Family("Phi3ForCausalLM", "phi3", _phi3, frozenset({"sliding_window"})),
+            Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, _QWEN3_MOE),
+            Family("MixtralForCausalLM", "mixtral", _mixtral, _EXPERTS | {"sliding_window"}),
         )
     }
 )
@@ -89,6 +126,16 @@ def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ModelError("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set.")
     return tuple(windows[kind] for kind in config.layer_types)
+
+
+def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: tuple[bool, ...]) -> ExpertSpec | None:
+    """The experts of a config; None if no layer has any."""
+    count, chosen = config.num_experts, config.num_experts_per_tok
+    if not (count and any(layers)):
+        return None
+    if chosen > count:
+        raise ModelError(f"num_experts_per_tok={chosen} is above the number of experts, which is {count}.")
+    return ExpertSpec(count, chosen, intermediate_size, norm_topk_prob, layers)
 
 
 # ---- the fields that all families share
@@ -117,10 +164,12 @@ def decoder_spec(family: Family, config: Any) -> DecoderSpec:
         o_bias=facts.o_bias,
         mlp_bias=facts.mlp_bias,
         tie_word_embeddings=config.tie_word_embeddings,
-        rope=rope_spec(config.rope_parameters, config.max_position_embeddings, head_dim),
+        rope=rope_spec(config.rope_parameters, config.max_position_embeddings, head_dim, facts.partial_rotary),
         sliding_windows=facts.sliding_windows,
         max_position_embeddings=config.max_position_embeddings,
         dtype=_dtype_name(config),
+        experts=facts.experts,
+        merged_projections=facts.merged_projections,
     )
     _check_spec(spec)
     return spec

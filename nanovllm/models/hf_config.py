@@ -43,6 +43,7 @@ SAMPLING_DEFAULTS = {
 }
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 _NO_DEFAULT = object()
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # Qwen's name and Mixtral's, which Transformers 5 writes for both
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 
 
@@ -173,17 +174,26 @@ def _spec(config: _Config) -> DecoderSpec:
     try:
         defaults = _with_defaults(family, fields)
         defaults.rope_parameters = rope_parameters(
-            config.fields, defaults.max_position_embeddings, defaults.default_theta
+            config.fields,
+            defaults.max_position_embeddings,
+            defaults.default_theta,
+            getattr(defaults, "original_max_position_embeddings", None),
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        spec = _with_quantization(decoder_spec(family, defaults), config.fields.get("quantization_config"))
-        return spec if config.gguf is None else _gguf_spec(spec, config.gguf)
+        spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
+        if config.gguf is not None:
+            return _gguf_spec(spec, quantization, config.gguf)
+        return _with_quantization(spec, quantization)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
 
 
-def _gguf_spec(spec: DecoderSpec, gguf: GgufConfig) -> DecoderSpec:
+def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
     """The network with what a config.json cannot say. RoPE factors apply to RoPE as the file has it."""
+    if quantization is not None:
+        raise ModelError(
+            f"quantization_config={quoted(quantization)}: a GGUF file has the types of its tensors instead."
+        )
     rope, factors = spec.rope, gguf.rope_factors
     if factors and rope.kind == "default":
         if len(factors) != spec.head_dim // 2:
@@ -195,7 +205,12 @@ def _gguf_spec(spec: DecoderSpec, gguf: GgufConfig) -> DecoderSpec:
 def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
     """The checked fields of the network that the family reads."""
     rules = {name: field for name, field in NETWORK_FIELDS.items() if family.reads(name)}
-    return checked_fields(config.where, config.fields, rules)
+    fields = checked_fields(config.where, config.fields, rules)
+    counts = {name: fields[name] for name in _EXPERT_COUNTS if name in fields}
+    if len(set(counts.values())) > 1:
+        given = " and ".join(f"{name}={value}" for name, value in counts.items())
+        raise ModelError(f"{config.where} contradicts itself: {given} are two names of one field.")
+    return fields
 
 
 def _refuse_unread(config: _Config, family: Family) -> None:

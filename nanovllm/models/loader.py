@@ -16,6 +16,7 @@ from nanovllm.memory_checks import check_fits
 from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.fused_experts import with_single_experts
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
@@ -89,7 +90,7 @@ def load_model(
     directory = Path(model_dir)
     if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
-    stored = {} if load_format == "dummy" else list_tensors(directory)
+    stored = {} if load_format == "dummy" else with_single_experts(list_tensors(directory), spec)
     names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
@@ -102,11 +103,14 @@ def load_model(
         use_huge_pages(slot.view)
     if load_format == "dummy":
         fill_with_random_weights(decoder, seed, None if group is None else spec)
+        decoder.finish_loading()
         return decoder
     for name, slot in decoder.slots():
         if name in names:
             _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
+    _check_unused_biases(spec, stored)
+    decoder.finish_loading()
     return decoder
 
 
@@ -144,7 +148,12 @@ def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTe
 
 
 def _harmless(name: str, spec: DecoderSpec) -> bool:
-    """Whether the checkpoint may hold a tensor that is not used: an old buffer, or a tied output projection."""
+    """Whether the checkpoint may hold a tensor that is not used: an old buffer, a tied output projection, or a bias.
+
+    Some tools write a bias of zeros for every quantized matrix; `_check_unused_biases` looks at them.
+    """
+    if spec.quantization is not None and name.endswith(".bias"):
+        return any(name == f"{module}.bias" for module, _, _ in spec.matrices())
     return bool(BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == LM_HEAD)
 
 
@@ -163,6 +172,16 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
             f"{directory} holds tensors in formats that are not read ({named}); "
             f"read are {', '.join(expected[unreadable[0]].dtypes)}."
         )
+
+
+def _check_unused_biases(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
+    """Raise ModelError if a bias that the network does not have holds anything but zeros."""
+    used = dict(spec.tensors())
+    for name, tensor in stored.items():
+        if name.endswith(".bias") and name not in used:
+            with open_tensor(name, tensor) as bias:
+                if bool(bias.any()):
+                    raise ModelError(f"{tensor.file}: {name} is not zero, but a {spec.architecture} has no such bias.")
 
 
 def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder) -> None:

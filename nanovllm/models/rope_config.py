@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from nanovllm.errors import ModelError, quoted
@@ -12,11 +13,14 @@ from nanovllm.model_files.json_fields import checked_fields
 from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
 
 
-def rope_parameters(config: Mapping[str, Any], max_position: int, default_theta: float) -> dict[str, Any]:
+def rope_parameters(
+    config: Mapping[str, Any], max_position: int, default_theta: float, trained: int | None = None
+) -> dict[str, Any]:
     """The checked RoPE parameters of a parsed config.json: its `rope_parameters`, or the fields of older configs.
 
     They are read as Transformers reads them. `rope_theta` and other fields outside of the mapping apply if the mapping
-    lacks them. For yarn and llama3, the trained length defaults to max_position_embeddings. Raises ModelError.
+    lacks them. For yarn, llama3 and longrope, the trained length is `trained`, the family's, unless the config has one
+    outside of the mapping; without either it defaults to max_position_embeddings. Raises ModelError.
     """
     outer = checked_fields("RoPE", config, OTHER_FIELDS)
     mapping = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
@@ -26,21 +30,42 @@ def rope_parameters(config: Mapping[str, Any], max_position: int, default_theta:
         raise ModelError(f"{where}: {quoted(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
     found = {name: value for name, value in checked_fields(where, mapping, ROPE_FIELDS).items() if value is not None}
     found.setdefault("rope_type", found.get("type", "default"))
+    if found["rope_type"] == "su" or (found["rope_type"] == "yarn" and "short_factor" in found):
+        found["rope_type"] = "longrope"  # as older checkpoints call it
     theta = outer.get("rope_theta")
     found.setdefault("rope_theta", default_theta if theta is None else theta)
     if outer.get("partial_rotary_factor") is not None:
         found.setdefault("partial_rotary_factor", outer["partial_rotary_factor"])
     if found["rope_type"] == "yarn" and "factor" not in mapping:  # null means the ratio of the lengths
         raise ModelError(f"{where}: factor is missing, which yarn needs.")
-    if found["rope_type"] in ("llama3", "yarn"):
+    if found["rope_type"] in ("llama3", "yarn", "longrope"):
         if outer.get("original_max_position_embeddings") is not None:
-            found["original_max_position_embeddings"] = outer["original_max_position_embeddings"]
+            trained = outer["original_max_position_embeddings"]
+        if trained is not None:
+            found["original_max_position_embeddings"] = trained
         found.setdefault("original_max_position_embeddings", max_position)
     return found
 
 
-def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
-    """Read Transformers' standardized `rope_parameters`. Raises ModelError on what is not supported."""
+def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int, partial: bool = False) -> RopeSpec:
+    """Read Transformers' standardized `rope_parameters`. Raises ModelError on what is not supported.
+
+    partial: whether the family can rotate a part of a head's features.
+    """
+    if not partial:
+        return _spec_of_kind(parameters, max_position, head_dim)
+    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if rotary_dim % 2 or not rotary_dim:
+        raise ModelError(
+            f"rope_parameters: partial_rotary_factor={parameters['partial_rotary_factor']} rotates {rotary_dim} of "
+            f"{head_dim} features of a head; it must be an even number above 0."
+        )
+    rotating_all = {**parameters, "partial_rotary_factor": None}
+    spec = _spec_of_kind(rotating_all, max_position, rotary_dim)
+    return spec if rotary_dim == head_dim else replace(spec, rotary_dim=rotary_dim)
+
+
+def _spec_of_kind(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
     kind = _kind(parameters)
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ModelError(
@@ -56,6 +81,8 @@ def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -
         return _llama3(parameters, theta)
     if kind == "yarn":
         return _yarn(parameters, theta, max_position)
+    if kind == "longrope":
+        return _longrope(parameters, theta, max_position, head_dim // 2)
     factor = _positive(parameters, "factor")
     if kind == "linear":
         return RopeSpec(kind, theta, factor)
@@ -107,6 +134,29 @@ def _yarn(parameters: Mapping[str, Any], theta: float, max_position: int) -> Rop
         beta_fast=_positive(parameters, "beta_fast", 32.0),
         beta_slow=_positive(parameters, "beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
+    )
+
+
+def _longrope(parameters: Mapping[str, Any], theta: float, max_position: int, pairs: int) -> RopeSpec:
+    trained = int(_positive(parameters, "original_max_position_embeddings", max_position))
+    if trained < 2:
+        raise ModelError(f"rope_parameters: original_max_position_embeddings must be above 1, but it is {trained}.")
+    for name in ("short_factor", "long_factor"):
+        if len(parameters.get(name) or ()) != pairs:
+            raise ModelError(
+                f"rope_parameters: {name} must be a list of {pairs} numbers, one for each rotated pair of features, "
+                f"but it is {quoted(parameters.get(name))}."
+            )
+    factor = _positive(parameters, "factor", max_position / trained)
+    scaling = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return RopeSpec(
+        "longrope",
+        theta,
+        factor,
+        trained,
+        attention_factor=_positive(parameters, "attention_factor", scaling),
+        frequency_factors=tuple(parameters["short_factor"]),
+        long_factors=tuple(parameters["long_factor"]),
     )
 
 

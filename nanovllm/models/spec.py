@@ -1,12 +1,13 @@
-"""Everything that distinguishes one dense decoder from another, as plain data."""
+"""Everything that distinguishes one decoder from another, as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from nanovllm.errors import ConfigError
+from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.models.sharding import Sharding, shard
@@ -21,7 +22,7 @@ Matrix = tuple[str, int, int]  # module, output features, input features
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A dense decoder-only network. Sizes count elements; heads are per layer."""
+    """A decoder-only network. Sizes count elements; heads are per layer."""
 
     architecture: str
     vocab_size: int
@@ -42,6 +43,8 @@ class DecoderSpec:
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
     quantization: LinearMethod | None = None  # how the matrices are stored; None: as numbers of the dtype
+    merged_projections: bool = False  # whether the checkpoint has one matrix for q, k and v, and for gate and up
+    experts: ExpertSpec | None = None  # in some layers or all; the others have one MLP
     sharding: Sharding | None = None  # of a tensor-parallel rank, whose heads and inner features the sizes count
 
     @property
@@ -57,8 +60,14 @@ class DecoderSpec:
     def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
         """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
 
-        Raises ConfigError if there are too few heads for all ranks, or if the matrices are quantized.
+        Raises ConfigError if there are too few heads for all ranks, for experts, and for quantized or merged matrices.
         """
+        if self.experts is not None or self.merged_projections:
+            parts = "the experts" if self.experts is not None else "qkv_proj and gate_up_proj"
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks}: {parts} of a {self.architecture} are not divided among ranks; "
+                "use tensor_parallel_size=1"
+            )
         if self.quantization is not None:
             raise ConfigError(
                 f"tensor_parallel_size={num_ranks}: weights in {self.quantization.name} form are not divided among "
@@ -90,37 +99,78 @@ class DecoderSpec:
         return self.sharding is None or self.sharding.rank == 0
 
     @property
-    def layer_matrices(self) -> int:
-        """Number of weights in the matrices of one layer: q, k, v, o, gate, up and down."""
-        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.intermediate_size)
+    def qkv_parts(self) -> dict[str, int]:
+        """The modules of the checkpoint for q, k and v, and their output features."""
+        if self.merged_projections:
+            return {"qkv_proj": self.q_size + 2 * self.kv_size}
+        return {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
 
     @property
-    def layer_weights(self) -> int:
-        """Number of weights of one layer in memory, where every head has its own row of the q and k norms."""
-        norm_rows = self.num_heads + self.num_kv_heads
-        copies = self.qk_norm * (norm_rows - 2) * self.head_dim
-        norms = 2 * self.hidden_size + 2 * self.qk_norm * self.head_dim
-        biases = sum(rows for _, rows, _, bias in self._projections("") if bias)
-        return self.layer_matrices + norms + biases + copies
+    def gate_up_parts(self) -> dict[str, int]:
+        """The modules of the checkpoint for gate and up of an MLP, and their output features."""
+        if self.merged_projections:
+            return {"gate_up_proj": 2 * self.intermediate_size}
+        return {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        return 0 if self.experts is None else sum(self.experts.layers[: self.num_layers])
+
+    @property
+    def num_layer_matrices(self) -> int:
+        """Number of weights in the matrices of all layers: q, k, v, o, and gate, up and down or router and experts."""
+        attention = self.num_layers * self.hidden_size * 2 * (self.q_size + self.kv_size)
+        dense = (self.num_layers - self.num_expert_layers) * 3 * self.hidden_size * self.intermediate_size
+        routers = 0 if self.experts is None else self.num_expert_layers * self.experts.num_experts * self.hidden_size
+        return attention + dense + routers + self._expert_weights
+
+    @property
+    def _expert_weights(self) -> int:
+        """Number of weights in the experts of all layers."""
+        if self.experts is None:
+            return 0
+        one = 3 * self.hidden_size * self.experts.intermediate_size
+        return self.num_expert_layers * self.experts.num_experts * one
+
+    @property
+    def multiplied_weights(self) -> int:
+        """Number of weights in the matrices of all layers that one row is multiplied with."""
+        unread = 0.0 if self.experts is None else 1.0 - self.experts.share_read(1)
+        return self.num_layer_matrices - round(unread * self._expert_weights)
+
+    @property
+    def _norms_and_biases(self) -> int:
+        """Number of the other weights of one layer in memory. Every head has its own row of the q and k norms."""
+        norms = 2 * self.hidden_size + self.qk_norm * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return norms + sum(rows for _, rows, _, bias in self._projections(0) if bias)
 
     @property
     def num_weights(self) -> int:
         """Number of all weights in memory. Tied embeddings count once."""
         tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * self.layer_weights + tables + self.hidden_size
+        return self.num_layer_matrices + self.num_layers * self._norms_and_biases + tables + self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
         return self.num_weights * itemsize - self._saved_bytes(self.matrices(), itemsize)
 
-    def layer_matrix_bytes(self, itemsize: int) -> int:
-        """Bytes of the matrices of one layer in memory, the mean of all layers if they differ."""
-        layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
-        return self.layer_matrices * itemsize - self._saved_bytes(layers, itemsize) // self.num_layers
+    def layer_matrix_bytes(self, itemsize: int, rows: int | None = None) -> int:
+        """Bytes of the matrices of one layer in memory, the mean of all layers if they differ.
 
-    def layer_weight_bytes(self, itemsize: int) -> int:
-        """Bytes of one layer in memory with its norms and biases, the mean of all layers if they differ."""
-        return self.layer_matrix_bytes(itemsize) + (self.layer_weights - self.layer_matrices) * itemsize
+        rows: count only what so many rows read, which may be few of the experts; None: everything.
+        """
+        layers = (matrix for index in range(self.num_layers) for matrix in self._layer_matrices(index))
+        total = self.num_layer_matrices * itemsize - self._saved_bytes(layers, itemsize)
+        if self.experts is not None and rows is not None:
+            experts = (matrix for index in range(self.num_layers) for matrix in self._expert_matrices(index))
+            of_experts = self._expert_weights * itemsize - self._saved_bytes(experts, itemsize)
+            total -= round((1.0 - self.experts.share_read(rows)) * of_experts)
+        return total // self.num_layers
+
+    def layer_weight_bytes(self, itemsize: int, rows: int | None = None) -> int:
+        """`layer_matrix_bytes` with the norms and biases of the layer."""
+        return self.layer_matrix_bytes(itemsize, rows) + self._norms_and_biases * itemsize
 
     def head_bytes(self, itemsize: int) -> int:
         """Bytes of the output projection in memory."""
@@ -155,7 +205,9 @@ class DecoderSpec:
             prefix = f"model.layers.{index}."
             yield f"{prefix}input_layernorm.weight", CheckpointTensor((self.hidden_size,))
             yield f"{prefix}post_attention_layernorm.weight", CheckpointTensor((self.hidden_size,))
-            for module, rows, _, bias in self._projections(prefix):
+            if self.experts is not None and self.experts.layers[index]:
+                yield from dense_tensors(self.experts.router(index), self.experts.num_experts, self.hidden_size)
+            for module, rows, _, bias in self._projections(index):
                 if bias:
                     yield f"{module}.bias", CheckpointTensor((rows,))
             if self.qk_norm:
@@ -163,20 +215,47 @@ class DecoderSpec:
                 yield f"{prefix}self_attn.k_norm.weight", CheckpointTensor((self.head_dim,))
         yield "model.norm.weight", CheckpointTensor((self.hidden_size,))
 
-    def _layer_matrices(self, index: int) -> Iterator[Matrix]:
-        for module, rows, columns, _ in self._projections(f"model.layers.{index}."):
-            yield module, rows, columns
+    def of_layers(self, indices: Sequence[int]) -> DecoderSpec:
+        """A network of some of the layers."""
+        windows = tuple(self.sliding_windows[index] for index in indices)
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=tuple(experts.layers[index] for index in indices))
+        return replace(self, num_layers=len(indices), sliding_windows=windows, experts=experts)
 
-    def _projections(self, prefix: str) -> Iterator[tuple[str, int, int, bool]]:
-        """Module, output features, input features and whether there is a bias, of each projection of a layer."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        yield f"{prefix}self_attn.q_proj", self.q_size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.k_proj", self.kv_size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.v_proj", self.kv_size, hidden, self.qkv_bias
+    def one_of_each_kind(self) -> DecoderSpec:
+        """A network of the first layer with one MLP and the first with experts, which take different memory."""
+        kinds = (False,) * self.num_layers if self.experts is None else self.experts.layers
+        return self.of_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)])
+
+    def projections(self) -> Iterator[Matrix]:
+        """The matrices of all layers without routers and experts."""
+        for index in range(self.num_layers):
+            for module, rows, columns, _ in self._projections(index):
+                yield module, rows, columns
+
+    def _layer_matrices(self, index: int) -> Iterator[Matrix]:
+        for module, rows, columns, _ in self._projections(index):
+            yield module, rows, columns
+        yield from self._expert_matrices(index)
+
+    def _expert_matrices(self, index: int) -> Iterator[Matrix]:
+        if self.experts is not None and self.experts.layers[index]:
+            yield from self.experts.matrices(index, self.hidden_size)
+
+    def _projections(self, index: int) -> Iterator[tuple[str, int, int, bool]]:
+        """Module, output features, input features and whether there is a bias, of each projection of a layer.
+
+        Without the experts.
+        """
+        hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
+        for name, size in self.qkv_parts.items():
+            yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
         yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias
-        yield f"{prefix}mlp.gate_proj", inner, hidden, self.mlp_bias
-        yield f"{prefix}mlp.up_proj", inner, hidden, self.mlp_bias
-        yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
+        if self.experts is None or not self.experts.layers[index]:
+            for name, size in self.gate_up_parts.items():
+                yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
+            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
 
     @property
     def yarn_positions(self) -> int | None:
@@ -191,7 +270,7 @@ class DecoderSpec:
 
         linear and dynamic RoPE: `factor` times max_position_embeddings, as Transformers documents `factor`. yarn:
         `factor` times the trained length, as in Qwen's model cards, or max_position_embeddings if that is more.
-        default and llama3: max_position_embeddings.
+        default, llama3 and longrope: max_position_embeddings.
         """
         trained = self.max_position_embeddings
         if self.rope.kind in ("linear", "dynamic"):

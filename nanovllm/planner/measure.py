@@ -95,7 +95,7 @@ def first_layers(model: Decoder, num_layers: int) -> Decoder:
     """A decoder of the model's first layers with full attention. It shares the model's weights."""
     part = copy.copy(model)
     part.layers = model.layers[:num_layers]
-    part.spec = replace(model.spec, num_layers=num_layers, sliding_windows=(None,) * num_layers)
+    part.spec = replace(model.spec.of_layers(range(num_layers)), sliding_windows=(None,) * num_layers)
     return part
 
 
@@ -110,11 +110,16 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
     rows = max(1, sizes.weight_bytes // (spec.hidden_size * network.itemsize))
     layers = probe_layers(network, sizes)
     part = replace(
-        spec, sharding=None, num_layers=layers, sliding_windows=(None,) * layers, vocab_size=min(spec.vocab_size, rows)
+        spec.of_layers(range(layers)),
+        sharding=None,
+        sliding_windows=(None,) * layers,
+        vocab_size=min(spec.vocab_size, rows),
+        tie_word_embeddings=True,
     )
     with device.compute():
-        decoder = Decoder(replace(part, tie_word_embeddings=True), dtype, device.torch_device)
+        decoder = Decoder(part, dtype, device.torch_device)
         fill_with_random_weights(decoder, seed=0)
+        decoder.finish_loading()
     return decoder
 
 
@@ -133,7 +138,7 @@ def _measure(probe: Probe) -> Rates:
     rates = Rates(
         attention=attention,
         device_bandwidth=device_bandwidth,
-        weight_bandwidth=layers * probe.network.spec.layer_matrix_bytes(probe.network.itemsize) / weights,
+        weight_bandwidth=layers * probe.network.spec.layer_matrix_bytes(probe.network.itemsize, rows=1) / weights,
         head_bandwidth=probe.network.head_bytes / head,
         step_seconds=max(0.0, bare - head),
         layer_seconds=max(0.0, (step - bare - weights) / layers),
@@ -159,16 +164,14 @@ def _weights_seconds(probe: Probe) -> tuple[float, float]:
     """Time of all products of the layers on one row, and of the output projection."""
     model, spec = probe.model, probe.model.spec
     by_width = {
-        width: torch.ones(1, width, dtype=model.dtype, device=model.device)
-        for width in (spec.hidden_size, spec.q_size, spec.intermediate_size)
+        width: torch.ones(1, width, dtype=model.dtype, device=model.device) for width in (spec.hidden_size, spec.q_size)
     }
 
     def layers() -> None:
         for layer in model.layers:
             layer.qkv(by_width[spec.hidden_size])
             layer.o(by_width[spec.q_size])
-            layer.gate_up(by_width[spec.hidden_size])
-            layer.down(by_width[spec.intermediate_size])
+            layer.mlp(by_width[spec.hidden_size])
 
     return probe.seconds(layers), probe.seconds(lambda: model.compute_logits(by_width[spec.hidden_size]))
 

@@ -1,4 +1,4 @@
-"""The bytes and operations of a dense decoder, from its config alone. A multiply-add counts as two operations."""
+"""The bytes and operations of a decoder, from its config alone. A multiply-add counts as two operations."""
 
 from __future__ import annotations
 
@@ -91,8 +91,12 @@ class Network:
 
     @property
     def layer_weight_bytes(self) -> int:
-        """One layer with its norms and biases, the mean of all layers if they differ."""
-        return self.spec.layer_weight_bytes(self.itemsize)
+        """What one row reads of a layer with its norms and biases, the mean of all layers if they differ."""
+        return self.layer_bytes_read(1)
+
+    def layer_bytes_read(self, rows: int) -> int:
+        """What `rows` rows read of a layer: of experts, those that some row chooses."""
+        return self.spec.layer_weight_bytes(self.itemsize, rows)
 
     @property
     def head_bytes(self) -> int:
@@ -108,7 +112,7 @@ class Network:
 
     def matrix_operations(self, tokens: int) -> int:
         """Projections and MLPs of all layers."""
-        return 2 * self.spec.layer_matrices * self.spec.num_layers * tokens
+        return 2 * self.spec.multiplied_weights * tokens
 
     @property
     def num_all_reduces(self) -> int:

@@ -195,7 +195,7 @@ class StepModel:
 
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
         net, bandwidth = self.network, self.rates.weight_bandwidth
-        reading = net.spec.num_layers * net.layer_weight_bytes / bandwidth if bandwidth is not None else 0.0
+        reading = net.spec.num_layers * net.layer_bytes_read(tokens) / bandwidth if bandwidth is not None else 0.0
         return max(net.matrix_operations(tokens) / compute, reading)
 
     def _head_seconds(self, samples: bool) -> float:

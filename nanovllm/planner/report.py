@@ -37,6 +37,9 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
         arguments["tensor_parallel_size"] = plan.network.num_ranks
     if config.enable_cpu_offload:
         arguments |= {"num_cpu_blocks": plan.kv.num_cpu_blocks, "cpu_attention": config.cpu_attention}
+    if config.enable_lora:
+        names = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
+        arguments |= {name: getattr(config, name) for name in names}
     return arguments
 
 
@@ -135,6 +138,10 @@ def _memory(plan: Plan) -> list[str]:
         _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free besides the weights"),
         _row("weights", show_bytes(plan.network.weight_bytes)),
     ]
+    if memory.adapter_bytes:
+        config = plan.sizing.config
+        note = f"{config.max_loras} of rank {config.max_lora_rank}, {config.num_cpu_loras} in host memory too"
+        rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
     if memory.activation_peak:
         rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
     if kv.layerwise_memory.max_tokens:

@@ -47,20 +47,17 @@ class Fp8:
     in_blocks: bool
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        """With blocks, a matrix whose last block is cut gets a row of scales for each output."""
-        rows = BLOCK if self.in_blocks and out_features % BLOCK == 0 else 1
         group_size = min(BLOCK, in_features) if self.in_blocks else in_features
-        return Layout("fp8", in_features, group_size, "float32", rows_per_scale=rows)
+        return Layout("fp8", in_features, group_size, "float32")
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         weight = CheckpointTensor((out_features, in_features), ("F8_E4M3",))
         if self.in_blocks:
             blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
-            whole = out_features % BLOCK == 0
             scale = Filling(
                 CheckpointTensor(blocks, _FLOATS),
                 "scales",
-                lambda scales: scales if whole else scales.repeat_interleave(BLOCK, dim=0)[:out_features],
+                lambda scales: scales.repeat_interleave(BLOCK, dim=0)[:out_features],
             )
         else:
             shapes = CheckpointTensor((out_features, 1), _FLOATS, other_shapes=((out_features,), (1,), (1, 1), ()))

@@ -31,10 +31,9 @@ _DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is known of a `PackedWeight` from the config; its parts have `scale_columns` scales in a row.
+    """What is known of a `PackedWeight` from the config. Each output has a row of `scale_columns` scales.
 
-    rows_per_scale: outputs that share a row of scales; scales_dtype: of torch, by name. Modules with equal layouts can
-    be stored one below the other.
+    scales_dtype: of torch, by name. Modules with equal layouts can be stored one below the other.
     """
 
     scheme: Scheme
@@ -42,7 +41,6 @@ class Layout:
     group_size: int
     scales_dtype: str
     zeros: bool = False
-    rows_per_scale: int = 1
 
     @property
     def scale_columns(self) -> int:
@@ -51,7 +49,7 @@ class Layout:
     def nbytes(self, out_features: int) -> int:
         """Bytes of a weight of this layout."""
         data = out_features * (self.in_features // 2 if self.scheme == "int4" else self.in_features)
-        scales = out_features // self.rows_per_scale * self.scale_columns
+        scales = out_features * self.scale_columns
         zeros = out_features * self.scale_columns if self.zeros else 0
         scale_bytes: int = getattr(torch, self.scales_dtype).itemsize
         return data + scales * scale_bytes + zeros
@@ -60,7 +58,7 @@ class Layout:
         """A weight of this layout, not initialized."""
         columns = self.in_features // 2 if self.scheme == "int4" else self.in_features
         dtype = _DATA_DTYPES[self.scheme]
-        scales_shape = (out_features // self.rows_per_scale, self.scale_columns)
+        scales_shape = (out_features, self.scale_columns)
         return PackedWeight(
             self.scheme,
             torch.empty(out_features, columns, dtype=dtype, device=device),
@@ -122,21 +120,23 @@ class QuantizedWeight:
     def slots(self) -> NamedSlots:
         start = 0
         for module, size in self._parts.items():
+            part = self.packed.rows(slice(start, start + size))
             for suffix, filling in self._format.fillings(size, self._layout.in_features).items():
-                yield f"{module}.{suffix}", self._slot(filling, start, start + size)
+                yield f"{module}.{suffix}", self._slot(filling, part)
             start += size
+
+    def finish_loading(self) -> None:
+        self.packed = self.packed.in_panels()
 
     def use_torch_products(self) -> None:
         """There is no product of torch for packed weights."""
 
-    def _slot(self, filling: Filling, start: int, end: int) -> WeightSlot:
+    def _slot(self, filling: Filling, part: PackedWeight) -> WeightSlot:
         shape = filling.tensor.shape
         if filling.part is None:
-            nothing = self.packed.data.flatten()[:0]
+            nothing = part.data.flatten()[:0]
             return WeightSlot(nothing, shape, lambda tensor: filling.convert(tensor).flatten()[:0], lambda _: None)
-        tensor = getattr(self.packed, filling.part)
-        per_row = self._layout.rows_per_scale if filling.part == "scales" else 1
-        view = tensor[start // per_row : end // per_row]
+        view: Tensor = getattr(part, filling.part)
         if view.dtype is torch.float8_e4m3fn:
             view = view.view(torch.uint8)
         return WeightSlot(view, shape, filling.convert, partial(self._randomize, filling.part, view))
@@ -181,6 +181,10 @@ class StackedWeights:
     def slots(self) -> NamedSlots:
         for weight in self._weights:
             yield from weight.slots()
+
+    def finish_loading(self) -> None:
+        for weight in self._weights:
+            weight.finish_loading()
 
     def use_torch_products(self) -> None:
         for weight in self._weights:

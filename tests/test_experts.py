@@ -1,0 +1,241 @@
+"""Mixtures of experts: routing, grouping, checkpoints, sizes, refusals. `test_generate.py` compares whole engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_config, make_checkpoint, refusal
+from engines import greedy, logits_by_request, offloaded, random_prompt, token_ids
+from safetensors.torch import load_file, save_file
+from test_models import assert_same_logits, random_prompts, reference, run
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from nanovllm import LLM
+from nanovllm.config import EngineConfig
+from nanovllm.engine.profiling import activation_peak
+from nanovllm.errors import ConfigError
+from nanovllm.layers.expert_spec import ExpertSpec
+from nanovllm.layers.experts import Experts
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_model
+from nanovllm.planner.network import Network
+
+CPU = torch.device("cpu")
+EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24
+
+
+def layer(dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Experts:
+    """One with random weights."""
+    spec = dataclasses.replace(ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,)), **fields)
+    made = Experts(spec, 0, HIDDEN, method=None, dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for _, slot in made.slots():
+        slot.view.copy_(torch.randn(slot.shape, generator=generator) / slot.shape[1] ** 0.5)
+    return made
+
+
+def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+# ---- the layer
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("router", [Qwen3MoeTopKRouter, MixtralTopKRouter])
+def test_the_router_chooses_as_transformers(router: Any, norm: bool) -> None:
+    norm = norm or router is MixtralTopKRouter
+    made, x = layer(norm_topk_prob=norm), rows(200)
+    made.gate[5:8] = made.gate[4]  # equal probabilities, of which only some are among the chosen
+    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOSEN, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
+    theirs = router(SimpleNamespace(**sizes, norm_topk_prob=norm))
+    with torch.no_grad():
+        theirs.weight.copy_(made.gate)
+        _, expected_weights, expected = theirs(x)
+    weights, chosen = made.route(x)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
+    ties = ((chosen >= 4) & (chosen < 8)).sum(1)
+    assert ((ties > 0) & (ties < 4)).any()
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+    made, x = layer(dtype), rows(70, dtype)
+    together = made(x)
+    alone = torch.cat([made(row[None]) for row in x])
+    assert torch.equal(together, alone)
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(made(x[order]), together[order])
+    assert made(x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_bfloat16_errs_less_than_transformers(tmp_path: Path, family: str) -> None:
+    """Transformers rounds after adding each expert, and the weights of Qwen3-MoE too."""
+    model = make_checkpoint(tmp_path, family, hidden=256, experts=8, experts_per_tok=6, dtype="bfloat16")
+    prompts = random_prompts(199)
+    theirs = torch.cat(reference(model, prompts))
+    exact = torch.cat(reference(model.float(), prompts))
+    decoder = load_model(tmp_path, load_decoder_spec(tmp_path), torch.bfloat16, CPU)
+    ours = torch.cat(run(decoder, prompts, (0.4,)))
+    # Rounded inputs of a router may choose other experts, so that single rows differ much: the median counts.
+    assert (ours - exact).abs().median() < 1.05 * (theirs - exact).abs().median()
+
+
+def test_without_data_the_largest_group_counts() -> None:
+    spec = ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,))
+    meta = torch.device("meta")
+    made = Experts(spec, 0, HIDDEN, method=None, dtype=torch.float32, device=meta)
+    assert made(torch.empty(9, HIDDEN, device=meta)).shape == (9, HIDDEN)
+
+
+# ---- whole networks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_do_not_depend_on_budget_or_batch(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", layers=3, mlp_only_layers=[1], experts=7, experts_per_tok=3, dtype=dtype)
+    prompts = [random_prompt(length, 199, seed=4) for length in (3, 40, 90)]
+    ways: list[dict[str, Any]] = [
+        {"num_gpu_blocks": 80, "kvcache_block_size": 16},
+        {"num_gpu_blocks": 80, "kvcache_block_size": 16, "max_num_batched_tokens": 23},
+        offloaded(16, num_gpu_blocks=6, cpu_attention=False),
+        offloaded(16, max_num_batched_tokens=31),
+    ]
+    found = []
+    for arguments in ways:
+        with LLM(tmp_path, **arguments) as llm:
+            found.append(logits_by_request(llm, prompts, 6))
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[key], logits) for key, logits in found[0].items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_fused_experts_are_read(tmp_path: Path, family: str) -> None:
+    model = make_checkpoint(tmp_path, family, fused_experts=True, sharded=True)
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names and not any("experts.0" in name for name in names)
+    assert_same_logits(model, tmp_path)
+
+
+@pytest.mark.parametrize("experts", [8, 6])
+def test_fused_experts_that_do_not_fit_are_refused(tmp_path: Path, experts: int) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", fused_experts=True, experts=experts)
+    file = tmp_path / "model.safetensors"
+    tensors, name = load_file(file), "model.layers.1.mlp.experts.down_proj"
+    if experts == 8:
+        tensors[name] = tensors[name][:7].clone()
+        expected = rf"{name} expected \[8, 64, 48\], found \[7, 64, 48\]"
+    else:
+        del tensors[name]
+        expected = f"{name} is missing"
+    save_file(tensors, file)
+    message = refusal(lambda: load_model(tmp_path, load_decoder_spec(tmp_path), torch.float32, CPU))
+    assert expected.replace("\\", "") in message
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, file)
+    message = refusal(lambda: load_model(tmp_path, load_decoder_spec(tmp_path), torch.float32, CPU))
+    assert "1: model.layers.1.block_sparse_moe.experts.3.w2.weight" in message
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral")
+    prompt = random_prompt(20, 199, seed=1)
+    found = []
+    for _ in range(2):
+        with LLM(tmp_path, load_format="dummy", num_gpu_blocks=8) as llm:
+            found.append(token_ids(llm, [prompt], greedy(5)))
+    assert found[0] == found[1]
+
+
+# ---- sizes
+
+
+def test_sizes_are_those_of_the_decoder(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", layers=4, mlp_only_layers=[2], experts=6)
+    spec = load_decoder_spec(tmp_path)
+    decoder = Decoder(spec, torch.bfloat16, CPU)
+    held = [sum(slot.view.nbytes for _, slot in each.slots()) for each in decoder.layers]
+    assert spec.weight_bytes(2) == decoder.weight_bytes == sum(slot.view.nbytes for _, slot in decoder.slots())
+    assert spec.layer_weight_bytes(2) == sum(held) // 4 and held[2] != held[0] == held[1] == held[3]
+    assert dict(spec.tensors()).keys() == dict(decoder.slots()).keys()
+    kinds = spec.one_of_each_kind()
+    assert kinds.num_layers == 2 and kinds.experts is not None and kinds.experts.layers == (True, False)
+
+
+def test_decode_reads_the_chosen_experts_only(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", layers=2, experts=8, experts_per_tok=2)
+    spec = load_decoder_spec(tmp_path)
+    network, expert = Network(spec, "float32"), 3 * 64 * 48 * 4
+    whole = spec.layer_weight_bytes(4)
+    assert network.layer_weight_bytes == network.layer_bytes_read(1) == whole - 6 * expert
+    # Two rows choose the same two of eight experts with probability 1 / 16 each: 8 * (1 - (3 / 4)^2) are read.
+    assert network.layer_bytes_read(2) == pytest.approx(whole - 4.5 * expert, abs=1)
+    assert network.layer_bytes_read(1000) == whole
+    dense = 64 * (2 * 64 + 2 * 32) + 8 * 64  # q, k, v, o and the router
+    assert network.matrix_operations(10) == 10 * 2 * 2 * (dense + 2 * 3 * 64 * 48)
+
+
+def test_a_step_takes_what_the_larger_kind_of_layer_takes(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", layers=3, mlp_only_layers=[0], intermediate=3000)
+    spec, config = load_decoder_spec(tmp_path), EngineConfig(model=str(tmp_path))
+    peaks = [
+        activation_peak(Decoder(spec.of_layers(layers), torch.float32, CPU), config) for layers in ([0], [1], [1, 0])
+    ]
+    assert peaks[0] != peaks[1] and peaks[2] == max(peaks)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is above the number of experts, which is 5"),
+        ("qwen3_moe", {"num_experts": 7}, "num_experts=7 and num_local_experts=5 are two names of one field"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("mixtral", {"num_local_experts": 10**9}, "num_local_experts"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"moe_intermediate_size": "wide"}, "moe_intermediate_size"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, "'shared_expert_intermediate_size': 32"),
+        ("mixtral", {"hidden_act": "gelu"}, "Activation 'gelu' is not supported"),
+    ],
+)
+def test_configs_that_are_not_supported_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], expected: str
+) -> None:
+    make_checkpoint(tmp_path, family)
+    edit_config(tmp_path, **changes)
+    assert expected in refusal(lambda: load_decoder_spec(tmp_path))
+
+
+def test_a_config_without_experts_is_a_dense_network(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", layers=2)
+    edit_config(tmp_path, decoder_sparse_step=3)
+    spec = load_decoder_spec(tmp_path)
+    assert spec.experts is None and spec.num_expert_layers == 0
+
+
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mixtral")
+    message = refusal(lambda: load_decoder_spec(tmp_path).of_rank(0, 2), ConfigError)
+    assert "tensor_parallel_size=2: the experts of a MixtralForCausalLM are not divided" in message
