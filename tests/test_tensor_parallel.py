@@ -306,6 +306,12 @@ def test_an_interrupted_step_leaves_the_engine_usable(model_dir: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             token_ids(llm, prompts(40), greedy(5))
         llm.watch_steps(None)
+
+        def interrupting(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            token_ids(llm, prompts(40), replace(greedy(5), logits_processors=[interrupting]))
         assert token_ids(llm, prompts(40), greedy(5)) == expected
 
 
