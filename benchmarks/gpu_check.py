@@ -112,6 +112,8 @@ PARTS = (
         50,
         (*TINY_RUN, "--prompt-len", "64"),
     ),
+    Part("ranks", ("-m", "benchmarks.ranks", "--device", "cuda", "--model", "llama-3.1-8b"), 120, 60,
+         ("--device", "cpu", "--model", MODEL, "--dtype", "float32", "--prompt-len", "20", "--output-len", "5")),
     Part(
         "streams",
         ("-m", "benchmarks.transfer_streams", "--device", "cuda"),

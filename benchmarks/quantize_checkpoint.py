@@ -1,10 +1,12 @@
 """Writes a quantized checkpoint from one in plain numbers, rounding each weight to the nearest value.
 
     python -m benchmarks.quantize_checkpoint MODEL DIRECTORY --format gptq [--bits 4] [--group-size 128] [--asymmetric]
+                                             [--perplexity 4000]
 
 Formats: gptq, gptq_v2, awq, pack-quantized, float-quantized, fp8 (blocks of 128 x 128), fp8-channel, fp8-tensor. The
 projections of all layers are quantized; embedding, output projection, norms and biases keep their values. Rounding to
-the nearest is the plainest of all methods: a checkpoint made with calibration has a lower perplexity.
+the nearest is the plainest of all methods: a checkpoint made with calibration has a lower perplexity. `--perplexity`
+prints that of the new checkpoint on the first tokens of the text that `benchmarks.requantize` uses.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.options import Parser, exit_status
+from benchmarks.options import Parser, exit_status, positive
+from benchmarks.requantize import perplexity
 
 FORMATS = (
     "gptq", "gptq_v2", "awq", "pack-quantized", "float-quantized", "fp8", "fp8-channel", "fp8-tensor",
@@ -151,10 +154,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="of gptq and pack-quantized (default: 4)")
     parser.add_argument("--group-size", type=int, default=128, help="inputs with one scale, -1 for all (default: 128)")
     parser.add_argument("--asymmetric", action="store_true", help="with zero points")
+    parser.add_argument("--perplexity", type=positive, metavar="TOKENS", help="measure it on so many tokens")
     args: argparse.Namespace = parser.parse_args(arguments)
 
     def run() -> int:
         quantize_checkpoint(args.model, args.directory, args.format, args.bits, args.group_size, not args.asymmetric)
+        if args.perplexity is not None:
+            found, weight_bytes = perplexity(args.directory, args.perplexity, "auto")
+            print(f"{args.directory}: perplexity {found:.4f}, weights {weight_bytes:,} bytes")
         return 0
 
     return exit_status("quantize_checkpoint", run)

@@ -10,6 +10,7 @@ kernels run in the interpreter if TRITON_INTERPRET=1 is set. Exit status 1 if a 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -21,20 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.engine import device_name, generate
 from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
 from benchmarks.report import machine_facts, write_json
 from benchmarks.tiny import write_tiny_config
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
 from nanovllm.device import create_device
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.lora.request import LoRARequest
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
 from nanovllm.ops.merge import merge_states_torch_
+from nanovllm.ops.packed_weights import PackedWeight, dequantize
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
@@ -77,6 +81,7 @@ class Smoke:
         found |= {
             "engine, eager": lambda: self.engine(resident | {"enforce_eager": True}),
             "engine, decode graphs": lambda: self.engine(resident),
+            "engine, LoRA adapters": lambda: self.adapters(resident),
             "engine, offloaded": lambda: self.engine(few | {"cpu_attention": False}),
             "engine, CPU attention": lambda: self.engine(few | {"cpu_attention": True}, merged_last=True),
         }
@@ -131,7 +136,7 @@ class Smoke:
 
     def kernels(self) -> dict[str, Check]:
         """The Triton kernels against the plain versions, which run on the CPU."""
-        from nanovllm.ops import triton_rows
+        from nanovllm.ops import triton_packed, triton_rows
         from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
         from nanovllm.ops.triton_merge import merge_parts_triton
 
@@ -193,7 +198,23 @@ class Smoke:
             summed = weighted_sum(y, entries.to(self.device), shares.to(self.device))
             expect_close(summed.cpu().float(), (y.cpu().float()[entries] * shares[..., None]).sum(1), 0.2)
 
+        def packed() -> None:
+            codes = torch.randint(0, 256, (96, 64), dtype=torch.uint8)
+            scales, zeros = torch.rand(96, 4).half() / 16, torch.randint(0, 16, (96, 4), dtype=torch.uint8)
+            fp8 = (torch.rand(96, 128) - 0.5).to(torch.float8_e4m3fn)
+            for weight in (
+                PackedWeight("int4", codes, scales, zeros, 32, 128),
+                PackedWeight("fp8", fp8, torch.rand(1, 1), None, 128, 128),
+            ):
+                for rows in (1, 40):
+                    x = self.random(rows, 128) / 16
+                    parts = [weight.data, weight.scales, weight.zeros]
+                    on_device = [None if part is None else part.to(self.device) for part in parts]
+                    y = triton_packed.packed_linear(x, weight.scheme, *on_device, weight.group_size)
+                    expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
+
         return {
+            "packed_linear": packed,
             "store_kv": store,
             "merge": merge,
             "norms": norms,
@@ -234,6 +255,42 @@ class Smoke:
         assert same == OUTPUT_LEN or (merged_last and self.device == "cuda"), f"{tokens}, expected {self.tokens}"
         return f"{same} of {OUTPUT_LEN} tokens equal, {moved.h2d_copies} loads, {moved.d2h_copies} stores"
 
+    def adapters(self, placement: dict[str, Any]) -> str:
+        """Beside a request with an adapter, one with an adapter of zeros has the tokens of the model alone."""
+        requests = [
+            write_adapter(self.model.parent / name, size, i) for i, (name, size) in enumerate(ADAPTERS, start=1)
+        ]
+        prompt = torch.randint(0, 512, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+        options = {
+            "max_model_len": PROMPT_LEN + OUTPUT_LEN,
+            "max_num_seqs": 3,
+            "kvcache_block_size": BLOCK,
+            **placement,
+        }
+        with LLM(self.model, load_format="dummy", device=self.device, enable_lora=True, max_loras=2, **options) as llm:
+            lora_requests = [None, *requests]
+            outputs = llm.generate([prompt] * 3, params, use_tqdm=False, lora_request=lora_requests)
+        alone, zeros, changed = (output.outputs[0].token_ids for output in outputs)
+        assert alone == zeros != changed, f"{zeros}, expected {alone}; with an adapter {changed}"
+        return "an adapter changes its own rows"
+
+
+ADAPTERS = (("zeros", 0.0), ("random", 0.5))  # size of the numbers of B
+
+
+def write_adapter(directory: Path, size: float, number: int) -> LoRARequest:
+    """An adapter of the tiny network's q projections."""
+    directory.mkdir()
+    tensors: dict[str, Tensor] = {}
+    for layer in range(2):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        tensors |= {f"{prefix}A.weight": torch.randn(8, 128), f"{prefix}B.weight": torch.randn(256, 8) * size}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(directory.name, number, str(directory))
+
 
 def expect_close(found: Tensor, expected: Tensor, bound: float) -> None:
     """Raise AssertionError if any element differs by more than `bound` or is NaN."""
@@ -245,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_name(args.device)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="nanovllm-smoke-") as directory:
-        for name, check in Smoke(device, Path(directory)).checks().items():
+        for name, check in Smoke(device, Path(directory) / "model").checks().items():
             print(f"{name:<60}", end="", flush=True)
             outcomes.append(outcome_of(name, check))
             print(f"{'good' if outcomes[-1].good else 'FAILED':<8}{outcomes[-1].note}", flush=True)

@@ -52,7 +52,8 @@ struct Weight {
     const void* scales;    // int4, int8, fp8: [panels][scale groups][kOutputs]
     DType scale_dtype;
     const int8_t* zeros;   // int4 (unsigned), int8: as the scales, or null
-    int64_t group_size;    // inputs that share one of `scales`
+    int64_t outputs_per_scale;  // of fp8; if more than 1, scales are [out / outputs_per_scale][scale groups]
+    int64_t group_size;         // inputs that share one of `scales`
     int64_t in, out;
 
     const Layout& layout() const { return kLayouts[int(scheme)]; }

@@ -44,10 +44,12 @@ class Expand {
         OwnScales(const Weight& w, int64_t panel, int64_t block, int lane) : w_(w) {
             if (!w.scales) return;
             const int64_t groups = (w.in + w.group_size - 1) / w.group_size, group = block * 32 / w.group_size;
-            at_ = (panel * groups + group) * kOutputs + lane;
+            at_ = shared() ? panel * kOutputs / w.outputs_per_scale * groups + group
+                           : (panel * groups + group) * kOutputs + lane;
             left_ = (group + 1) * w.group_size - block * 32;
         }
         F scale() const {
+            if (shared()) return F{} + static_cast<const float*>(w_.scales)[at_];
             if (w_.scale_dtype == DType::fp32) return load_at<F>(static_cast<const float*>(w_.scales) + at_);
             const uint16_t* scales = static_cast<const uint16_t*>(w_.scales) + at_;
             if (w_.scale_dtype == DType::fp16) return X::halves(scales);
@@ -62,10 +64,12 @@ class Expand {
         }
         void next() {
             left_ -= 32;
-            if (left_ <= 0) at_ += kOutputs, left_ += w_.group_size;
+            if (left_ <= 0) at_ += shared() ? 1 : kOutputs, left_ += w_.group_size;
         }
 
       private:
+        bool shared() const { return w_.outputs_per_scale > 1; }
+
         const Weight& w_;
         int64_t at_ = 0, left_ = 0;  // inputs until the next scale
     };

@@ -33,6 +33,7 @@ def main() -> None:
         fn_constructor_kwargs={"model": args.model, **ENGINE},
         compute=ray.data.ActorPoolStrategy(size=args.replicas),
         num_gpus=args.gpus,
+        batch_format="pyarrow",
         batch_size=64,  # rows that run together in an engine
     )
     answered.write_parquet(args.output)

@@ -261,7 +261,7 @@ class LLM:
         return self._runner.watch_steps(on_layer)
 
     def kv_stats(self) -> KVStats:
-        """Sizes of the KV memory and bytes copied between its tiers so far."""
+        """Sizes of the KV memory and bytes copied between its tiers so far; with several ranks, those of the first."""
         return self._runner.kv_stats()
 
     def link_busy(self) -> Busy:

@@ -102,8 +102,11 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a directory or GGUF file, or None if a directory has no tokenizer files."""
-    if not is_gguf(model_dir) and not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
+    """The tokenizer of a directory or GGUF file, or None if it has none."""
+    path = Path(model_dir)
+    if is_gguf(path):
+        return HuggingFaceTokenizer(path) if gguf_side(path).has_tokenizer(path) else None
+    if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
         return None
     return HuggingFaceTokenizer(model_dir, model_type)
 

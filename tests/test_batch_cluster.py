@@ -142,9 +142,8 @@ def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:
 
     arguments = runpy.run_path(str(EXAMPLE))["ENGINE"] | {"device": "cpu"}
     predictor = LLMPredictor(model, **arguments)
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    expected = predictor(columns)
-    assert [row["generated_text"] for row in found] == list(expected["generated_text"])
+    expected = predictor(pa.Table.from_pylist(rows))
+    assert [row["generated_text"] for row in found] == expected["generated_text"].to_pylist()
     assert [row["error"] is None for row in found] == [i != 7 for i in range(40)]
 
 
@@ -180,6 +179,17 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(cluster: Cluster, model: str,
     found = results(output)
     assert found == results(tmp_path / "one") and len(found) == 2000
     assert not [row for row in found.values() if row["error"] and "it needs exactly one" not in row["error"]]
+
+
+@pytest.mark.parametrize(
+    ("node_cpus", "num_replicas", "each"),
+    [([8], 1, 8), ([8], 2, 4), ([8, 8], 2, 8), ([8, 4], 2, 4), ([8, 4], 3, 4), ([2, 1], 2, 1), ([1], 4, 1), ([], 1, 1)],
+)
+def test_replicas_share_the_cpus(node_cpus: list[int], num_replicas: int, each: int) -> None:
+    pytest.importorskip("ray")
+    from nanovllm.batch.ray_cluster import cpus_each
+
+    assert cpus_each(node_cpus, num_replicas) == each
 
 
 def test_one_machine_needs_no_cluster(model: str, tmp_path: Path) -> None:

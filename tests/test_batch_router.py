@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 
 import pytest
 
+from nanovllm.batch import router as router_module
 from nanovllm.batch.router import Router, WaitingRow, prefix_hashes
 from nanovllm.batch.rows import Row, RowRequest
 
@@ -70,6 +72,28 @@ def test_an_idle_replica_takes_the_row_of_which_least_is_lost() -> None:
 def test_without_prefixes_rows_go_in_order() -> None:
     rows = router(document("a"), document("a"), "short", by_prefix=False)
     assert [taken(rows, replica) for replica in (0, 1, 0)] == [0, 1, 2]
+
+
+def test_what_a_replica_was_given_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "KNOWN_PREFIXES", 6)  # of two documents
+    rows = router(*(document(name) for name in "abca"))
+    assert [taken(rows, 0) for _ in range(2)] == [0, 3]  # a row of the same group
+    rows.add(waiting(4, document("a") + "later"))
+    assert taken(rows, 1, is_idle=True) == 1 and taken(rows, 1) == 2
+    rows.add(waiting(5, document("b") + "later"))
+    rows.add(waiting(6, document("d")))
+    assert [taken(rows, 1), taken(rows, 1)] == [5, 6]
+    rows.add(waiting(7, document("c") + "later"))
+    assert taken(rows, 0) == 4
+    assert taken(rows, 0) == 7  # replica 1 has forgotten it, of three documents
+
+
+def test_choosing_among_many_documents_is_fast() -> None:
+    rows = router(*(document(str(i)) for i in range(1024)))
+    start = time.perf_counter()
+    for i in range(200):
+        rows.take(i % 8, is_idle=False)
+    assert time.perf_counter() - start < 2.0  # 0.1 s on an idle machine
 
 
 def test_lost_rows_come_first_and_a_lost_cache_is_forgotten() -> None:

@@ -213,6 +213,10 @@ REFUSED = {
     "CPUs": (["--input", "a.jsonl", "--num-cpus", "2"], "--num-cpus is for replicas on a cluster"),
     "replicas": (["--input", "a.jsonl", "--num-replicas", "0"], "is not a whole number of at least 1"),
     "adapters": (["--input", "a.jsonl", "--enable-lora"], "rows of a batch cannot name adapters yet"),
+    "torchrun": (
+        ["--input", "a.jsonl", "--tensor-parallel-size", "2", "--distributed-executor-backend", "external_launcher"],
+        "a replica starts its ranks; leave it out",
+    ),
     "temperature": (["--input", "a.jsonl", "--temperature", "-1"], "temperature=-1.0"),
 }
 
@@ -252,6 +256,7 @@ def test_replicas_need_ray(
 
 
 def test_predictor(model: str) -> None:
+    pa = pytest.importorskip("pyarrow")
     import numpy
 
     from nanovllm.batch import LLMPredictor
@@ -259,24 +264,33 @@ def test_predictor(model: str) -> None:
 
     arguments: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 80}
     predictor = LLMPredictor(model, sampling_params={"max_tokens": 5, "ignore_eos": True}, **arguments)
-    rows = {
-        "prompt": numpy.array(["one", "two", "x" * 2000, "one", "one"], dtype=object),
-        "id": numpy.arange(5) // 4,
-        "temperature": numpy.array([0.0, 1.0, 0.0, 1.0, 1.0]),
-    }
+    rows = pa.table(
+        {
+            "prompt": ["one", "two", "x" * 2000, "one", "one", None],
+            "id": pa.array([0, 0, 0, 0, 1, 2], pa.uint8()),
+            "temperature": [0.0, 1.0, None, 1.0, 1.0, 1.0],
+            "error": ["old"] * 6,
+        }
+    )
     whole = predictor(rows)
-    assert list(whole["id"]) == [0, 0, 0, 0, 1] and "the prompt has 2000 tokens" in whole["error"][2]
-    assert whole["usage"][0]["completion_tokens"] == 5
-    assert whole["generated_text"][3] != whole["generated_text"][4]  # another id, another seed
-    for cut in range(1, 5):  # however Ray Data makes batches of the rows
-        parts = [
-            predictor({name: column[part] for name, column in rows.items()}) for part in (slice(cut), slice(cut, 5))
-        ]
-        assert [*parts[0]["generated_text"], *parts[1]["generated_text"]] == list(whole["generated_text"])
-    with pytest.raises(EngineError, match="has a column 'error', which is a result"):
-        predictor({**rows, "error": rows["id"]})
-    with pytest.raises(EngineError, match="takes batches of batch_format=\"numpy\", got 'list'"):
+    assert whole.select(["prompt", "id", "temperature", "input.error"]).rename_columns(rows.column_names).equals(rows)
+    errors, texts = whole["error"].to_pylist(), whole["generated_text"].to_pylist()
+    assert "the prompt has 2000 tokens" in errors[2] and "it needs exactly one of" in errors[5]
+    assert [error is None for error in errors] == [True, True, False, True, True, False]
+    assert whole["usage"][0].as_py()["completion_tokens"] == 5
+    assert texts[3] != texts[4]  # another id, another seed
+    for cut in range(1, 6):  # however Ray Data makes batches of the rows
+        parts = [predictor(rows.slice(0, cut)), predictor(rows.slice(cut))]
+        assert pa.concat_tables(parts)["generated_text"].to_pylist() == texts  # which needs the same types
+    columns = {
+        name: numpy.array(column.to_pylist(), dtype=object)
+        for name, column in zip(rows.column_names, rows.columns, strict=True)
+    }
+    assert predictor(columns)["generated_text"].to_pylist() == texts
+    with pytest.raises(EngineError, match='takes batches of batch_format="pyarrow" or "numpy", got \'list\''):
         predictor([])  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="the batch is no table: "):
+        predictor({"prompt": ["a", 5]})
 
 
 def test_nothing_is_left(model: str, tmp_path: Path) -> None:

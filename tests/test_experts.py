@@ -11,6 +11,8 @@ import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint, refusal
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from graph_devices import CapturingDevice, use_graphs
+from graph_devices import arguments as graph_arguments
 from lora_helpers import adapter_tensors, make_adapter, merge_adapter, write_adapter
 from plans import parameter_bytes
 from quantized_checkpoints import quantize, write_dequantized
@@ -293,3 +295,16 @@ def test_quantized_experts(tmp_path: Path, variant: str) -> None:
         with LLM(path, dtype="float32", **arguments) as llm:
             found.append(token_ids(llm, [random_prompt(40, 199, seed=3)], greedy(5)))
     assert found[0] == found[1]
+
+
+# ---- CUDA graphs
+
+
+def test_no_graphs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "dense", "qwen3")
+    make_checkpoint(tmp_path / "experts", "qwen3_moe")
+    use_graphs(monkeypatch, CapturingDevice(), rows=True)
+    for name, recorded in (("dense", True), ("experts", False)):
+        with LLM(tmp_path / name, **graph_arguments("full steps")) as llm:
+            assert (llm._runner._graphs is not None) is recorded
+            assert token_ids(llm, [[1, 2, 3]], greedy(3))

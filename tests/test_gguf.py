@@ -18,6 +18,7 @@ from checkpoints import ROPES, make_checkpoint, refusal
 from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
 from gguf.quants import dequantize as reference_dequantize
 from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.main import main
@@ -27,6 +28,7 @@ from nanovllm.gguf.weights import GgufWeight
 from nanovllm.model_files import gguf_side
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
+from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32"}
 PROMPTS = [random_prompt(length, VOCAB, seed=1) for length in (1, 40)]
@@ -179,6 +181,23 @@ def test_logits_are_bit_identical_for_every_budget_batch_and_cache(tmp_path: Pat
     runs.append({(i, index): logits for i, run in enumerate(alone) for (_, index), logits in run.items()})
     for run in runs:
         assert run.keys() == resident.keys() and all(torch.equal(run[key], resident[key]) for key in run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cpu_attention"), [("Q8_0", True), pytest.param("Q4_1", False, marks=pytest.mark.slow)]
+)
+def test_recall_over_packed_weights(tmp_path: Path, kind: str, cpu_attention: bool) -> None:
+    """The recall network finds every position: most of its KV is on the host, and its weights are rounded."""
+    length, block = 512, 32
+    write_recall_checkpoint(tmp_path / "recall", length + 2, length + 4, seed=1, dtype="float32")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "recall", dtype=torch.float32)
+    path = write_gguf(tmp_path / "recall.gguf", network, lambda name: "BF16" if "ffn_down" in name else kind, pre=None)
+    document = make_document(length + 2, length, seed=2)
+    positions = range(1, length - 3, 31)
+    arguments = offloaded(block, 4, 80, max_num_batched_tokens=256, cpu_attention=cpu_attention)
+    with LLM(path, dtype="bfloat16", max_model_len=length + 4, **arguments) as llm:
+        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(3))
+    assert answers == [expected_answer(document, position, 3) for position in positions]
 
 
 # ---- the file in the place of a directory

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, token_ids
+from engines import greedy, offloaded, random_prompt, recorded_batches, token_ids
 from fast import fast_only
+from graph_devices import PROMPTS, CapturingDevice, use_graphs
+from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
 from nanovllm import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
@@ -330,3 +332,25 @@ def test_one_adapter_for_all_and_one_for_each(folder: Path, tmp_path: Path) -> N
         ]
         found = sorted(streamed, key=lambda output: len(output.prompt_token_ids))
         assert list(map(numbers, one)) == list(map(numbers, each)) == list(map(numbers, found))
+
+
+def test_steps_with_adapters_are_eager_where_others_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded graph has no adapters in it."""
+    arguments = {**graph_arguments("pieces, resident"), "max_model_len": 200}
+    prompts, lora_requests = PROMPTS[:4], [adapter(folder, 0), None, adapter(folder, 1), None]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=1) for tokens in (9, 14, 5, 20)
+    ]
+    with make_llm(folder, **{**arguments, "enforce_eager": True}) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False, lora_request=lora_requests)
+    device = CapturingDevice()
+    use_graphs(monkeypatch, device)
+    with make_llm(folder, **arguments) as llm:
+        steps = recorded_batches(llm)
+        found = llm.generate(prompts, params, use_tqdm=False, lora_request=lora_requests)
+        batches = [batch.sequences for batch, _, _ in steps]
+    decodes = [batch for batch in batches if all(len(seq.token_ids) == 1 for seq in batch)]
+    plain = [batch for batch in decodes if all(seq.adapter is None for seq in batch)]
+    assert 0 < len(plain) < len(decodes)
+    assert device.replays == 3 * len(plain), "a graph for each of two layers and one for the end"
+    assert list(map(numbers, found)) == list(map(numbers, expected))

@@ -92,3 +92,18 @@ def test_an_engine_without_adapters_refuses_them() -> None:
         RequestError, match=r"^lora_request=1: the engine was made without LoRA; make it with enable_lora"
     ):
         Bench().add("a", prompt_of(4), adapter=1)
+
+
+def test_a_swapped_request_waits_until_another_adapter_is_not_in_use() -> None:
+    bench = Bench(10, swap=40, mode="swap", max_loras=1)
+    bench.add("plain", prompt_of(4, 1), 20, priority=-2)
+    bench.add("a", prompt_of(12, 2), 14, adapter=1)
+    while not bench.scheduler.swapped:
+        bench.step()
+    bench.add("b", prompt_of(4, 3), 16, priority=-1, adapter=2)
+    bench.run()
+    assert bench.order == ["plain", "b", "a"]
+    together = [{seq.request_id for seq in batch.sequences} for batch in bench.executor.batches]
+    assert {"plain", "b"} in together and {"b"} in together and {"a", "b"} not in together
+    assert bench.tokens("a") == expected_output(prompt_of(12, 2), 14, salt=adapter_salt(1))
+    assert bench.scheduler.preemption.stats.swapped == 1

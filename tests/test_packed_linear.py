@@ -175,8 +175,14 @@ def test_panels_lose_nothing(variant: str) -> None:
     assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8))
     assert same_bits(dequantize(ours), dequantize(theirs))
     full = random_weight(variant, 96, 32 * in_features)
-    assert full.in_panels().nbytes == full.nbytes or "fp8" in variant
-    assert full.in_panels().nbytes <= 1.04 * full.nbytes + 4 * 96
+    assert full.in_panels().nbytes == full.nbytes
+    restored = weight.in_panels().in_rows()
+    for ours, theirs in (
+        (restored.data, weight.data),
+        (restored.scales, weight.scales),
+        (restored.zeros, weight.zeros),
+    ):
+        assert theirs is None if ours is None else torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -245,8 +251,9 @@ def test_refuses_fp8_weights_that_are_nan() -> None:
     ("changed", "message"),
     [
         ({"out_features": -1}, "Outputs must not be negative"),
-        ({"in_features": 0}, "inputs and group size be positive, got 4, 0 and 32"),
-        ({"group_size": 0}, "got 4, 64 and 0"),
+        ({"in_features": 0}, "inputs and group sizes be positive, got 4, 0, 32 and 1"),
+        ({"group_size": 0}, "got 4, 64, 0 and 1"),
+        ({"outputs_per_scale": 0}, "got 4, 64, 32 and 0"),
         ({"scheme": "q2_k"}, "no CPU kernels for the scheme q2_k"),
         ({"scale_dtype": "float64"}, "no CPU kernels for the dtype float64"),
         ({"rows": -1}, "Rows must not be negative, threads be positive, got -1 and 1"),
@@ -258,8 +265,8 @@ def test_refuses_fp8_weights_that_are_nan() -> None:
 def test_the_extension_refuses_what_it_cannot_run(changed: dict[str, Any], message: str) -> None:
     data, x, y = torch.zeros(2 * 288, dtype=torch.uint8), torch.zeros(1, 64), torch.zeros(1, 4)
     of_weight: dict[str, Any] = {
-        "scheme": "q4_0", "data": data.data_ptr(), "scales": 0, "scale_dtype": "float32", "zeros": 0, "group_size": 32,
-        "in_features": 64, "out_features": 4,
+        "scheme": "q4_0", "data": data.data_ptr(), "scales": 0, "scale_dtype": "float32", "zeros": 0,
+        "outputs_per_scale": 1, "group_size": 32, "in_features": 64, "out_features": 4,
     }  # fmt: skip
     of_product: dict[str, Any] = {
         "isa": "portable", "dtype": "float32", "x": (x.data_ptr(), 64), "bias": 0, "y": (y.data_ptr(), 4), "rows": 1,

@@ -395,3 +395,19 @@ def test_adapters_take_memory_on_both_sides(capsys: pytest.CaptureFixture[str]) 
     assert "LoRA adapters" in capsys.readouterr().out
     assert main(["plan", *QWEN_1M, "--gpu-mem", "48GB", *lora]) == 2
     assert "--host-mem is not given, and adapters are in host memory too" in capsys.readouterr().err
+
+
+def test_a_plan_of_several_ranks_is_of_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    llama = ["--model", str(CONFIGS / "llama-3.1-8b.json"), *GIVEN, *SPEEDS, "--prompt-len", "32768"]
+    one = run_json(capsys, *llama)
+    ranks = ["--tensor-parallel-size", "8", "--interconnect", "400GB/s", "--all-reduce", "10us"]
+    eight = run_json(capsys, *llama, *ranks)
+    assert eight["model"]["weight_bytes"] == pytest.approx(one["model"]["weight_bytes"] / 8, rel=0.01)
+    assert eight["model"]["kv_bytes_per_token"] * 8 == one["model"]["kv_bytes_per_token"]
+    assert eight["engine"]["tensor_parallel_size"] == 8 and "tensor_parallel_size" not in one["engine"]
+    assert eight["memory"]["host_free"] == 256 * 10**9 // 8
+    # 2 * 32 + 1 sums of a row of 4,096 numbers in bfloat16, which seven ranks send
+    sums = eight["request"]["decode"]["seconds_by_resource"]["interconnect"]
+    assert sums == pytest.approx(65 * (10e-6 + 7 * 8192 / 400e9))
+    unknown = run_json(capsys, *llama, "--tensor-parallel-size", "8")
+    assert unknown["request"]["decode"]["rates_not_known"] == ["interconnect"]

@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import Linear
+from nanovllm.models import hf_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.ops.packed_weights import dequantize
 from nanovllm.planner.network import Network
 from nanovllm.quantization.packed_method import QuantizedWeight, StackedWeights
+from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 CPU = torch.device("cpu")
 VOCAB = 199
@@ -107,6 +109,27 @@ def test_weights_equal_the_published_formula_to_the_bit(variant: str, quantized:
             assert linear.weight.dense is None and layer.few_rows is None
             rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
             assert torch.equal(weight_of(linear), rows), linear.parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "quantized" in variant])
+def test_weights_equal_those_of_the_package_compressed_tensors(variant: str, quantized: Callable[[str], Path]) -> None:
+    reason = "pip install compressed-tensors loguru"
+    package = pytest.importorskip("compressed_tensors.compressors", reason=reason)
+    from compressed_tensors.quantization import QuantizationScheme
+
+    path = quantized(variant)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    compressor = package.BaseCompressor.get_value_from_registry(config["format"])
+    decoder, tensors = load(path), load_file(path / "model.safetensors")
+    for linear in (each for layer in decoder.layers for each in layer.linears):
+        rows = []
+        for module in linear.parts:
+            own = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
+            own["weight_scale"] = own["weight_scale"].float()  # the package computes in the dtype of the scales
+            rows.append(compressor.decompress(own, scheme)["weight"])
+        assert torch.equal(weight_of(linear), torch.cat(rows)), linear.parts
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -192,6 +215,25 @@ def test_bits_do_not_depend_on_batch_budget_or_chunk(variant: str, quantized: Ca
             found.append(answers(llm, prompts))
             found.append([answer for prompt in prompts for answer in answers(llm, [prompt])])  # alone, and cached
     assert all(other == found[0] for other in found[1:])
+
+
+# ---- the recall network
+
+
+@pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "fp8"])
+def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_path: Path) -> None:
+    """The network's numbers survive rounding, so that one wrong or stale row of KV gives a wrong word."""
+    length, block, chunk, answer_len = 600, 16, 64, 3
+    write_recall_checkpoint(tmp_path / "plain", length + 2, length + 4, seed=1, dtype="float32")
+    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
+    document = make_document(length + 2, length, seed=2)
+    positions = sorted({1, *notable_positions(length, answer_len, {"block": block, "chunk": chunk})})
+    sizes = offloaded(block, 4, 100, max_model_len=length + 4, max_num_batched_tokens=chunk)
+    with LLM(path, device="cpu", **sizes) as llm:
+        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(answer_len))
+        assert llm.kv_stats().transfers.h2d_copies > 0
+    assert len(positions) > 50
+    assert answers == [expected_answer(document, position, answer_len) for position in positions]
 
 
 # ---- modules that stay plain
@@ -323,6 +365,14 @@ def test_other_schemes_of_compressed_tensors_are_refused(
     assert says in refusal(lambda: load_decoder_spec(path))
 
 
+def test_without_the_side_a_quantized_checkpoint_is_refused(
+    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "find_side", lambda module: None)
+    message = refusal(lambda: load_decoder_spec(quantized("awq-32")))
+    assert "quantization_config={" in message and "needs nanovllm.quantization" in message
+
+
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("gptq-128", {"qweight": None}, [f"{Q_PROJ}.qweight", "lacks tensors"]),
@@ -366,6 +416,50 @@ def test_group_order_may_be_left_out(copy: Callable[[str], Path]) -> None:
     path = copy("gptq-128")
     edit_tensors(path, g_idx=None)
     load(path)
+
+
+def test_biases_of_zeros_that_the_network_does_not_have(copy: Callable[[str], Path]) -> None:
+    """AutoGPTQ writes them for every matrix."""
+    path = copy("gptq-128")
+    tensors = load_file(path / "model.safetensors")
+    zeros = {
+        name.replace("qweight", "bias"): torch.zeros(t.shape[1]) for name, t in tensors.items() if "qweight" in name
+    }
+    save_file(tensors | zeros, path / "model.safetensors")
+    load(path)
+    name = next(iter(zeros))
+    save_file(tensors | zeros | {name: torch.ones(128)}, path / "model.safetensors")
+    assert f"{name} is not zero" in refusal(lambda: load(path))
+    save_file(tensors | {"model.layers.0.other.bias": torch.zeros(3)}, path / "model.safetensors")
+    assert "model.layers.0.other.bias" in refusal(lambda: load(path))
+
+
+# What tools write, as far as it is not in `quantize_checkpoint`.
+REAL = {
+    "gptq-128": {
+        "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None,
+        "exllama_config": {"version": 1}, "max_input_length": None, "model_seqlen": None,
+        "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+        "tokenizer": None, "use_cuda_fp16": False, "use_exllama": True, "static_groups": False, "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
+    },
+    "awq-128": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None},
+    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]},
+    "float-quantized": {
+        "version": "0.9.1", "transform_config": {}, "sparsity_config": {
+            "format": "dense", "global_sparsity": 0.1, "ignore": [], "registry_requires_subclass": False,
+            "sparsity_structure": "unstructured", "targets": [],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", REAL)
+def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], Path]) -> None:
+    path = copy(variant)
+    before = load_decoder_spec(path)
+    set_quantization(path, **REAL[variant])
+    assert [*load_decoder_spec(path).tensors()] == [*before.tensors()]
 
 
 # ---- dummy weights, and the argument `quantization`

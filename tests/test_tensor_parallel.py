@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import edit_config, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from rank_processes import kept_rank_processes
+from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import _sum_in_order
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.models.sharding import shard
+from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 VOCAB = 199
+ANSWER_TOKENS = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,6 +116,20 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert token_ids(llm, given, greedy(10)) == expected  # from the prefix cache
 
 
+@pytest.mark.slow
+def test_three_ranks_sum_large_tensors_in_parts(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama", hidden=128, heads=6, head_dim=16, kv_heads=2, max_positions=1024)
+    given = prompts(700, 33)
+    expected = [greedy_reference(model, prompt, 10) for prompt in given]
+    found = []
+    for chunk in (64, 4096):  # sums of 32 KiB, and of 350
+        arguments = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": chunk}
+        with LLM(tmp_path, tensor_parallel_size=3, **arguments) as llm:
+            assert token_ids(llm, given, greedy(10)) == expected
+            found.append(logprobs_of(llm, given))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "arguments, params",
     [
@@ -158,7 +179,74 @@ def test_results_do_not_depend_on_memory_budget_batch_or_chunks(model_dir: Path)
     assert all(each == found[0] for each in found)
 
 
+# ---- the recall network
+
+
+def write_recall_network(path: Path, length: int, kv_heads: int) -> None:
+    """The recall network with its one query head twice, each with half of the output, so that both ranks must be right.
+
+    kv_heads: 2 doubles the KV head too; with 1 both ranks hold it.
+    """
+    write_recall_checkpoint(path, length + 2, length + 1 + ANSWER_TOKENS, seed=1)
+    edit_config(path, num_attention_heads=2, num_key_value_heads=kv_heads)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".q_proj." in name or (kv_heads == 2 and (".k_proj." in name or ".v_proj." in name)):
+            tensors[name] = torch.cat([tensor, tensor])
+        elif ".o_proj." in name:
+            tensors[name] = torch.cat([tensor, tensor], dim=1) / 2
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def ask(path: Path, length: int, kv_heads: int, block: int, chunk: int, num_positions: int) -> None:
+    """Ask for what follows positions of a document, an eighth of whose KV is on the devices."""
+    write_recall_network(path, length, kv_heads)
+    document = make_document(length + 2, length, seed=2)
+    edges = notable_positions(length, ANSWER_TOKENS, {"block": block, "chunk": chunk})
+    positions = sorted({1, *Random(3).sample([*edges, *range(1, length - ANSWER_TOKENS)], num_positions)})
+    num_blocks = -(-(length + 1 + ANSWER_TOKENS) // block)
+    arguments = offloaded(block, max(4, num_blocks // 8), num_blocks + len(positions), max_num_batched_tokens=chunk)
+    with two_ranks(path, **arguments) as llm:
+        answers = token_ids(llm, [make_prompt(document, position) for position in positions], greedy(ANSWER_TOKENS))
+    assert answers == [expected_answer(document, position, ANSWER_TOKENS) for position in positions]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_recall_network_recalls_every_position(kv_heads: int, tmp_path: Path) -> None:
+    ask(tmp_path, 1024, kv_heads, block=32, chunk=200, num_positions=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_recall_network_recalls_every_position_of_32k_tokens(kv_heads: int, tmp_path: Path) -> None:
+    ask(tmp_path, 32768, kv_heads, block=256, chunk=4096, num_positions=100)
+
+
 # ---- the engine around it
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_share_of_weights_and_kv_cache(tmp_path: Path) -> None:
+    """As the system counts the memory of the processes, beyond that of ranks without a model to speak of."""
+    sizes = {"hidden": 1024, "intermediate": 4096, "heads": 16, "kv_heads": 8, "head_dim": 64, "vocab": 32000}
+    make_checkpoint(tmp_path / "small")
+    make_checkpoint(tmp_path / "large", "llama", layers=6, **sizes)
+    arguments = {"kvcache_block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 1, "swap_space": 0}
+    found = {}
+    for name, num_blocks in (("small", 4), ("large", 1000)):
+        with two_ranks(tmp_path / name, num_gpu_blocks=num_blocks, **arguments) as llm:
+            token_ids(llm, prompts(9), greedy(2))
+            found[name] = [resident_bytes(rank.process.pid) for rank in llm.engine.executor._ranks]  # type: ignore[attr-defined]
+            held = llm.kv_stats().device_bytes + llm.engine.executor.spec.num_weights * 4  # type: ignore[attr-defined]
+    with LLM(tmp_path / "large", num_gpu_blocks=1000, **arguments) as llm:
+        whole = llm.kv_stats().device_bytes + llm._runner.spec.num_weights * 4
+    assert held == pytest.approx(whole / 2, rel=0.01)
+    for small, large in zip(found["small"], found["large"], strict=True):
+        assert large - small == pytest.approx(held, rel=0.03)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_placeholder_weights_are_those_of_one_rank(tmp_path: Path) -> None:
@@ -220,3 +308,15 @@ def test_an_interrupted_step_leaves_the_engine_usable(model_dir: Path) -> None:
             token_ids(llm, prompts(40), greedy(5))
         llm.watch_steps(None)
         assert token_ids(llm, prompts(40), greedy(5)) == expected
+
+
+def test_a_killed_rank_ends_the_engine(model_dir: Path) -> None:
+    """Last, since the processes of the ranks end with it; `test_rank_failures.py` has the other ways to fail."""
+    with two_ranks(model_dir, **RESIDENT) as llm:
+        ranks = llm.engine.executor._ranks  # type: ignore[attr-defined]
+        llm.watch_steps(lambda share: os.kill(ranks[1].process.pid, signal.SIGKILL))
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="rank 1 was killed by signal 9; the engine has ended"):
+            token_ids(llm, prompts(40), greedy(5))
+        assert time.monotonic() - start < 10
+        assert not any(rank.process.pid and Path(f"/proc/{rank.process.pid}").exists() for rank in ranks)

@@ -177,10 +177,14 @@ def _parquet_rows(
             used = batch.select([name for name in batch.schema.names if name in used_columns])
             for i in wanted:
                 source = f"{path.name} row {index + i - first + 1}"
-                columns = {name: _as_python(used.column(name)[i]) for name in used.schema.names}
-                yield Row(index + i, source, columns, batch.slice(i, 1))
+                yield Row(index + i, source, python_row(used, i), batch.slice(i, 1))
         index += batch.num_rows
     return index
+
+
+def python_row(table: pyarrow.RecordBatch | pyarrow.Table, index: int) -> dict[str, Any]:
+    """A row of a table by the names of its columns."""
+    return {name: _as_python(table.column(name)[index]) for name in table.schema.names}
 
 
 def _as_python(value: Any) -> Any:

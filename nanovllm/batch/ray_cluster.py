@@ -32,8 +32,6 @@ def connect(address: str | None, verbose: bool) -> None:
     Raises ConfigError.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without a GPU an actor sees all of them, as any other process does.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"log_to_driver": verbose, "logging_level": "INFO" if verbose else "ERROR"}
     try:
         if address is None and not os.environ.get("RAY_ADDRESS"):

@@ -33,6 +33,10 @@ class ReplicaSettings:
     def __post_init__(self) -> None:
         if self.engine_arguments.get("enable_lora"):
             raise ConfigError("enable_lora=True: rows of a batch cannot name adapters yet; leave it out")
+        if self.engine_arguments.get("distributed_executor_backend") == "external_launcher":
+            raise ConfigError(
+                "distributed_executor_backend='external_launcher': a replica starts its ranks; leave it out"
+            )
 
 
 class Replica:
@@ -46,7 +50,6 @@ class Replica:
         from nanovllm.llm import LLM  # imports torch, which takes seconds
 
         self.llm = LLM(settings.model, **settings.engine_arguments)
-        self.given_sampling = frozenset(settings.sampling)
         defaults = self.llm.get_default_sampling_params()
         self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         self._client = EngineClient(self.llm.engine)

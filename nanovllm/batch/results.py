@@ -212,10 +212,7 @@ class ResultDirectory:
         import pyarrow.parquet as pq
 
         table = pa.Table.from_batches([row.data for row, _ in self._held], self._schema)
-        table = table.rename_columns([_kept_name(name, table.column_names) for name in table.column_names])
-        for name, kind in _result_types().items():
-            values = [row.index if name == "row_index" else result.columns[name] for row, result in self._held]
-            table = table.append_column(name, pa.array(values, kind))
+        table = with_results(table, [result for _, result in self._held])
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer)
         return bytes(buffer.getvalue())
@@ -274,6 +271,17 @@ def _kept_name(name: str, names: Sequence[str] | Mapping[str, Any]) -> str:
         while name in names:
             name = f"input.{name}"
     return name
+
+
+def with_results(table: pyarrow.Table, results: Sequence[RowResult]) -> pyarrow.Table:
+    """The table of rows with the columns of their results, of the same types whatever the rows are."""
+    import pyarrow as pa
+
+    table = table.rename_columns([_kept_name(name, table.column_names) for name in table.column_names])
+    for name, kind in _result_types().items():
+        values = [result.index if name == "row_index" else result.columns[name] for result in results]
+        table = table.append_column(name, pa.array(values, kind))
+    return table
 
 
 def _result_types() -> dict[str, pyarrow.DataType]:

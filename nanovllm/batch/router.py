@@ -6,10 +6,9 @@ it is. What two rows share is known to a factor of two, which is enough to tell 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import xxhash
 
@@ -17,7 +16,6 @@ from nanovllm.batch.rows import Row, RowRequest
 
 SHORTEST = 256  # bytes of a prefix that is looked up
 KNOWN_PREFIXES = 1 << 14  # hashes that are kept for a replica
-MOST_CANDIDATES = 1024  # waiting rows among which the next one is chosen
 
 
 def prefix_hashes(parts: Iterable[bytes]) -> tuple[int, ...]:
@@ -45,28 +43,32 @@ class WaitingRow:
     losses: int = 0
 
 
-@dataclass(slots=True)
 class Router:
-    """The rows that wait for a replica, in input order. by_prefix: False takes them as they come."""
+    """The rows that wait for a replica. by_prefix: False gives them out in input order.
 
-    by_prefix: bool = True
-    num_characters: int = 0  # of the waiting rows
-    _waiting: OrderedDict[int, WaitingRow] = field(default_factory=OrderedDict)  # by index
-    _known: dict[int, OrderedDict[int, None]] = field(default_factory=dict)  # replica: hashes, latest last
+    Rows with the same hashes are one group, in input order, so that choosing costs what the groups are, not the rows.
+    """
+
+    def __init__(self, by_prefix: bool = True) -> None:
+        self.by_prefix = by_prefix
+        self.num_characters = 0  # of the waiting rows
+        self._num_rows = 0
+        self._groups: OrderedDict[tuple[int, ...], deque[WaitingRow]] = OrderedDict()  # by hashes
+        self._known: dict[int, OrderedDict[int, None]] = {}  # by replica: hashes of what it was given, latest last
+        self._owners: dict[int, set[int]] = {}  # by hash: the replicas that know it
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._num_rows
 
     def add(self, waiting: WaitingRow) -> None:
         """Add a row behind the others."""
-        self._waiting[waiting.row.index] = waiting
-        self.num_characters += waiting.num_characters
+        self._group(waiting).append(waiting)
 
     def add_first(self, rows: Iterable[WaitingRow]) -> None:
         """Add the rows of a lost worker, in their order, in front of the others."""
         for waiting in reversed(list(rows)):
-            self.add(waiting)
-            self._waiting.move_to_end(waiting.row.index, last=False)
+            self._group(waiting).appendleft(waiting)
+            self._groups.move_to_end(self._key(waiting), last=False)
 
     def take(self, replica: int, is_idle: bool) -> WaitingRow | None:
         """The next row for a replica; None if it should leave the waiting rows to the others.
@@ -74,46 +76,59 @@ class Router:
         The row that shares most with what the replica has, unless another replica has more of it. is_idle: the replica
         has too little to do, so it also gets rows that others have more of, those first of which least is lost.
         """
-        known = self._known.setdefault(replica, OrderedDict())
         best, best_rank = None, (-1, 0)
-        for waiting in self._candidates():
-            here = _num_known(waiting.hashes, known)
-            elsewhere = self._known_elsewhere(waiting, replica)
+        for hashes in self._groups:
+            here, elsewhere = self._shared(hashes, replica)
             rank = (1, here) if here >= elsewhere else (0, -elsewhere)
             if rank > best_rank and (is_idle or rank[0]):
-                best, best_rank = waiting, rank
-        if best is not None:
-            self._assign(best, known)
-        return best
+                best, best_rank = hashes, rank
+        if best is None:
+            return None
+        group = self._groups[best]
+        waiting = group.popleft()
+        if not group:
+            del self._groups[best]
+        self._num_rows -= 1
+        self.num_characters -= waiting.num_characters
+        self._learn(replica, best)
+        return waiting
 
     def forget(self, replica: int) -> None:
         """The replica's KV cache is lost."""
-        self._known.pop(replica, None)
+        for prefix in self._known.pop(replica, ()):
+            self._disown(replica, prefix)
 
-    def _candidates(self) -> Iterator[WaitingRow]:
-        return islice(self._waiting.values(), MOST_CANDIDATES if self.by_prefix else 1)
+    def _key(self, waiting: WaitingRow) -> tuple[int, ...]:
+        return waiting.hashes if self.by_prefix else ()
 
-    def _known_elsewhere(self, waiting: WaitingRow, replica: int) -> int:
-        others = [known for other, known in self._known.items() if other != replica]
-        return max((_num_known(waiting.hashes, known) for known in others), default=0)
+    def _group(self, waiting: WaitingRow) -> deque[WaitingRow]:
+        self._num_rows += 1
+        self.num_characters += waiting.num_characters
+        return self._groups.setdefault(self._key(waiting), deque())
 
-    def _assign(self, waiting: WaitingRow, known: OrderedDict[int, None]) -> None:
-        del self._waiting[waiting.row.index]
-        self.num_characters -= waiting.num_characters
-        if not self.by_prefix:
-            return
-        for prefix in reversed(waiting.hashes):  # the shortest, which most rows share, last: it is forgotten last
+    def _shared(self, hashes: tuple[int, ...], replica: int) -> tuple[int, int]:
+        """How many of the prefixes, which are from short to long, the replica knows, and how many another one."""
+        here = elsewhere = 0
+        for count, prefix in enumerate(hashes, start=1):
+            owners = self._owners.get(prefix)
+            if owners is None:
+                break
+            is_here = replica in owners
+            here = count if is_here else here
+            elsewhere = count if len(owners) > is_here else elsewhere
+        return here, elsewhere
+
+    def _learn(self, replica: int, hashes: tuple[int, ...]) -> None:
+        known = self._known.setdefault(replica, OrderedDict())
+        for prefix in reversed(hashes):  # the shortest, which most rows share, last: it is forgotten last
             known[prefix] = None
             known.move_to_end(prefix)
+            self._owners.setdefault(prefix, set()).add(replica)
         while len(known) > KNOWN_PREFIXES:
-            known.popitem(last=False)
+            self._disown(replica, known.popitem(last=False)[0])
 
-
-def _num_known(hashes: tuple[int, ...], known: OrderedDict[int, None]) -> int:
-    """How many of a row's prefixes are known: they are from short to long."""
-    count = 0
-    for prefix in hashes:
-        if prefix not in known:
-            break
-        count += 1
-    return count
+    def _disown(self, replica: int, prefix: int) -> None:
+        owners = self._owners[prefix]
+        owners.discard(replica)
+        if not owners:
+            del self._owners[prefix]

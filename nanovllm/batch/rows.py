@@ -62,8 +62,7 @@ class RowRequest:
         yield repr((self.cache_salt, self.template_options)).encode(errors="replace")
         if self.prompt is not None:
             yield self.prompt.encode(errors="replace")
-        for token in self.prompt_token_ids or ():
-            yield b"%d " % token if isinstance(token, int) else b"? "
+        yield " ".join(map(str, self.prompt_token_ids or ())).encode(errors="replace")
         for message in self.messages or ():
             content = message.get("content")
             text = content if isinstance(content, str) else json.dumps(content, default=str)
@@ -117,7 +116,8 @@ class RowFormat:
         """The request of a row. Raises RequestError, which says what is wrong with it."""
         if row.error is not None:
             raise RequestError(row.error)
-        columns = {name: value for name, value in row.columns.items() if name in self.used_columns}
+        used = self.used_columns
+        columns = {name: value for name, value in row.columns.items() if name in used}
         if self.prompt_column in columns:
             columns["prompt"] = columns.pop(self.prompt_column)
         given = {name: _read_json(name, value) for name, value in columns.items() if value is not None}

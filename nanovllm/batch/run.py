@@ -199,16 +199,15 @@ class BatchRun:
                 raise EngineError(f"replica {event.replica} answered row {result.index}, which it was not given")
             self._empty_lives[event.replica] = 0
             self._has_ended_rows = True
-            if result.error is not None and not result.error.startswith(waiting.row.source):
+            if result.error is not None:
                 result.columns["error"] = f"{waiting.row.source}: {result.error}"
             self._write(waiting.row, result)
 
     def _lose(self, event: Lost) -> None:
         lost = list(self._running.pop(event.replica, {}).values())
         self.router.forget(event.replica)
-        self.on_loss(
-            f"a worker of replica {event.replica} was lost with {len(lost)} rows, which run again: {event.reason}"
-        )
+        rows = f"with {len(lost)} rows, which run again" if lost else "without rows"
+        self.on_loss(f"a worker of replica {event.replica} was lost {rows}: {event.reason}")
         again = []
         lives = self._empty_lives[event.replica] = self._empty_lives.get(event.replica, 0) + 1
         for waiting in lost:
@@ -228,3 +227,4 @@ class BatchRun:
 
     def _write(self, row: Row, result: RowResult) -> None:
         self.on_result(row, self.output.add(row, result))
+        self.output.flush_if_due()

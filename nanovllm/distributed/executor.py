@@ -180,7 +180,7 @@ class TensorParallelExecutor:
         while True:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 rank, has_ended = key.data
-                message = None if has_ended else _received(rank)
+                message = _last_words(rank) if has_ended else _received(rank)
                 if message is None or isinstance(message, Failure):
                     raise self._failed(rank, message)
                 if isinstance(message, Hello):
@@ -234,7 +234,7 @@ class TensorParallelExecutor:
         while (left := deadline - time.monotonic()) > 0 and not any(map(_is_cause, failures.values())):
             for key, _ in self._selector.select(left):
                 other, has_ended = key.data
-                message = None if has_ended else _received(other)
+                message = _last_words(other) if has_ended else _received(other)
                 if message is None or isinstance(message, Failure):
                     failures[other.index] = failures.get(other.index) or message
         index = next((index for index, each in failures.items() if _is_cause(each)), rank.index)
@@ -279,6 +279,15 @@ def _received(rank: Rank) -> Any | None:
         return rank.channel.receive()
     except (EOFError, OSError):
         return None
+
+
+def _last_words(rank: Rank) -> Failure | None:
+    """The failure that a rank has sent before its process ended, if any."""
+    with suppress(EOFError, OSError):
+        while rank.channel.connection.poll():
+            if isinstance(message := rank.channel.receive(), Failure):
+                return message
+    return None
 
 
 def _is_cause(failure: Failure | None) -> bool:

@@ -51,10 +51,17 @@ def start_ranks(config: EngineConfig) -> StartedRanks:
             f"tensor_parallel_size={config.tensor_parallel_size}: a script that makes an LLM with several ranks needs "
             "`if __name__ == '__main__':` around it, since every rank imports the script"
         )
-    listening = socket.create_server((LOOPBACK, 0))  # the system chooses the port; other machines do not reach it
-    port, size = listening.getsockname()[1], config.tensor_parallel_size
-    store = _store(LOOPBACK, port, is_master=True, listening=listening)
-    return StartedRanks([_spawn(_setup(config, rank, rank, size, LOOPBACK, port)) for rank in range(size)], [store])
+    store, port = local_store()
+    size = config.tensor_parallel_size
+    ranks = [_spawn(rank_setup(config, rank, rank, size, LOOPBACK, port)) for rank in range(size)]
+    return StartedRanks(ranks, [store])
+
+
+def local_store() -> tuple[dist.TCPStore, int]:
+    """A store for ranks of this machine, and its port. The system chooses it; other machines do not reach it."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return _store(LOOPBACK, port, is_master=True, listening=listening), port
 
 
 def _spawn(setup: RankSetup) -> tuple[Connection, BaseProcess]:
@@ -66,7 +73,8 @@ def _spawn(setup: RankSetup) -> tuple[Connection, BaseProcess]:
     return own, process
 
 
-def _setup(config: EngineConfig, rank: int, local_rank: int, local_size: int, host: str, port: int) -> RankSetup:
+def rank_setup(config: EngineConfig, rank: int, local_rank: int, local_size: int, host: str, port: int) -> RankSetup:
+    """store_host and store_port: `host` and `port`. The ranks of a machine divide the cores of this process."""
     return RankSetup(
         config=config,
         rank=rank,
@@ -110,7 +118,7 @@ def _start_with_torchrun(config: EngineConfig, given: Mapping[str, str]) -> Star
     local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(host, port, is_master=rank == 0 and not agent_has_store)
-    setup = _setup(config, rank, local_rank, local_size, host, port)
+    setup = rank_setup(config, rank, local_rank, local_size, host, port)
     if rank != 0:
         _become_rank(store, setup)
     key = secrets.token_bytes(32)

@@ -104,9 +104,9 @@ def _send_logs(channel: Channel, setup: RankSetup) -> None:
 
 def _serve(channel: Channel, setup: RankSetup) -> None:
     torch.set_num_threads(setup.threads)
-    config = _with_device(setup)
+    config = with_device(setup)
     group = ProcessGroup(setup.rank, setup.size, setup.local_size, channel)
-    _join(config, setup)
+    join(config, setup)
     runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), group)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
@@ -155,7 +155,7 @@ def _with_processors(batch: Batch, channel: Channel) -> Batch:
     )
 
 
-def _with_device(setup: RankSetup) -> EngineConfig:
+def with_device(setup: RankSetup) -> EngineConfig:
     """The configuration with the device that this rank uses: on CUDA, the GPU of its own number."""
     config, count = setup.config, torch.cuda.device_count()
     if count and config.device != "cpu":
@@ -170,7 +170,7 @@ def _with_device(setup: RankSetup) -> EngineConfig:
     return replace(config, device=device.torch_device.type)
 
 
-def _join(config: EngineConfig, setup: RankSetup) -> None:
+def join(config: EngineConfig, setup: RankSetup) -> None:
     """Join the process group of all ranks."""
     on_cuda, timeout = config.device == "cuda", timedelta(seconds=config.distributed_timeout_seconds)
     if setup.store_host == LOOPBACK:  # all ranks are on this machine, whose own name may not resolve

@@ -139,6 +139,11 @@ def explain_non_finite_logits(model: Decoder) -> str:
         named = ", ".join(damaged[:MOST_NAMED])
         others = f" and {len(damaged) - MOST_NAMED} more" if len(damaged) > MOST_NAMED else ""
         return f"the logits hold NaN or infinity, and so do the weights, in {named}{others}: get the checkpoint anew"
+    if model.group is not None:
+        return (
+            "the logits hold NaN or infinity, which was computed, or is in weights that another rank holds: those of "
+            "the first are finite; run one rank to see which, or get the checkpoint anew"
+        )
     dtype = str(model.dtype).removeprefix("torch.")
     advice = "use dtype='bfloat16' or 'float32'" if model.dtype is torch.float16 else "check the checkpoint's config"
     return (

@@ -3,6 +3,6 @@
 from nanovllm.gguf.config import generation_fields
 from nanovllm.gguf.model import read_config
 from nanovllm.gguf.tensors import list_tensors
-from nanovllm.gguf.tokenizer import load_tokenizer
+from nanovllm.gguf.tokenizer import has_tokenizer, load_tokenizer
 
-__all__ = ["generation_fields", "list_tensors", "load_tokenizer", "read_config"]
+__all__ = ["generation_fields", "has_tokenizer", "list_tensors", "load_tokenizer", "read_config"]

@@ -19,11 +19,17 @@ from nanovllm.model_files.json_fields import FLAG, TEXT, integer
 
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # types of tokens
+NO_TOKENIZER = (None, "none", "no_vocab")
 MAX_TOKENS = 1 << 21
 SPACE = "▁"  # SentencePiece's mark
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # Tokens that end a turn. Files name only one end, and llama.cpp too stops at these.
 END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether the file describes a tokenizer."""
+    return read_header(path).metadata.get(f"{PREFIX}model") not in NO_TOKENIZER
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -33,7 +39,7 @@ def load_tokenizer(path: Path) -> Any:
     metadata = Metadata(path, read_header(path).metadata)
     kind = metadata.get(f"{PREFIX}model", TEXT)
     if kind not in _KINDS:
-        found = "has no tokenizer" if kind is None else f"has a tokenizer of kind {quoted(kind)}"
+        found = "has no tokenizer" if kind in NO_TOKENIZER else f"has a tokenizer of kind {quoted(kind)}"
         raise ModelError(
             f"{path} {found}; supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
         )

@@ -63,7 +63,7 @@ class GgufWeight:
 
     def slots(self) -> NamedSlots:
         for sizes, kind, weight in self._groups:
-            data = weight if isinstance(weight, Tensor) else weight.data
+            data = weight if isinstance(weight, Tensor) else weight.in_rows().data
             for module, view in zip(sizes, data.split(list(sizes.values())), strict=True):
                 shape = (sizes[module], weight.shape[1])
                 randomize = None if kind is None else _randomizer(view, kind, shape[1])

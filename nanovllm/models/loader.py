@@ -109,6 +109,7 @@ def load_model(
         if name in names:
             _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
+    _check_unused_biases(spec, stored)
     decoder.finish_loading()
     return decoder
 
@@ -147,7 +148,12 @@ def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTe
 
 
 def _harmless(name: str, spec: DecoderSpec) -> bool:
-    """Whether the checkpoint may hold a tensor that is not used: an old buffer, or a tied output projection."""
+    """Whether the checkpoint may hold a tensor that is not used: an old buffer, a tied output projection, or a bias.
+
+    Some tools write a bias of zeros for every quantized matrix; `_check_unused_biases` looks at them.
+    """
+    if spec.quantization is not None and name.endswith(".bias"):
+        return any(name == f"{module}.bias" for module, _, _ in spec.matrices())
     return bool(BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == LM_HEAD)
 
 
@@ -166,6 +172,16 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
             f"{directory} holds tensors in formats that are not read ({named}); "
             f"read are {', '.join(expected[unreadable[0]].dtypes)}."
         )
+
+
+def _check_unused_biases(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
+    """Raise ModelError if a bias that the network does not have holds anything but zeros."""
+    used = dict(spec.tensors())
+    for name, tensor in stored.items():
+        if name.endswith(".bias") and name not in used:
+            with open_tensor(name, tensor) as bias:
+                if bool(bias.any()):
+                    raise ModelError(f"{tensor.file}: {name} is not zero, but a {spec.architecture} has no such bias.")
 
 
 def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder) -> None:

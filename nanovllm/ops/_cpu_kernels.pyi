@@ -135,6 +135,7 @@ class PackedWeight:
         scales: int,
         scale_dtype: str,
         zeros: int,
+        outputs_per_scale: int,
         group_size: int,
         in_features: int,
         out_features: int,

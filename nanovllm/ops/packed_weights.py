@@ -101,11 +101,18 @@ class PackedWeight:
             blocks = packed_panels.rows_to_blocks(self.scheme, data)
         if self.scheme == "fp8" and bool((blocks & 127 == 127).any()):
             raise ValueError("An fp8 weight is NaN, which the CPU kernel does not support.")
-        if scales is not None:
-            scales = packed_panels.groups_to_panels(_scales_of_rows(scales, self.out_features, slice(None)))
+        if scales is not None and scales.shape[0] == self.out_features:  # else outputs share them, and they stay
+            scales = packed_panels.groups_to_panels(scales)
         zeros = None if self.zeros is None else packed_panels.groups_to_panels(self.zeros)
         data = packed_panels.blocks_to_panels(self.scheme, blocks)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
+
+    def in_rows(self) -> PackedWeight:
+        """The same weight in rows, the inverse of `in_panels`."""
+        if self.panel_outputs is None:
+            return self
+        rows = self.rows(slice(None))
+        return rows if self.scales is None or self.scales.dim() == 3 else replace(rows, scales=self.scales)
 
     def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
         block = GGUF_BLOCKS.get(self.scheme)
@@ -116,10 +123,13 @@ class PackedWeight:
         else:
             row_bytes = self.in_features // 2 if self.scheme == "int4" else self.in_features
             data = packed_panels.blocks_to_rows(self.scheme, data, row_bytes).view(_DATA_DTYPES[self.scheme])
-        scales, zeros = (
-            None if part is None else packed_panels.panels_to_groups(part, outputs)
-            for part in (self.scales, self.zeros)
-        )
+        scales, zeros = self.scales, self.zeros
+        if scales is not None and scales.dim() == 3:
+            scales = packed_panels.panels_to_groups(scales, outputs)
+        elif scales is not None:
+            scales = _scales_of_rows(scales, self.out_features, outputs)
+        if zeros is not None:
+            zeros = packed_panels.panels_to_groups(zeros, outputs)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=None)
 
 
@@ -195,12 +205,16 @@ def cpu_packed_linear(
 def kernel_weight(weight: PackedWeight) -> _cpu_kernels.PackedWeight:
     """A weight in panels as the C++ kernel takes it; valid as long as `weight` lives."""
     scales, zeros = weight.scales, weight.zeros
+    outputs_per_scale = 1
+    if scales is not None and scales.dim() == 2:
+        outputs_per_scale = FP8_BLOCK if scales.shape[0] > 1 else weight.out_features + packed_panels.OUTPUTS
     return _cpu_kernels.PackedWeight(
         scheme=weight.scheme,
         data=weight.data.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
         scale_dtype="float32" if scales is None else KERNEL_DTYPES[scales.dtype],
         zeros=0 if zeros is None else zeros.data_ptr(),
+        outputs_per_scale=outputs_per_scale,
         group_size=weight.group_size if scales is None or scales.shape[1] > 1 else weight.in_features,
         in_features=weight.in_features,
         out_features=weight.out_features,
@@ -212,8 +226,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
 
     The GGUF schemes give the bits of the `gguf` package.
     """
-    if weight.panel_outputs is not None:
-        weight = weight.rows(slice(None))
+    weight = weight.in_rows()
     if weight.scheme in GGUF_BLOCKS:
         block = GGUF_BLOCKS[weight.scheme]
         blocks = weight.data.unflatten(-1, (-1, block.bytes))

@@ -127,8 +127,12 @@ def read_compressed_tensors(config: Mapping[str, Any], dtype: str) -> PackedMeth
     """The method of a `quantization_config` of compressed-tensors. Raises ModelError for what is not supported."""
     fields = read_fields(config, _RULES, _WITHOUT_EFFECT)
     refuse_unless(fields, "quantization_status", "compressed", "frozen")
-    for name in ("sparsity_config", "transform_config", "kv_cache_scheme"):
+    for name in ("transform_config", "kv_cache_scheme"):
         refuse_unless(fields, name, {})
+    if fields.get("sparsity_config", {}).get("format", "dense") != "dense":
+        raise ModelError(
+            f"{WHERE}: sparsity_config={quoted(fields['sparsity_config'])}: sparse weights are not supported."
+        )
     groups = fields.get("config_groups", {})
     if len(groups) != 1:
         raise ModelError(

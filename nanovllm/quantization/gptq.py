@@ -46,6 +46,7 @@ _RULES = MappingProxyType(
         "desc_act": FLAG,
         "sym": FLAG,
         "lm_head": FLAG,
+        "method": TEXT,
         "checkpoint_format": TEXT,
         "format": TEXT,
         "pack_dtype": TEXT,
@@ -130,6 +131,7 @@ def read_gptq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
         if name not in fields:
             raise ModelError(f"{WHERE}: a gptq checkpoint must say its {name}.")
     refuse_unless(fields, "bits", 4, 8)
+    refuse_unless(fields, "method", "gptq")
     refuse_unless(fields, "pack_dtype", "int32")
     refuse_unless(fields, "dynamic", {})
     refuse_unless(fields, "is_marlin_format", False)

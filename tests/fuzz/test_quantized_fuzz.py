@@ -1,0 +1,120 @@
+"""Damaged quantized checkpoints: `quantization_config` and safetensors headers, loaded or refused in one sentence.
+
+Their fields, shapes, types and offsets are changed as values, and the header as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import struct
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bounded import FuzzRun, FuzzTarget
+from checkpoints import make_checkpoint
+from hypothesis import strategies as st
+from quantized_checkpoints import quantize
+from test_model_files import CHANGES, DAMAGE, as_json, changed, damaged
+
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_model
+
+LONGEST = 2000  # characters of a message
+GROWTH = 64 << 10  # KiB that the process may grow by besides the file
+WEIGHTS = "model.safetensors"
+FORMS = ("gptq-32-asymmetric", "awq-32", "pack-quantized-asymmetric", "fp8", "fp8-tensor")
+FORM = st.sampled_from(FORMS)
+
+
+@cache
+def original(form: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="nanovllm-fuzz-"))
+    make_checkpoint(folder / "plain", layers=1, hidden=64, intermediate=64, heads=4, kv_heads=2, vocab=60)
+    return quantize(folder / "plain", folder / form, form)
+
+
+def outcome(form: str, file: str, content: bytes) -> str:
+    """Replace a file of the checkpoint by `content` and load it."""
+    with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as name:
+        model = Path(name)
+        for path in original(form).iterdir():
+            if path.name != file:
+                os.link(path, model / path.name)
+        (model / file).write_bytes(content)
+        _load(original(form))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            _load(model)
+            word = "accepted"
+        except (ModelError, ConfigError) as error:
+            message = str(error)
+            assert name in message and "\n" not in message and len(message) < LONGEST, message
+            word = "refused"
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < GROWTH + len(content) // 1024, f"{grown} KiB more than ever before"
+    return word
+
+
+def _load(model: Path) -> None:
+    """Load the weights and compute with them."""
+    spec = load_decoder_spec(model)
+    decoder = load_model(model, spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
+    layer = decoder.layers[0]
+    assert layer.down(torch.ones(1, spec.intermediate_size)).shape == (1, spec.hidden_size)
+    assert layer.qkv(torch.ones(1, spec.hidden_size)).shape == (1, spec.q_size + 2 * spec.kv_size)
+
+
+def config_by_values(form: str, changes: list[dict[str, Any]]) -> str:
+    config = json.loads((original(form) / "config.json").read_text())
+    config["quantization_config"] = changed(config["quantization_config"], changes)
+    return outcome(form, "config.json", as_json(config))
+
+
+def header_by_values(form: str, changes: list[dict[str, Any]]) -> str:
+    content = (original(form) / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    text = as_json(changed(json.loads(content[8 : 8 + length]), changes))
+    return outcome(form, WEIGHTS, struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def header_by_bytes(form: str, damage: list[dict[str, Any]]) -> str:
+    content = (original(form) / WEIGHTS).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return outcome(form, WEIGHTS, damaged(content, damage, 8 + length))
+
+
+def _target(name: str, check: Callable[..., str], **strategies: Any) -> FuzzTarget:
+    return FuzzTarget(f"quantized-{name}", check, form=FORM, **strategies)
+
+
+TARGETS = (
+    _target("config-values", config_by_values, changes=CHANGES),
+    _target("header-values", header_by_values, changes=CHANGES),
+    _target("header-bytes", header_by_bytes, damage=DAMAGE),
+)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_damaged_files_are_loaded_or_refused(target: FuzzTarget) -> None:
+    target.replay()
+    target.run_examples(15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_thousand_damaged_files(target: FuzzTarget) -> None:
+    target.run_examples(1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_damaged_files_for_long(target: FuzzTarget, fuzz_run: FuzzRun) -> None:
+    fuzz_run(target)
