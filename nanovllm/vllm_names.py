@@ -132,7 +132,7 @@ ENGINE_ARGUMENTS = _table(
         {"numa_bind": OFF, "numa_bind_nodes": UNSET, "numa_bind_cpus": UNSET},
     ),
     (
-        "mixtures of experts are not among the model families",
+        "all experts of a model are on one device, and their kernels are chosen by the device",
         {
             "enable_return_routed_experts": OFF,
             "enable_expert_parallel": OFF,
@@ -449,7 +449,7 @@ SAMPLING_PARAMETERS = _table(
     ),
     ("the engine does not parse reasoning", {"thinking_token_budget": (None, -1)}),
     ("repetition_penalty and frequency_penalty act against repetition", {"repetition_detection": UNSET}),
-    ("mixtures of experts are not among the model families", {"routed_experts_prompt_start": (0,)}),
+    ("outputs do not say which experts a token had", {"routed_experts_prompt_start": (0,)}),
     ("prompt_logprobs scores tokens that are given", {"trace_decode_token_ids": UNSET}),
     ("it is structured_outputs now", {"guided_decoding": UNSET}),
 )
