@@ -113,16 +113,17 @@ def test_what_is_no_value_costs_one_sentence(
     assert stopped.value.code == 2 and told in printed and printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch", "bench"])
 def test_every_command_takes_the_engine_flags_of_vllm(command: str, tmp_path: Path) -> None:
     """Also where the command has a flag of the same name, such as --chat-template or --shutdown-timeout."""
     parser = importlib.import_module(f"nanovllm.cli.{command}").add_parser(Parser().add_subparsers(), "")
+    model = ["--model", str(tmp_path), *(["--input", "data.jsonl", "--output", "out"] if command == "batch" else [])]
     words = "--block-size 32 --enable-chunked-prefill --disable-log-stats --tokenizer-mode auto --kv-cache-dtype auto"
-    args = parser.parse_args(["--model", str(tmp_path), *words.split(), "--compilation-config", "{}"])
+    args = parser.parse_args([*model, *words.split(), "--compilation-config", "{}"])
     assert checked_config(args) == engine_config(tmp_path, {"kvcache_block_size": 32})
     assert "--tokenizer-mode" not in parser.format_help() and "--block-size" not in parser.format_help()
     with pytest.raises(ConfigError, match=r"tokenizer_mode='mistral': not supported"):
-        checked_config(parser.parse_args(["--model", str(tmp_path), "--tokenizer-mode", "mistral"]))
+        checked_config(parser.parse_args([*model, "--tokenizer-mode", "mistral"]))
 
 
 def test_a_type_without_a_flag_is_noticed() -> None:
