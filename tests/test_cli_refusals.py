@@ -72,7 +72,8 @@ def test_without_a_command_the_commands_are_named(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         main([])
     assert stopped.value.code == 2
-    assert "no command is given: name one of generate, chat, serve, batch, plan, bench, or see" in capsys.readouterr().err
+    told = "no command is given: name one of generate, chat, serve, batch, plan, bench, or see"
+    assert told in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(
