@@ -50,6 +50,7 @@ test-bits: venv
 # FUZZ_SECONDS of fuzz tests.
 FUZZ_SECONDS ?= 600
 test-full: test
+	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet 'ray[data]'  # for slow tests only
 	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) -m slow
 
 # Uses the packages of $(PYTHON) and installs nothing: a machine with a GPU may have no network. See benchmarks/GPU.md.

@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CPU_KERNELS = ("cpu_kernels", "cpu_linear", "cpu_rows", "cpu_layer")
+CPU_KERNELS = ("cpu_kernels", "cpu_linear", "cpu_rows", "cpu_layer", "cpu_packed")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 

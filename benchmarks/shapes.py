@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import ConfigError
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.planner.network import Network
@@ -32,7 +33,7 @@ def shape_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model directory, without weights unless `load_format` says so, and the network that it describes."""
+    """A model directory or GGUF file, without weights unless `load_format` says so, and the network it describes."""
 
     name: str
     path: Path
@@ -109,8 +110,8 @@ def open_shape(model: str, num_layers: int | None, dtype: str, load_format: str 
 def _checkpoint(model: str, num_layers: int | None, dtype: str) -> Shape:
     if num_layers is not None:
         raise ConfigError(f"--num-layers {num_layers}: --load-format auto takes them all: say --num-layers all")
-    if not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"--model {model!r}: --load-format auto needs the directory of a checkpoint")
+    if not is_gguf(model) and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--model {model!r}: --load-format auto needs the directory of a checkpoint, or a GGUF file")
     spec = load_decoder_spec(Path(model))
     return Shape(Path(model).resolve().name, Path(model), spec, _dtype(dtype, spec), "auto")
 

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_cpu_kernels, m) {
     nanovllm::define_linear(m);
     nanovllm::define_rows(m);
     nanovllm::define_layer(m);
+    nanovllm::define_packed(m);
 }

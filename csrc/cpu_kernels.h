@@ -8,5 +8,6 @@ namespace nanovllm {
 void define_linear(pybind11::module_& m);
 void define_rows(pybind11::module_& m);
 void define_layer(pybind11::module_& m);
+void define_packed(pybind11::module_& m);
 
 }  // namespace nanovllm

@@ -1,10 +1,9 @@
 // Cuts a linear layer into pieces of work for the threads. Nothing decided here can change a bit of the results: a piece
 // computes whole outputs of whole rows.
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "cpu_linear.h"
+#include "cpu_scratch.h"
 
 namespace nanovllm::linear {
 namespace {
@@ -16,27 +15,6 @@ constexpr int64_t kMostPieceRows = 1024;
 constexpr int64_t kPiecesPerThread = 4;  // so that unequal pieces still end together
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Memory of a thread that stays for the next call: giving it back to the system would cost page faults every time.
-class Scratch {
-  public:
-    uint32_t* words(int64_t count) {
-        if (count > count_) {
-            data_.reset();  // first, so that the two are never held together
-            count_ = 0;
-            data_.reset(static_cast<uint32_t*>(::operator new[](size_t(count) * 4, std::align_val_t(64))));
-            count_ = count;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Free {
-        void operator()(uint32_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
-    };
-    std::unique_ptr<uint32_t, Free> data_;
-    int64_t count_ = 0;
-};
 
 const char* row_of_x(const Problem& p, const Kernel& k, int64_t row, int64_t input) {
     return static_cast<const char*>(p.x) + (row * p.x_stride + input) * k.element_bytes;

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.hub import find_directories
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
@@ -29,11 +30,13 @@ FLAGS = (
     "enforce_eager",
     "trust_remote_code",
     "skip_tokenizer_init",
+    "enable_lora",
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+EXECUTOR_BACKENDS = ("uni", "mp", "external_launcher")
 PreemptionMode = Literal["recompute", "swap"]
 PREEMPTION_MODES: tuple[str, ...] = get_args(PreemptionMode)
 # Arguments whose None stands for the default, as in vLLM.
@@ -44,6 +47,7 @@ NONE_IS_DEFAULT = (
     "enable_prefix_caching",
     "hf_overrides",
     "override_generation_config",
+    "distributed_timeout_seconds",
     *ENGINE_ALIASES,
 )
 
@@ -71,7 +75,12 @@ class EngineConfig:
     batch_invariant: None computes logits that do not depend on the batch if there are kernels for that, True refuses to
         start without such kernels, and False takes faster kernels if there are any.
     enforce_eager: launch decode steps kernel by kernel instead of replaying CUDA graphs.
+    tensor_parallel_size: ranks that share every layer, each on its own device. Sizes of memory are each rank's.
+    distributed_executor_backend: "mp" starts the ranks as processes of this machine, which is what None does;
+        "external_launcher" uses those that torchrun has started, on one machine or several.
+    distributed_timeout_seconds: a rank that is so far behind the others has failed, which ends the engine.
     trace: file for a timeline of all copies and kernels, written when the engine is closed.
+    quantization: the method that the checkpoint must have, such as "gptq"; None takes whatever its config says.
     trust_remote_code: True is accepted with a warning for models that need no code of their own. Code in a model
         directory is never run.
     tokenizer: a directory with the tokenizer files; None takes the model's. skip_tokenizer_init: no tokenizer at all;
@@ -81,6 +90,9 @@ class EngineConfig:
     generation_config: where the default sampling parameters come from: "auto" is the model directory, "vllm" is
         nowhere, and everything else is a directory. override_generation_config: fields that replace those found there.
     served_model_name: the model's name in metrics, or a list whose first name that is; None takes `model` as given.
+    enable_lora: requests may name LoRA adapters of a rank up to max_lora_rank. max_loras: adapters on the device, so
+        the most that running requests use. max_cpu_loras: adapters in host memory, at least max_loras, which is the
+        default. Memory for all of them is set aside at the start.
     revision, tokenizer_revision, download_dir, hf_token: of models that are named as on the Hugging Face hub; see
         `nanovllm.model_files.hub.find_directory`.
     """
@@ -105,9 +117,12 @@ class EngineConfig:
     preemption_mode: PreemptionMode | None = None
     swap_space: float | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     enforce_eager: bool = False
     batch_invariant: bool | None = None
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str | None = None
+    distributed_timeout_seconds: float = 60.0
     trace: str | Path | None = None
     trust_remote_code: bool = False
     tokenizer: str | None = None
@@ -116,6 +131,10 @@ class EngineConfig:
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     served_model_name: str | Sequence[str] | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
@@ -123,8 +142,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, directory in (("model", self.model), ("tokenizer", self.tokenizer)):
-            rule = "must be a directory: give the path of a local one in Hugging Face format"
-            _require(directory is None or _is_dir(directory), name, rule, directory)
+            rule = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
+            local = directory is None or _is_dir(directory) or is_gguf(directory)
+            _require(local, name, rule, directory)
         for name in FLAGS:
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         invariant = self.batch_invariant
@@ -135,12 +155,16 @@ class EngineConfig:
         _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
+        method = self.quantization
+        _require(method is None or isinstance(method, str), "quantization", "must be None or text", method)
         self._check_sizes()
         self._check_blocks()
+        self._check_lora()
         if self.trace is not None:
             possible = isinstance(self.trace, str | Path) and _can_be_file(Path(self.trace))
             _require(possible, "trace", "must be a file in a directory that exists", self.trace)
         self._check_model_files()
+        self._check_ranks()
 
     @property
     def model_name(self) -> str:
@@ -175,14 +199,25 @@ class EngineConfig:
         if self.max_logprobs != -1:
             _require_int("max_logprobs", self.max_logprobs, 0, "or -1 for no limit")
         _require_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        size, share, swap = self.tensor_parallel_size, self.gpu_memory_utilization, self.swap_space
-        _require(size == 1, "tensor_parallel_size", "only 1 is supported: the engine runs in one process", size)
+        share, swap = self.gpu_memory_utilization, self.swap_space
         rule = "must be a number above 0 and at most 1"
         _require(_is_number(share) and 0.0 < share <= 1.0, "gpu_memory_utilization", rule, share)
         if swap is not None:
             rule = "must be None or a number of GiB of at least 0"
             _require(_is_number(swap) and 0.0 <= swap < math.inf, "swap_space", rule, swap)
             _require(swap <= MOST_GIB, "swap_space", f"must be at most {MOST_GIB:,} GiB", swap)
+
+    def _check_ranks(self) -> None:
+        backend, seconds = self.distributed_executor_backend, self.distributed_timeout_seconds
+        _require_choice("distributed_executor_backend", backend, (None, *EXECUTOR_BACKENDS))
+        if self.tensor_parallel_size > 1:
+            rule = f"runs one rank, and tensor_parallel_size is {self.tensor_parallel_size}: leave it out"
+            _require(backend != "uni", "distributed_executor_backend", rule, backend)
+        else:
+            rule = "needs tensor_parallel_size above 1: torchrun has started several ranks"
+            _require(backend != "external_launcher", "distributed_executor_backend", rule, backend)
+        rule = "must be a number of seconds above 0"
+        _require(_is_number(seconds) and 0 < seconds < math.inf, "distributed_timeout_seconds", rule, seconds)
 
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:
@@ -198,6 +233,23 @@ class EngineConfig:
             _require(self.num_cpu_blocks <= 0, "num_cpu_blocks", rule, self.num_cpu_blocks)
             rule = "needs enable_cpu_offload=True: without offload no KV block is on the host, so leave it out"
             _require(self.cpu_attention, "cpu_attention", rule, self.cpu_attention)
+
+    def _check_lora(self) -> None:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            value, default = getattr(self, name), getattr(EngineConfig, name)
+            rule = "needs enable_lora=True: without it requests have no adapters"
+            _require(self.enable_lora or value == default, name, rule, value)
+            if value is not None:
+                _require_int(name, value, 1)
+        rule = f"needs tensor_parallel_size=1, not {self.tensor_parallel_size}: adapters are not divided among ranks"
+        _require(not self.enable_lora or self.tensor_parallel_size == 1, "enable_lora", rule, self.enable_lora)
+        rule = f"must be at least max_loras={self.max_loras}: each adapter on the device is in host memory too"
+        _require(self.num_cpu_loras >= self.max_loras, "max_cpu_loras", rule, self.max_cpu_loras)
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Adapters in host memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineConfig:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 from torch import Tensor
 
+from nanovllm.layers.linear import RowAdapters
 from nanovllm.ops.attention import SequenceMetadata
 
 
@@ -41,9 +43,17 @@ class WatchedKVCache:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """The inputs of all layers of one forward pass."""
+    """The inputs of all layers of one forward pass.
+
+    adapters: of each part of `Decoder.chunk_rows` rows, in order; empty if no row has one.
+    """
 
     positions: Tensor  # int64 [tokens]
     rope_lengths: Tensor  # int64 [tokens]: max(prompt length, position + 1), which dynamic RoPE scales by
     sequences: tuple[SequenceMetadata, ...]
     kv_cache: KVCache
+    adapters: Sequence[RowAdapters | None] = ()
+
+    def adapters_of_parts(self) -> Iterable[RowAdapters | None]:
+        """The adapters of part after part; without end if no row has one."""
+        return self.adapters or repeat(None)

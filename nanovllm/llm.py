@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,7 @@ from nanovllm.prompts import (
     PromptParts,
     check_use_tqdm,
     final_only,
+    lora_request_for_each,
     params_for_each,
     priority_for_each,
     prompt_parts,
@@ -38,6 +40,7 @@ from nanovllm.vllm_names import LLM_METHODS
 if TYPE_CHECKING:  # for annotations only: these are sides
     from nanovllm.chat_template.process import TemplateProcess
     from nanovllm.chat_template.template import ChatTemplate
+    from nanovllm.lora.request import LoRARequest
     from nanovllm.planner.machine import Rates
     from nanovllm.planner.plan import Plan
     from nanovllm.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
@@ -48,6 +51,7 @@ CHAT_ARGUMENTS = (
     "messages",
     "sampling_params",
     "use_tqdm",
+    "lora_request",
     "priority",
     "chat_template",
     "add_generation_prompt",
@@ -64,6 +68,7 @@ class _Call(NamedTuple):
     prompt: PromptParts
     params: SamplingParams
     priority: int
+    lora_request: LoRARequest | None
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -135,6 +140,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
@@ -142,14 +148,15 @@ class LLM:
 
         prompts: one or several; each is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the
         dicts optionally with a "cache_salt" (see `LLMEngine.add_request`). sampling_params: one for all prompts or one
-        for each; None takes `get_default_sampling_params`. priority: one for all or for each; lower values run first.
+        for each; None takes `get_default_sampling_params`. lora_request: the adapter of all or of each, None for the
+        model alone; needs enable_lora=True. priority: one for all or for each; lower values run first.
 
         Raises RequestError, before anything runs, if a prompt or its parameters cannot be used. An interrupt aborts the
         call's requests.
         """
-        refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "priority"))
+        refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"))
         with self.engine.guard.call("generate"):
-            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, final_only_outputs=True)
+            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=True)
             return self._complete(calls, use_tqdm)
 
     def chat(
@@ -157,6 +164,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
@@ -182,7 +190,8 @@ class LLM:
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
-            calls = self._calls(lambda: template.prompts(messages), sampling_params, priority, final_only_outputs=True)
+            read = partial(template.prompts, messages)
+            calls = self._calls(read, sampling_params, priority, lora_request, is_final=True)
             return self._complete(calls, use_tqdm)
 
     def stream(
@@ -190,6 +199,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> OutputStream:
         """As `generate`, but yields the outputs of every step as they come, in the form of `output_kind`.
@@ -198,21 +208,20 @@ class LLM:
         outputs the thread that took the last one may use the LLM for other calls; other threads may not.
         """
         with self.engine.guard.operation("stream"):
-            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, final_only_outputs=False)
+            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=False)
         return OutputStream(self.engine.guard, self._outputs(calls))
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
-        refuse_unknown("beam_search", {"lora_request": lora_request}, ("prompts", "params", "use_tqdm"))
         side = sides.installed(sides.vllm_api(), "beam_search", "vllm_api")
-        return side.beam_search(self, prompts, params, use_tqdm, concurrency_limit)
+        return side.beam_search(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
@@ -234,8 +243,8 @@ class LLM:
         return self.engine.get_metrics()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """1: the engine runs on one device."""
-        return 1
+        """The number of devices that compute the model."""
+        return self.config.tensor_parallel_size
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
@@ -313,20 +322,25 @@ class LLM:
         read_prompts: Callable[[], list[PromptParts]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
-        final_only_outputs: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        is_final: bool,
     ) -> list[_Call]:
-        """Check the prompts. final_only_outputs: each request has one output, at its end."""
+        """Check the prompts. is_final: each request has one output, at its end."""
         self.engine.check_open()
         with as_request_error("the prompts cannot be read"):
             parts = read_prompts()
             given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
             params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
-            params = final_only(params) if final_only_outputs else params
+            params = final_only(params) if is_final else params
+            adapters = lora_request_for_each(lora_request, len(parts))
+            for adapter in {id(each): each for each in adapters}.values():
+                self.engine.check_lora_request(adapter)
             checked = [
                 part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids, param))
                 for part, param in zip(parts, params, strict=True)
             ]
-            return [_Call(next(self._request_ids), *call) for call in zip(checked, params, priorities, strict=True)]
+            calls = zip(checked, params, priorities, adapters, strict=True)
+            return [_Call(next(self._request_ids), *call) for call in calls]
 
     def _outputs(self, calls: Sequence[_Call]) -> Generator[RequestOutput, None, None]:
         with closing(self._steps(calls)) as steps:
@@ -340,7 +354,7 @@ class LLM:
             for call in calls:
                 text, token_ids, salt = call.prompt
                 arguments = {"prompt_token_ids": token_ids, "priority": call.priority, "cache_salt": salt}
-                client.add(call.request_id, text, call.params, **arguments)
+                client.add(call.request_id, text, call.params, lora_request=call.lora_request, **arguments)
             while client.pending:
                 yield client.step()
         finally:

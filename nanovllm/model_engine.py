@@ -29,7 +29,15 @@ if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a si
     from nanovllm.vllm_api.metrics_reader import Metric
 
 logger = logging.getLogger(__name__)
-ADD_REQUEST_ARGUMENTS = ("sampling_params", "params", "prompt_token_ids", "arrival_time", "priority", "cache_salt")
+ADD_REQUEST_ARGUMENTS = (
+    "sampling_params",
+    "params",
+    "prompt_token_ids",
+    "arrival_time",
+    "priority",
+    "cache_salt",
+    "lora_request",
+)
 
 
 class MakesConfig(Protocol):
@@ -52,8 +60,9 @@ class LLMEngine(llm_engine.LLMEngine):
             logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
         tokenizer = _tokenizer(config)
         self.config = config
-        self.runner = ModelRunner(config)
+        self.runner = _runner(config)
         plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
+        lora = sides.lora() if config.enable_lora else None
         self._vllm_api = sides.vllm_api()
         self._histograms = self._vllm_api.RequestHistograms(plan.max_model_len) if self._vllm_api else None
         super().__init__(
@@ -66,6 +75,7 @@ class LLMEngine(llm_engine.LLMEngine):
                 config.preemption_mode,
                 num_layers=spec.num_layers,
                 layerwise_memory=plan.layerwise_memory,
+                max_loras=config.max_loras if config.enable_lora else 0,
             ),
             ModelFacts(spec.vocab_size, spec.rope.length_dependent_above),
             BlockManager(
@@ -82,6 +92,7 @@ class LLMEngine(llm_engine.LLMEngine):
             advise=self.runner.advise,
             grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
             on_finish=None if self._histograms is None else self._histograms.observe,
+            adapters=lora.AdapterRegistry(spec, config.max_lora_rank) if lora is not None else None,
         )
 
     @classmethod
@@ -148,6 +159,15 @@ class LLMEngine(llm_engine.LLMEngine):
         """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
         side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
         return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
+
+
+def _runner(config: EngineConfig) -> sides.Runner:
+    """The executor that the arguments ask for."""
+    sides.check_arguments(config)
+    side = sides.distributed()
+    return (
+        ModelRunner(config) if config.tensor_parallel_size == 1 or side is None else side.TensorParallelExecutor(config)
+    )
 
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:

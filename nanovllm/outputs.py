@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class RequestOutputKind(Enum):
@@ -137,7 +138,7 @@ class CompletionOutput:
 class RequestOutput:
     """The state of a request after a step, and its result once `finished`.
 
-    error: what went wrong, if a sequence ended with finish_reason "error".
+    error: what went wrong, if a sequence ended with finish_reason "error". lora_request: that the request came with.
 
     Lists and metrics belong to the engine, which does not copy long prompts: do not change them.
     """
@@ -151,3 +152,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     error: str | None = None
+    lora_request: Any = None

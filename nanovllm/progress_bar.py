@@ -135,12 +135,22 @@ class Meter:
         # Of finished requests: prompt tokens, how many of them were computed, generated tokens.
         self._ended_prompts = self._ended_input = self._ended_output = 0
 
+    def restart(self) -> None:
+        """Count time from now on, since only now the work begins."""
+        self._start = self._now = time.monotonic()
+        self._input = (self._start, self._input[1])
+
     def count(self, output: RequestOutput) -> None:
         """Count the tokens of an output that is final, or holds only what is new."""
-        self._ended_output += sum(len(completion.token_ids) for completion in output.outputs)
-        if output.finished:
-            self._ended_prompts += len(output.prompt_token_ids)
-            self._ended_input += output.metrics.prefill_tokens
+        prompt, computed = len(output.prompt_token_ids), output.metrics.prefill_tokens
+        generated = sum(len(completion.token_ids) for completion in output.outputs)
+        self.count_tokens(*((prompt, computed) if output.finished else (0, 0)), generated)
+
+    def count_tokens(self, prompt: int, computed: int, generated: int) -> None:
+        """Count tokens of finished prompts, how many of these were computed, and generated tokens."""
+        self._ended_prompts += prompt
+        self._ended_input += computed
+        self._ended_output += generated
 
     def state(self, running: Progress) -> str:
         """Such as `3 of 10 prompts, prefill 14,746 of 32,768 tokens (45%), 980.1 tok/s in, 31.0 tok/s out`."""

@@ -77,6 +77,17 @@ def priority_for_each(priority: int | Sequence[int] | None, num_prompts: int) ->
     return list(priority)
 
 
+def lora_request_for_each(lora_request: Any, num_prompts: int) -> list[Any]:
+    """One LoRARequest, or None, for each prompt, from one for all or a list. Raises RequestError."""
+    if not isinstance(lora_request, Sequence) or isinstance(lora_request, str):
+        return [lora_request] * num_prompts
+    if len(lora_request) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts and {len(lora_request)} lora_requests: give one for all, or one (or None) for each"
+        )
+    return list(lora_request)
+
+
 def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
     """Copies of the parameters with output_kind FINAL_ONLY."""
     changed = {id(param): replace(param, output_kind=RequestOutputKind.FINAL_ONLY) for param in params}

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from tokenizers import Tokenizer as Backend
 
 from nanovllm.errors import ModelError, RequestError, quoted, told
+from nanovllm.model_files.gguf_side import gguf_side, is_gguf
 from nanovllm.model_files.json_fields import (
     FLAG,
     LIST,
@@ -70,9 +71,14 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
-        """model_type: the network's, in Transformers. It selects the tokenizer class if the files name none."""
-        _refuse_own_code(Path(model_dir), _check_files(Path(model_dir)))
-        self.tokenizer = _load(Path(model_dir), model_type)
+        """model_dir: a directory, or a GGUF file. model_type: the network's, in Transformers; it selects the tokenizer
+        class if the directory's files name none."""
+        path = Path(model_dir)
+        if is_gguf(path):
+            self.tokenizer = gguf_side(path).load_tokenizer(path)
+        else:
+            _refuse_own_code(path, _check_files(path))
+            self.tokenizer = _load(path, model_type)
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         self.backend = backend if isinstance(backend, Backend) else None
         added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
@@ -96,8 +102,8 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Tokenizer | None:
-    """The directory's tokenizer, or None if it has no tokenizer files."""
-    if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
+    """The tokenizer of a directory or GGUF file, or None if a directory has no tokenizer files."""
+    if not is_gguf(model_dir) and not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
         return None
     return HuggingFaceTokenizer(model_dir, model_type)
 

@@ -81,9 +81,9 @@ def _table(*groups: tuple[str, Mapping[str, tuple[Any, ...]]]) -> Table:
 
 ENGINE_ARGUMENTS = _table(
     (
-        "the engine runs one model in one process on one device",
+        "the engine runs one model, whose layers are divided by tensor_parallel_size alone; over several machines "
+        "torchrun starts the ranks, with distributed_executor_backend='external_launcher'",
         {
-            "distributed_executor_backend": (None, "uni"),
             "pipeline_parallel_size": (1,),
             "prefill_context_parallel_size": (1,),
             "decode_context_parallel_size": (1,),
@@ -112,7 +112,6 @@ ENGINE_ARGUMENTS = _table(
             "node_rank": (0,),
             "master_addr": ("127.0.0.1",),
             "master_port": (29501,),
-            "distributed_timeout_seconds": UNSET,
             "cpu_distributed_timeout_seconds": UNSET,
             "device_ids": UNSET,
             "max_parallel_loading_workers": UNSET,
@@ -183,14 +182,10 @@ ENGINE_ARGUMENTS = _table(
         },
     ),
     (
-        "the engine has no LoRA adapters: merge the adapter into the checkpoint",
+        "LoRA adapters apply to the linear layers of a dense decoder, in its dtype and on one device",
         {
-            "enable_lora": OFF,
-            "max_loras": (1,),
-            "max_lora_rank": (16,),
             "default_mm_loras": UNSET,
             "fully_sharded_loras": OFF,
-            "max_cpu_loras": UNSET,
             "lora_dtype": ("auto", None),
             "lora_target_modules": UNSET,
             "enable_tower_connector_lora": OFF,
@@ -236,9 +231,8 @@ ENGINE_ARGUMENTS = _table(
         },
     ),
     (
-        "quantised weights are not among the formats: use a checkpoint in bfloat16, float16 or float32",
+        "how a checkpoint is quantized is read from its config, and plain weights are not quantized at load",
         {
-            "quantization": UNSET,
             "quantization_config": CONFIG,
             "allow_deprecated_quantization": (False, True),
         },
@@ -463,7 +457,6 @@ SAMPLING_PARAMETERS = _table(
 
 # Arguments of its methods, besides those that this LLM has.
 CALL_ARGUMENTS = _table(
-    ("the engine has no LoRA adapters: merge the adapter into the checkpoint", {"lora_request": UNSET}),
     ("the engine has no prompt adapters", {"prompt_adapter_request": UNSET}),
     ("encode the prompt with get_tokenizer() and give token ids", {"tokenization_kwargs": CONFIG}),
     (
@@ -474,7 +467,6 @@ CALL_ARGUMENTS = _table(
 
 # Arguments of the methods of its LLMEngine, and of reset_prefix_cache, likewise.
 ENGINE_CALL_ARGUMENTS = _table(
-    ("the engine has no LoRA adapters: merge the adapter into the checkpoint", {"lora_request": UNSET}),
     ("encode the prompt with get_tokenizer() and give token ids", {"tokenization_kwargs": CONFIG}),
     ("give a prompt with token ids, {'prompt_token_ids': ids, 'prompt': text}", {"prompt_text": UNSET}),
     ("the engine argument trace=FILE writes a timeline with the requests' ids", {"trace_headers": CONFIG}),

@@ -9,6 +9,7 @@ from typing import Any
 from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
+from nanovllm.engine.adapter import Adapter
 from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
@@ -59,6 +60,18 @@ class WatchedExecutor(ContentExecutor):
         return StepResult(samples, [10 * n for n in lengths], [20 * n for n in lengths])
 
 
+class NumberedAdapters:
+    """The adapter that a number names is that number."""
+
+    def find(self, lora_request: Any) -> Adapter:
+        return Adapter(lora_request, lora_request, ())
+
+
+def adapter_salt(adapter: int | None) -> bytes:
+    """What the adapter adds to every KV entry of the model of KV content."""
+    return b"" if adapter is None else f"adapter {adapter}".encode()
+
+
 class Bench:
     """An engine with named requests and recorded steps."""
 
@@ -81,14 +94,23 @@ class Bench:
         layerwise_memory: LayerwiseMemory = NO_LAYERWISE,
         block_size: int = BLOCK,
         hash_block_size: int | None = None,
+        max_loras: int = 0,
     ) -> None:
         self.manager = BlockManager(device, host, block_size, caching, swap, hash_block_size)
         length = max_model_len or self.manager.max_sequence_tokens
         self.limits = SchedulerLimits(
-            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory
+            max_num_seqs, budget, length, frozenset(eos), chunk_cap, mode, num_layers, layerwise_memory, max_loras
         )
         self.executor = WatchedExecutor(device, host, self.limits, swap, block_size)
-        self.engine = LLMEngine(self.limits, ModelFacts(VOCAB), self.manager, self.executor, tokenizer, seed)
+        self.engine = LLMEngine(
+            self.limits,
+            ModelFacts(VOCAB),
+            self.manager,
+            self.executor,
+            tokenizer,
+            seed,
+            adapters=NumberedAdapters() if max_loras else None,
+        )
         self.names: dict[int, str] = {}
         self.finished: dict[str, RequestOutput] = {}
         self.order: list[str] = []  # names, as they finished
@@ -98,16 +120,23 @@ class Bench:
         return self.engine.scheduler
 
     def add(
-        self, name: str, prompt: Sequence[int], max_tokens: int | None = 8, priority: int = 0, **params: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int | None = 8,
+        priority: int = 0,
+        adapter: int | None = None,
+        **params: Any,
     ) -> None:
         greedy = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
-        self.engine.add_request(name, None, greedy, prompt, priority=priority)
+        self.engine.add_request(name, None, greedy, prompt, priority=priority, lora_request=adapter)
 
     def step(self) -> list[RequestOutput]:
         for request in [*self.scheduler.waiting, *self.scheduler.swapped, *self.scheduler.running]:
             for seq in request.sequences:
                 self.names[seq.seq_id] = request.request_id
-                self.executor.histories[seq.seq_id], self.executor.salts[seq.seq_id] = seq.token_ids, b""
+                self.executor.histories[seq.seq_id] = seq.token_ids
+                self.executor.salts[seq.seq_id] = adapter_salt(request.adapter.number if request.adapter else None)
         outputs = self.engine.step()
         self.manager.check()
         for output in outputs:

@@ -1,4 +1,4 @@
-"""Every script of examples/ runs as it is, on a tiny random checkpoint."""
+"""Every script of examples/ runs as it is, on a tiny random checkpoint; ray_data.py in test_batch_cluster.py."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def run(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def test_there_are_five_short_ones() -> None:
+def test_there_are_six_short_ones() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
-    assert len(scripts) == 5 + 1  # and what they share
+    assert len(scripts) == 6 + 1  # and what they share
     for script in scripts:
         assert len(script.read_text().splitlines()) <= MOST_LINES, f"{script.name} is longer than {MOST_LINES} lines"
 

@@ -184,7 +184,7 @@ def test_broken_generation_configs_are_refused(single: Path) -> None:
         ({"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}}, ["'su'", "yarn"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["factor"]),
         ({"rope_parameters": {"full_attention": ROPES["default"]}}, ["rope_theta"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["hqq", "gptq", "bfloat16"]),
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({"num_key_value_heads": 0}, ["num_key_value_heads", "0"]),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ from tools.structure import NEEDS, SIDES, side_of
 PACKAGE = Path(nanovllm.__file__).parent
 TORCH_FREE = (
     "nanovllm",
+    "nanovllm.batch",
+    "nanovllm.batch.results",
+    "nanovllm.batch.run",
+    "nanovllm.cli.batch",
     "nanovllm.cli.bench",
     "nanovllm.cli.chat",
     "nanovllm.cli.generate",
@@ -44,8 +49,10 @@ TORCH_FREE = (
     "nanovllm.kvcache.layerwise",
     "nanovllm.layerwise_prefill.plan",
     "nanovllm.layerwise_prefill.schedule",
+    "nanovllm.lora.request",
     "nanovllm.kvcache.sizing",
     "nanovllm.structured_outputs",
+    "nanovllm.models.sharding",
     "nanovllm.planner.network",
     "nanovllm.planner.plan",
     "nanovllm.planner.report",
@@ -69,18 +76,19 @@ ROWS: tuple[set[str], ...] = (
     {"prompts"},
     {"chat_template"},
     {"ops", "comm"},
-    {"device", "layers", "forward_context"},
+    {"device", "layers"},
+    {"forward_context"},
     {"kvcache", "models", "quantization"},
-    {"cpu_attention"},
+    {"cpu_attention", "gguf"},
     {"cuda_graphs", "planner"},
     {"engine"},
-    {"layerwise_prefill", "sequence_groups", "structured_outputs"},
+    {"distributed", "layerwise_prefill", "lora", "sequence_groups", "structured_outputs"},
     {"progress_bar"},
     {"vllm_api"},
     {"model_engine"},
     {"llm", "recall"},
     {""},
-    {"smollm2", "server"},
+    {"batch", "smollm2", "server"},
     {"demo", "cli"},
     {"__main__"},
 )
@@ -300,6 +308,7 @@ def test_everything_but_its_kernels_imports_without_triton() -> None:
     kernels = {name for name in MODULES if "import triton\n" in MODULES[name].read_text()}
     assert len(kernels) >= 4 and all(name.startswith("nanovllm.ops.triton_") for name in kernels)
     users = kernels | {name for name in MODULES if name == "nanovllm.ops.triton_attention"}
+    users |= set() if find_spec("ray") else {"nanovllm.batch.ray_cluster", "nanovllm.batch.ray_replicas"}
     import_without("triton", sorted(set(MODULES) - users - {"nanovllm.__main__"}))
 
 

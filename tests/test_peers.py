@@ -131,6 +131,22 @@ def test_gguf_refuses_a_tensor_that_it_has_no_name_for() -> None:
         gguf_name("model.layers.0.router.weight")
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_gguf_is_loaded_by_nanovllm(shape: Shape, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    checkpoint = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
+    gguf = Workshop(tmp_path, ()).gguf(checkpoint, Path(sys.executable), kind)
+    assert gguf == Workshop(tmp_path, ()).gguf(checkpoint, Path("no-such-python"), kind), "written once"
+    with open_shape(str(gguf), None, "auto", "auto") as stored:
+        assert (stored.weight_bytes < 0.6 * shape.weight_bytes) == (kind == "Q8_0")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    tokens = []
+    for model in (gguf, checkpoint):
+        with LLM(model, dtype="bfloat16", num_gpu_blocks=8, kvcache_block_size=64, skip_tokenizer_init=True) as llm:
+            tokens.append(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert len(tokens[0]) == 4 and (tokens[0] == tokens[1] or kind != "BF16")
+
+
 # ---- runners
 
 
@@ -430,6 +446,9 @@ def test_wrong_options_cost_one_sentence(capsys: Any, tmp_path: Path) -> None:
         script.main(["--engines", "sglang"])
     assert ended.value.code == 2
     assert "sglang" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script.main(["--gguf-type", "Q8_0", "--engines", "vllm"])
+    assert "--engines vllm: only nanovllm and llama.cpp run GGUF files" in capsys.readouterr().err
     paths = ["--work-dir", str(tmp_path), "--output-dir", str(tmp_path)]
     assert script.main(["--model", "no-such-model", *paths]) == 2
     assert "no-such-model" in capsys.readouterr().err

@@ -378,3 +378,20 @@ def test_the_effective_link_during_a_computation() -> None:
     assert link_during_computation(lone, 100, 4.0, measured=14.0).overlap == pytest.approx(0.0)
     slowed = link_during_computation(lone, 100, 4.0, measured=24.0)  # 20 s are left for the copies
     assert (slowed.h2d, slowed.d2h, slowed.overlap) == (pytest.approx(5.0), pytest.approx(10.0), 0.0)
+
+
+def test_adapters_take_memory_on_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of rank 16 an adapter of all linear layers of Qwen2.5-7B has 40.4 million weights of 2 bytes."""
+    plain = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS)
+    lora = ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "100"]
+    report = run_json(capsys, *QWEN_1M, *GIVEN, *SPEEDS, *lora)
+    one = 80_740_352
+    assert report["memory"]["adapter_bytes"] == 4 * one and plain["memory"]["adapter_bytes"] == 0
+    assert report["memory"]["device_free"] == plain["memory"]["device_free"] - 4 * one
+    assert report["memory"]["host_free"] == plain["memory"]["host_free"] - 100 * one
+    assert report["kv_cache"]["device_bytes"] < plain["kv_cache"]["device_bytes"]
+    assert report["engine"]["max_loras"] == 4 and "max_loras" not in plain["engine"]
+    assert main(["plan", *QWEN_1M, *GIVEN, *lora]) == 0
+    assert "LoRA adapters" in capsys.readouterr().out
+    assert main(["plan", *QWEN_1M, "--gpu-mem", "48GB", *lora]) == 2
+    assert "--host-mem is not given, and adapters are in host memory too" in capsys.readouterr().err

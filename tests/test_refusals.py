@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"enable_cpu_ofload": True}, ["enable_cpu_ofload", "enable_cpu_offload"]),
         ({"dtype": "int8"}, ["dtype='int8'", "bfloat16"]),
         ({"device": "cuda"}, ["device='cuda'", "cpu"]),
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size=2", "only 1"]),
+        ({"tensor_parallel_size": 64}, ["tensor_parallel_size=64", "query heads", "lower it"]),
     ],
 )
 def test_engine_arguments_that_cannot_be_honoured(model_dir: Path, arguments: dict[str, Any], words: list[str]) -> None:

@@ -78,7 +78,7 @@ def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("quantization", "awq", "quantization='awq': not supported: quantised weights"),
+        ("quantization_config", {"a": 1}, "quantization_config={'a': 1}: not supported: how a checkpoint is quantized"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill=False: not supported: long prompts are always"),
         ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype='fp8_e5m2': must be one of auto, fp8, fp8_e4m3, int8"),
         (
@@ -87,10 +87,10 @@ def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
             "calculate_kv_scales=True: not supported: all layers store K and V",
         ),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2: not supported: the engine runs one model"),
-        ("enable_lora", True, "enable_lora=True: not supported: the engine has no LoRA"),
+        ("fully_sharded_loras", True, "fully_sharded_loras=True: not supported: LoRA adapters apply to"),
         ("cpu_offload_gb", 4, "cpu_offload_gb=4: not supported: weights stay on the device: enable_cpu_offload=True"),
         ("rope_scaling", {"rope_type": "yarn"}, "give the RoPE of the model as hf_overrides="),
-        ("enable_lora", 0, "enable_lora=0: not supported"),  # not False
+        ("fully_sharded_loras", 0, "fully_sharded_loras=0: not supported"),  # not False
     ],
 )
 def test_the_refusals_that_users_meet_first(name: str, value: Any, says: str, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_methods_of_its_engine_take_its_arguments(engine: LLMEngine) -> None
     output = engine.abort_request("c")
     assert output is not None and output.outputs[0].finish_reason == "abort"
     for name, says in (
-        ("lora_request", "lora_request=5: not supported: the engine has no LoRA"),
+        ("lora_request", "lora_request=5: the engine was made without LoRA; make it with enable_lora=True"),
         ("session_id", "session_id=5: not supported: cache_salt"),
         ("max_tokens", "unknown argument of add_request 'max_tokens'"),
     ):
@@ -159,8 +159,8 @@ def test_engine_args_are_a_dataclass_of_all_names(tmp_path: Path) -> None:
 def test_engine_args_refuse_unknown_names_at_once_and_values_when_they_are_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown engine argument 'max_model_length': did you mean 'max_model_len'"):
         EngineArgs(model=str(tmp_path), max_model_length=64)
-    with pytest.raises(ConfigError, match="quantization='awq': not supported"):
-        EngineArgs(model=str(tmp_path), quantization="awq").create_engine_config()
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8': not supported"):
+        EngineArgs(model=str(tmp_path), kv_cache_dtype="fp8").create_engine_config()
 
 
 def test_flags_of_engine_args(tmp_path: Path) -> None:

@@ -22,13 +22,16 @@ from typing import Any
 
 import torch
 import triton
+from packed_cases import random_weight
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nanovllm.ops import triton_rows
+from nanovllm.ops import triton_packed, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import prefill_config
+from nanovllm.ops.packed_weights import PackedWeight
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
@@ -148,6 +151,10 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
     state = AttentionState.empty(q)
     cos, sin = torch.empty(rows, 1, head_dim), torch.empty(rows, 1, head_dim // 2)
     norm_weight = torch.empty(HEADS + KV_HEADS, head_dim, dtype=dtype)
+    packed = {
+        variant: random_weight(variant, 1024, HEADS * head_dim)
+        for variant in ("int4", "int4 zeros", "int8 zeros", "fp8 channel", "fp8 blocks")
+    }
     slots, scores, tokens = torch.zeros(rows, dtype=torch.int64), torch.empty(rows, 1000), torch.arange(1000)
     return {
         "merge": lambda: merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None]),
@@ -157,7 +164,15 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "heads": lambda: triton_rows.place_heads(heads, norm_weight, 1e-6, cos, sin, q, k, v),
         "silu_and_mul": lambda: triton_rows.silu_and_mul(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
+        **{f"packed {variant}": lambda w=weight: multiply(x, w) for variant, weight in packed.items()},
     }
+
+
+def multiply(x: Tensor, weight: PackedWeight) -> None:
+    """As `packed_weights.packed_linear` does on CUDA."""
+    assert weight.scales is not None
+    group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
+    triton_packed.packed_linear(x, weight.scheme, weight.data, weight.scales, weight.zeros, group_size)
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """nanovllm compared with other engines: the same random checkpoint on the CPU, in one run.
 
     python -m benchmarks.peers [--engines nanovllm vllm] [--prompt-lens 512 8192] [--output-dir DIR]
+    python -m benchmarks.peers --gguf FILE.gguf | --gguf-type Q4_K [--prompt-lens 512 4096]
 
+The second form runs nanovllm and llama.cpp on the same GGUF file: one that exists, or the random checkpoint in a type.
 Engines: nanovllm, vLLM's CPU wheel, llama.cpp through llama-cpp-python, Transformers, each in a virtual environment
 that is created under --work-dir on first use. They take turns, one process at a time. Only nanovllm runs prompts above
 8192 tokens. An engine that fails or cannot be installed is reported with its error, the others continue, and the exit
@@ -15,13 +17,14 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gguf_types import TYPES
 from benchmarks.options import Parser, exit_status, not_negative, positive
 from benchmarks.peers.checkpoint import make_checkpoint
-from benchmarks.peers.driver import RUNNERS, Findings, Plan, Workshop, job_of, report_failure, take_turns
+from benchmarks.peers.driver import GGUF_ENGINES, RUNNERS, Findings, Plan, Workshop, job_of, report_failure, take_turns
 from benchmarks.peers.env import TORCH
 from benchmarks.peers.failure import EngineFailure
 from benchmarks.peers.plot import draw
@@ -39,6 +42,10 @@ def run(args: argparse.Namespace) -> int:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     workshop = Workshop(args.work_dir, shlex.split(args.torch))
+    if args.gguf is not None:
+        with open_shape(str(args.gguf), None, "auto", "auto") as shape:
+            findings = measure(args, shape, args.gguf, workshop)
+        return 1 if findings.failures else 0
     with open_shape(args.model, args.num_layers, "bfloat16") as shape:
         layers = shape.spec.num_layers
         checkpoint = make_checkpoint(shape, args.work_dir / f"{shape.name}-{layers}-layers", args.seed)
@@ -47,15 +54,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, shape: Shape, checkpoint: Path, workshop: Workshop) -> Findings:
-    """Install, convert, run, and report after each round, so that an interrupted run keeps its results."""
-    findings, gguf = Findings(), None
+    """Install, convert, run, and report after each round, so that an interrupted run keeps its results.
+
+    checkpoint: a directory, or the GGUF file of --gguf.
+    """
+    findings, gguf = Findings(), args.gguf
     pythons = workshop.pythons(args.engines, findings.failures)
-    if "llama.cpp" in pythons:
+    if gguf is None and ("llama.cpp" in pythons or args.gguf_type is not None):
         try:
-            gguf = workshop.gguf(checkpoint, pythons["llama.cpp"])
+            gguf = workshop.gguf(checkpoint, pythons.get("llama.cpp", Path(sys.executable)), args.gguf_type or "BF16")
         except EngineFailure as error:
-            report_failure(findings.failures, "llama.cpp", error)
-            del pythons["llama.cpp"]
+            report_failure(findings.failures, "llama.cpp" if args.gguf_type is None else "--gguf-type", error)
+            pythons = {} if args.gguf_type is not None else pythons
+            pythons.pop("llama.cpp", None)
+    if args.gguf_type is not None and gguf is not None:
+        with open_shape(str(gguf), None, "auto", "auto") as stored:
+            return run_rounds(args, stored, gguf, gguf, workshop, pythons, findings)
+    return run_rounds(args, shape, checkpoint, gguf, workshop, pythons, findings)
+
+
+def run_rounds(
+    args: argparse.Namespace,
+    shape: Shape,
+    checkpoint: Path,
+    gguf: Path | None,
+    workshop: Workshop,
+    pythons: Mapping[str, Path],
+    findings: Findings,
+) -> Findings:
     plan = plan_of(args, list(pythons))
     jobs = {n: job_of(shape, checkpoint, gguf, plan, n, workshop.threads) for n in plan.prompt_lens}
     text = ""
@@ -88,17 +114,31 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     description = "nanovllm compared with other engines: the same random checkpoint on the CPU."
     parser = Parser(prog=NAME, description=description)
     add = parser.add_argument
-    add("--engines", nargs="+", choices=list(RUNNERS), default=list(RUNNERS), help="which to run (default: all)")
+    add("--engines", nargs="+", choices=list(RUNNERS), help="which to run (default: all)")
     add("--prompt-lens", type=positive, nargs="+", default=[512, 2048, 8192, 32768], help="tokens")
     add("--output-len", type=positive, default=32, help="tokens to generate (default: %(default)s)")
     add("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
     add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
     add("--num-layers", type=positive, help="layers to keep of the model (default: all)")
+    add(
+        "--gguf", type=Path, metavar="FILE", help="a GGUF file that nanovllm and llama.cpp run, in the place of --model"
+    )
+    add("--gguf-type", choices=TYPES, help="run nanovllm and llama.cpp on the random checkpoint in this type of GGUF")
     add("--work-dir", type=Path, default=WORK_DIR, help="of environments and checkpoint (default: %(default)s)")
     add("--output-dir", type=Path, default=Path("benchmarks/results"), help="for peers.json, peers.md and peers.png")
     add("--torch", default=TORCH, help="pip arguments that install torch (default: %(default)s)")
     add("--seed", type=not_negative, default=0, help="of weights and prompts")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.gguf is not None or args.gguf_type is not None:
+        if args.gguf is not None and (args.gguf_type is not None or args.num_layers is not None):
+            parser.error(
+                f"--gguf {args.gguf}: the file has its type and layers: leave --gguf-type and --num-layers out"
+            )
+        others = [engine for engine in args.engines or () if engine not in GGUF_ENGINES]
+        if others:
+            parser.error(f"--engines {others[0]}: only {' and '.join(GGUF_ENGINES)} run GGUF files")
+    args.engines = args.engines or list(RUNNERS if args.gguf is None and args.gguf_type is None else GGUF_ENGINES)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:

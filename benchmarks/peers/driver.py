@@ -22,6 +22,7 @@ RUNNERS = {
     "llama.cpp": "benchmarks.peers.run_llama_cpp",
     "transformers": "benchmarks.peers.run_transformers",
 }
+GGUF_ENGINES = ("nanovllm", "llama.cpp")  # those that run the same GGUF file
 LONGEST_OF_PEERS = 8192  # above it only nanovllm runs: Transformers would take an hour
 WARMUP = 512
 Run = Callable[[str, Job], dict[str, Any]]
@@ -83,11 +84,11 @@ class Workshop:
                 report_failure(failures, engine, error)
         return found
 
-    def gguf(self, checkpoint: Path, python: Path) -> Path:
-        """The checkpoint for llama.cpp, written once. Raises EngineFailure."""
-        target = checkpoint / "model.gguf"
+    def gguf(self, checkpoint: Path, python: Path, kind: str = "BF16") -> Path:
+        """The checkpoint as GGUF with matrices of type `kind`, written once. Raises EngineFailure."""
+        target = checkpoint / ("model.gguf" if kind == "BF16" else f"model-{kind}.gguf")
         if not target.exists():
-            arguments = command(python, "benchmarks.peers.gguf_writer", str(checkpoint), str(target))
+            arguments = command(python, "benchmarks.peers.gguf_writer", str(checkpoint), str(target), kind)
             done = subprocess.run(arguments, capture_output=True, text=True)
             if done.returncode != 0:
                 raise EngineFailure(f"writing {target.name} failed: {last_line(done.stderr)}")

@@ -1,6 +1,6 @@
-"""Converts a checkpoint in Hugging Face format to GGUF for llama.cpp, without rounding. Arguments: checkpoint, file.
+"""Converts a checkpoint in Hugging Face format to GGUF. Arguments: checkpoint, file, and the type of the matrices.
 
-Runs in llama.cpp's environment and needs numpy and gguf. Matrices stay in BF16. Vectors become F32, in which llama.cpp
+Runs in llama.cpp's environment and needs numpy and gguf. BF16 rounds nothing. Vectors become F32, in which llama.cpp
 computes norms and biases. Only Qwen2 and Qwen3: their rotary halves have llama.cpp's order, while the rows of other
 families would have to be permuted.
 """
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gguf_types import TYPES, quantize
 
 ARCHITECTURES = ("qwen2", "qwen3")
 NORMAL_TOKEN = 1
@@ -90,8 +92,8 @@ def add_vocabulary(writer: Any, tokenizer: dict[str, Any]) -> None:
     writer.add_eos_token_id(0)
 
 
-def write(checkpoint: Path, target: Path) -> None:
-    """Convert `checkpoint`. `target` only appears when it is complete."""
+def write(checkpoint: Path, target: Path, kind: str = "BF16") -> None:
+    """Convert `checkpoint`, its matrices to the type `kind`. `target` only appears when it is complete."""
     import gguf
     import numpy as np
 
@@ -105,8 +107,11 @@ def write(checkpoint: Path, target: Path) -> None:
     for name, shape, values in tensors(checkpoint / "model.safetensors"):
         if len(shape) == 1:
             writer.add_tensor(gguf_name(name), (values.astype(np.uint32) << 16).view(np.float32))
-        else:
-            writer.add_tensor(gguf_name(name), values.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            continue
+        packed = values.view(np.uint8)
+        if kind != "BF16":
+            packed = quantize((values.astype(np.uint32) << 16).view(np.float32), kind).view(np.uint8)
+        writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,4 +120,6 @@ def write(checkpoint: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[3] not in TYPES:
+        sys.exit(f"type {sys.argv[3]!r} is none of {', '.join(TYPES)}")
+    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

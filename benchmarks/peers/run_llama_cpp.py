@@ -1,4 +1,4 @@
-"""llama.cpp through its Python bindings: BF16 weights, F16 KV cache, and no flash attention, which slows it on CPUs."""
+"""llama.cpp through its Python bindings: F16 KV cache, and no flash attention, which slows it on CPUs."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ def load(job: Job) -> Loaded:
         "kvcache_block_size": BLOCK,
         "num_gpu_blocks": max(4, blocks + blocks // 50 + 1),  # the block manager keeps 1% free
         "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,  # prompts are token ids
     }
     llm = LLM(job.model, **settings)
 

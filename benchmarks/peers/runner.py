@@ -23,7 +23,7 @@ Emit = Callable[[int], None]
 class Job:
     """One prompt for one process. Lengths in tokens."""
 
-    model: str  # directory in Hugging Face format
+    model: str  # directory in Hugging Face format, or a GGUF file
     gguf: str | None  # the same weights for llama.cpp
     prompt: list[int]
     warmup: list[int]  # other tokens, so that no cache helps the prompt

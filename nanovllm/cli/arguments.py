@@ -54,9 +54,12 @@ HELP = {
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no cap",
     "preemption_mode": "swap or recompute; else swap for requests of several sequences",
     "swap_space": "GiB of host memory for swapped KV blocks; none: from memory",
-    "load_format": "safetensors, or dummy for random weights from a config alone",
+    "load_format": "safetensors, gguf, or dummy for random weights from a config alone",
+    "quantization": "refuse checkpoints that are not stored so, such as gptq; which it is, the config says anyway",
     "enforce_eager": "no CUDA graphs",
-    "tensor_parallel_size": "only 1 is supported",
+    "tensor_parallel_size": "ranks that share every layer, each on a device of its own",
+    "distributed_executor_backend": "external_launcher: torchrun has started the ranks; else they are started here",
+    "distributed_timeout_seconds": "a rank that is so far behind the others ends the engine",
     "trace": "file for a timeline of copies, kernels and linear layers",
     "trust_remote_code": "accepted for models that need no code of their own, which is never run",
     "tokenizer": "directory or hub name of another tokenizer",
@@ -65,6 +68,10 @@ HELP = {
     "generation_config": "auto, vllm (no recommended sampling parameters) or a directory",
     "override_generation_config": "sampling parameters that replace the recommended ones",
     "served_model_name": "the model's name in metrics and in requests to the server; repeat it for several",
+    "enable_lora": "let requests use LoRA adapters",
+    "max_loras": "adapters on the device",
+    "max_lora_rank": "largest rank of an adapter",
+    "max_cpu_loras": "adapters in host memory; by default max_loras",
     "revision": "branch, tag or commit of a hub model",
     "tokenizer_revision": "the same for the tokenizer",
     "download_dir": "cache directory of hub models",
@@ -102,7 +109,10 @@ HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for e
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """--model, a flag for every other engine argument, and hidden ones for vLLM's others. Call it last."""
     parser.add_argument(
-        "--model", required=True, metavar="DIR", help="a checkpoint in Hugging Face format, or its name on the hub"
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="a checkpoint in Hugging Face format, its name on the hub, or a GGUF file",
     )
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
     for name, known in ENGINE_ARGUMENTS.items():

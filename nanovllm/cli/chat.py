@@ -25,6 +25,7 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
+from nanovllm.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.cli.templates import chat_template, read_template
 from nanovllm.engine.client import EngineClient
 from nanovllm.errors import ConfigError
@@ -35,6 +36,7 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.chat_template.template import ChatTemplate
     from nanovllm.llm import LLM
+    from nanovllm.lora.request import LoRARequest
 
 # These options make no sense for a single answer of which only the text is shown.
 NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
@@ -60,6 +62,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
     parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
+    add_lora_flags(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
     add_sampling_flags(parser, leave_out=NO_FLAGS, max_tokens=MAX_TOKENS)
     add_engine_flags(parser)
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("standard input is closed, and questions are read from it: redirect it from a file")
     SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
     document, template = _read_document(args.document), read_template(args.chat_template)
-    checked_config(args)
+    check_chosen(args, checked_config(args))
 
     with Interrupt() as interrupt, StatusLine(args.progress) as status:
         with interrupt.allowed(), status.during(f"loading {args.model}"):
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
             llm = LLM(args.model, **engine_arguments(args))
         with llm:
-            answers = Answers(llm, _params(llm, args), status, interrupt)
+            answers = Answers(llm, _params(llm, args), status, interrupt, ChosenAdapters(llm, args).default)
             chat = Conversation(chat_template(llm, template), args.system, document)
             if document is not None:
                 _read_ahead(answers, chat)
@@ -174,8 +177,16 @@ class Answer:
 class Answers:
     """Runs one request at a time and shows its text as it comes."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, status: StatusLine, interrupt: Interrupt) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        status: StatusLine,
+        interrupt: Interrupt,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         self._llm = llm
+        self._lora_request = lora_request
         self._params = replace(params, output_kind=RequestOutputKind.DELTA)
         self._status = status
         self._interrupt = interrupt
@@ -213,7 +224,8 @@ class Answers:
 
     def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
         llm, client = self._llm, EngineClient(self._llm.engine)
-        client.add(next(self._ids), None, params, prompt_token_ids=token_ids)
+        adapter = self._lora_request
+        client.add(next(self._ids), None, params, prompt_token_ids=token_ids, lora_request=adapter)
         try:
             with ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps) as display:
                 while client.pending:

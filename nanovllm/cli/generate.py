@@ -22,8 +22,21 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
+from nanovllm.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.cli.main import INTERRUPTED
-from nanovllm.cli.prompts import FILE, JSONL, LINES, STDIN, TEXT, Feed, PromptItem, Source, check_sources, count_prompts
+from nanovllm.cli.prompts import (
+    FILE,
+    JSONL,
+    LINES,
+    OF_FLAGS,
+    STDIN,
+    TEXT,
+    Feed,
+    PromptItem,
+    Source,
+    check_sources,
+    count_prompts,
+)
 from nanovllm.cli.results import InOrder, check_output, json_result, open_output, text_result
 from nanovllm.cli.templates import Messages, read_template
 from nanovllm.engine.client import EngineClient
@@ -58,13 +71,14 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         "--jsonl",
         type=_source(JSONL),
         help="a file with a JSON object in each line: prompt, prompt_token_ids or messages, and optionally "
-        "sampling parameters that override the flags, a cache_salt and an id",
+        "sampling parameters that override the flags, a cache_salt, an id and lora, the name of an adapter",
         **add_source,  # type: ignore[arg-type]
     )
     parser.add_argument("--json", action="store_true", help="results as JSON lines with all outputs and metrics")
     parser.add_argument("--output", metavar="FILE", help="where results go; by default standard output")
     parser.add_argument("--stream", action="store_true", help="show text as it is generated, one prompt at a time")
     add_chat_options(parser)
+    add_lora_flags(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
     add_sampling_flags(parser)
     add_engine_flags(parser)
@@ -96,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stream:
         check_streamed(given)
     template = read_template(args.chat_template)
-    checked_config(args)
+    check_chosen(args, checked_config(args), may_choose=any(source.kind == JSONL for source in sources))
 
     with Interrupt() as interrupt, StatusLine(args.progress) as status:
         with interrupt.allowed(), status.during(f"loading {args.model}"):
@@ -107,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             _check_tokenizer(llm, args, sources)
             params = replace(llm.get_default_sampling_params(), **sampling_arguments(args))
             messages = Messages(llm, template, args.chat, args.system)
-            requests = Requests(llm, params, messages, args.stream)
+            requests = Requests(llm, params, messages, args.stream, ChosenAdapters(llm, args))
             boundary = Boundary(args.verbose)
             feed, meter = Feed(sources, boundary), Meter(count_prompts(sources))
             return Generation(requests, feed, file, args.json, args.stream, status, meter, interrupt, boundary).run()
@@ -141,8 +155,11 @@ def check_streamed(params: SamplingParams) -> None:
 class Requests:
     """The prompts that are in the engine, by request id."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, messages: Messages, stream: bool) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, messages: Messages, stream: bool, adapters: ChosenAdapters
+    ) -> None:
         self.llm = llm
+        self._adapters = adapters
         self._client = EngineClient(llm.engine)
         self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self._stream = stream
@@ -156,7 +173,9 @@ class Requests:
         if self._stream:
             check_streamed(params)
         token_ids = self.llm.engine.check_prompt(item.prompt, self._messages.token_ids(item), params)
-        self._client.add(str(index), item.prompt, params, prompt_token_ids=token_ids, cache_salt=item.cache_salt)
+        adapter = self._adapters.default if item.lora is OF_FLAGS else self._adapters.named(item.lora)
+        arguments = {"prompt_token_ids": token_ids, "cache_salt": item.cache_salt, "lora_request": adapter}
+        self._client.add(str(index), item.prompt, params, **arguments)
         self.running[str(index)] = (index, item)
         self.num_tokens += len(token_ids)
 

@@ -26,6 +26,7 @@ COMMANDS = {  # modules of this package, imported on use: importing torch takes 
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
     "chat": "talk to a model in the terminal, about a document if you like",
     "serve": "serve a model over HTTP, with the API of OpenAI",
+    "batch": "answer the rows of JSON-lines or Parquet files, on this machine or over a cluster",
     "plan": "what fits, what moves and how long it takes, before anything runs",
     "bench": "measure prefill and decode",
 }

@@ -23,6 +23,11 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "num_cpu_blocks",
     "cpu_attention",
     "gpu_memory_utilization",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "tensor_parallel_size",
 )
 
 
@@ -35,7 +40,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", required=True, help="a model directory, a config file, or a hub name")
+    add("--model", required=True, help="a model directory, a config file, a GGUF file, or a hub name")
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
     add("--json", action="store_true", help="everything as one JSON object")
@@ -58,6 +63,9 @@ def _add_machine_options(group: Any) -> None:
     add("--host-mem", type=_quantity(parse_bytes), metavar="256GB", help="host memory that is free for the KV cache")
     add("--link", type=_quantity(parse_byte_rate), metavar="50GB/s", help="between host and device, each way")
     add("--compute", type=_quantity(parse_compute_rate), metavar="400TFLOPS", help="of matrix products and attention")
+    rank = "bytes that a tensor-parallel rank receives from the others"
+    add("--interconnect", type=_quantity(parse_byte_rate), metavar="400GB/s", help=rank)
+    add("--all-reduce", type=_quantity(parse_seconds), metavar="10us", help="time of a sum of few bytes over the ranks")
     add("--device-bandwidth", type=_quantity(parse_byte_rate), metavar="3TB/s", help="of reading device memory")
     add("--host-bandwidth", type=_quantity(parse_byte_rate), metavar="100GB/s", help="of CPU attention in host memory")
     add("--layer-overhead", type=_quantity(parse_seconds), metavar="20us", help="fixed cost of a layer in a step")

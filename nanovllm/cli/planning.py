@@ -14,11 +14,19 @@ from nanovllm.cli.arguments import engine_arguments
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.device import Device, create_device
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.profiling import check_step_fits, layerwise_sizing, measure_memory, step_bytes
+from nanovllm.engine.profiling import (
+    check_step_fits,
+    layerwise_sizing,
+    measure_memory,
+    reserve_for_adapters,
+    step_bytes,
+)
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.kvcache.sizing import MemoryFacts, smallest
+from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory_checks import check_fits
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.hub import find_directory
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.hf_config import read_decoder_spec
@@ -36,11 +44,13 @@ META = torch.device("meta")
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the arguments ask for. Raises ConfigError and ModelError."""
-    if not Path(args.model).is_file():
+    if not Path(args.model).is_file():  # a config or a GGUF file
         args.model = str(find_directory("model", args.model, content="config"))
     given = engine_arguments(args)
     dtype = given.get("dtype", "auto")
     spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
+    num_ranks = given.get("tensor_parallel_size", 1)
+    spec = spec.of_rank(0, num_ranks) if num_ranks > 1 else spec
     network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
     if args.gpu_mem is not None:
         return _plan(args, network, None)
@@ -87,13 +97,20 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
     if not offload and args.enable_cpu_offload is None:
         arguments.pop("cpu_attention", None)  # only applies to offload
     path = Path(args.model)
-    config = engine_config(path.parent if path.is_file() else path, arguments | {"enable_cpu_offload": offload})
+    is_config = path.is_file() and not is_gguf(path)
+    config = engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
     if offload and device is None and args.host_mem is None:
         raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
+    if config.enable_lora and device is None and args.host_mem is None:
+        raise ConfigError(
+            "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
+        )
     if device is None:
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
+    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
+    memory = smallest([memory], network.num_ranks)
     layout = network.layout(network.block_size(config))
     spec = network.spec
     return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)
@@ -103,7 +120,7 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
     weights = network.weight_bytes
     if weights >= gpu_mem:
         raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
-    model = Decoder(network.spec, getattr(torch, network.dtype), META)
+    model = _meta_decoder(network)
     check_step_fits(model, config, gpu_mem - weights)
     return MemoryFacts(
         device_total=gpu_mem,
@@ -115,16 +132,22 @@ def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem
     )
 
 
+def _meta_decoder(network: Network) -> Decoder:
+    group = MetaRanks(0, network.num_ranks) if network.num_ranks > 1 else None
+    return Decoder(network.spec, getattr(torch, network.dtype), META, group)
+
+
 def _this_memory(network: Network, config: EngineConfig, device: Device) -> MemoryFacts:
     """Memory as it will be after loading the weights. A GPU runs one layer as a sample of all, the CPU needs none."""
     dtype: torch.dtype = getattr(torch, network.dtype)
     remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
-    check_fits("the weights take", network.weight_bytes, device.free_memory(), "the device has", remedy)
+    weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
+    check_fits("the weights take", weights, device.free_memory(), "the device has", remedy)
     backend = _backend(network, device)
     if device.torch_device.type == "cpu":
-        model = Decoder(network.spec, dtype, META)
+        model = _meta_decoder(network)
         model.chunk_rows = CPU_CHUNK_ROWS
-        return measure_memory(device, model, backend, config, to_load=network.weight_bytes)
+        return measure_memory(device, model, backend, config, to_load=weights)
     spec = replace(network.spec, num_layers=1, sliding_windows=network.spec.sliding_windows[:1])
     with device.compute():
         model = Decoder(spec, dtype, device.torch_device)
@@ -140,7 +163,7 @@ def _this_memory(network: Network, config: EngineConfig, device: Device) -> Memo
 def _rates(args: argparse.Namespace, network: Network, sizing: KVSizing, device: Device | None) -> Rates:
     rates = Rates()
     if device is not None and args.measure:
-        rates = _measured(network, sizing, device)
+        rates = _of_a_rank(_measured(network, sizing, device), network.num_ranks, device.shares_host)
     given: dict[str, Any] = {}
     if args.compute is not None:
         given |= {"compute": args.compute, "attention": args.compute}
@@ -151,9 +174,26 @@ def _rates(args: argparse.Namespace, network: Network, sizing: KVSizing, device:
         given["host_bandwidth"] = args.host_bandwidth
     if args.link is not None:
         given["link"] = Link(args.link, args.link)
+    if args.interconnect is not None:
+        given["interconnect"] = args.interconnect
+    if args.all_reduce is not None:
+        given["all_reduce_seconds"] = args.all_reduce
     if args.layer_overhead is not None:
         given["layer_seconds"] = args.layer_overhead
     return replace(rates, **given)
+
+
+def _of_a_rank(rates: Rates, num_ranks: int, shares_host: bool) -> Rates:
+    """The rates of one rank of this machine, of whose cores and host memory each has its share; a GPU is its own."""
+    names = ["host_bandwidth"]
+    if shares_host:
+        names += ["compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"]
+    found = {name: getattr(rates, name) for name in names}
+    shared = {name: rate / num_ranks for name, rate in found.items() if rate is not None}
+    link = rates.link
+    if shares_host and link is not None:
+        link = replace(link, h2d=link.h2d / num_ranks, d2h=link.d2h / num_ranks)
+    return replace(rates, **shared, link=link)
 
 
 def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:

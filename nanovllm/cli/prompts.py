@@ -21,6 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 
 TEXT, FILE, LINES, JSONL = "text", "file", "lines", "jsonl"
 STDIN = "-"
+OF_FLAGS = object()  # what the flags say
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MOST_ID_DIGITS = 18
@@ -54,6 +55,7 @@ class PromptItem:
     """One prompt in one of three forms, or the error in place of it.
 
     `params` are sampling parameters. Prompts share cached blocks only with prompts of the same `cache_salt`.
+    `lora`: the name of the adapter, None for the model alone, and OF_FLAGS where the prompt does not say.
     """
 
     source: str
@@ -63,6 +65,7 @@ class PromptItem:
     params: dict[str, Any] = field(default_factory=dict)
     cache_salt: Any = None
     given_id: Any = None
+    lora: Any = OF_FLAGS
     error: str | None = None
 
 
@@ -179,18 +182,20 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _json_item(where: str, value: dict[str, Any]) -> PromptItem:
     given_id, cache_salt = value.pop("id", None), value.pop("cache_salt", None)
+    lora = value.pop("lora", OF_FLAGS)
     prompts = {key: value.pop(key) for key in PROMPT_KEYS if key in value}
     error = _prompt_error(prompts)
     if error is None:
         known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
         unknown = next((key for key in value if key not in known), None)
         if unknown is not None:
-            error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id"])
+            error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"])
     if not _can_be_written(given_id):
         given_id, error = None, "its id holds NaN or infinity or is nested too deeply, and cannot be written as JSON"
     if isinstance(value.get("logit_bias"), dict):
         value["logit_bias"] = {_token_id(key): bias for key, bias in value["logit_bias"].items()}
-    return PromptItem(where, **prompts, params=value, cache_salt=cache_salt, given_id=given_id, error=error)
+    others = {"params": value, "cache_salt": cache_salt, "given_id": given_id, "lora": lora, "error": error}
+    return PromptItem(where, **prompts, **others)
 
 
 def _prompt_error(prompts: Mapping[str, Any]) -> str | None:

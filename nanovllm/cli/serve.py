@@ -9,11 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive
 from nanovllm.cli.boundary import Interrupt, say
+from nanovllm.cli.lora import NAMED, check_lora_modules, lora_module, lora_requests
 from nanovllm.cli.templates import read_template
 from nanovllm.errors import ConfigError
 from nanovllm.progress_bar import StatusLine
@@ -50,6 +52,10 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument("--trust-request-chat-template", action="store_true", help=trust)
     parser = "format of tool calls: hermes (also Qwen's), llama3_json, none; auto: as the chat template shows"
     group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=parser)
+    adapter = f"adapters that requests may name as their model: {NAMED}"
+    group.add_argument(
+        "--lora-modules", nargs="+", action="extend", default=[], type=lora_module, metavar="NAME=PATH", help=adapter
+    )
     group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at /")
     group.add_argument("--access-log", action="store_true", help="log the path and status of every request")
     for name, text in (
@@ -88,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.server.settings import ServerSettings
 
     config = checked_config(args)
+    names = _names(config.served_model_name, args.model)
+    check_lora_modules(args.lora_modules, config, names)
     settings = ServerSettings(
-        served_model_names=_names(config.served_model_name, args.model),
+        served_model_names=names,
         api_keys=_api_keys(args.api_key, args.api_key_file),
         allowed_origins=tuple(args.allow_origin),
         chat_template=read_template(args.chat_template),
@@ -103,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
             opened = stack.enter_context(open_socket(settings))
             with Interrupt() as interrupt, interrupt.allowed():
                 engine = AsyncLLM(args.model, **engine_arguments(args))
+            if args.lora_modules:
+                stack.callback(engine.close)  # if one of them is refused
+                adapters = tuple(lora_requests(engine.llm, args.lora_modules).values())
+                settings = replace(settings, lora_requests=adapters)
         opened.listen(BACKLOG)
         _log_accesses(settings.access_log)
         say(

@@ -10,7 +10,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -174,7 +174,7 @@ def _scratch_tables(
     spec = model.spec
     if config.enable_cpu_offload:
         return None
-    shape = layout_of(config, spec, model.dtype.itemsize).block_shape
+    shape = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads).block_shape
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
     geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), model.dtype)

@@ -161,11 +161,11 @@ class TracedDevice(DeviceWrapper):
         """Trace the calls of a method as kernels of a layer; None: of the model outside its layers."""
         work: Callable[..., Any] = getattr(owner, method)
 
-        def traced(*args: Any) -> Any:
+        def traced(*args: Any, **others: Any) -> Any:
             self._layer = layer
             num_bytes = sum(arg.nbytes for arg in args if isinstance(arg, Tensor))
             self._open_kernel(name, num_bytes, self.in_layer())
-            result = work(*args)
+            result = work(*args, **others)
             if layer is None:
                 self.end_kernel()
             return result

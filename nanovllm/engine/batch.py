@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nanovllm.engine.adapter import Adapter
 from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layerwise import LayerwiseStep
 
@@ -136,7 +137,7 @@ class ScheduledSequence:
 
     `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
     sequences that share the prompt begin. `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
-    these layer chunks of them; None: they go through all layers in the step.
+    these layer chunks of them; None: they go through all layers in the step. `adapter`: its number, or None.
     """
 
     seq_id: int
@@ -148,14 +149,19 @@ class ScheduledSequence:
     prompt_targets: PromptTargets | None = None
     layerwise: LayerwiseStep | None = None
     request_id: str = ""
+    adapter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step: the block moves, in order, then the sequences. At most one goes layer by layer, and it is the last."""
+    """One step: the block moves, in order, then the sequences. At most one goes layer by layer, and it is the last.
+
+    adapters: of all running requests, those that the step does not compute too.
+    """
 
     sequences: Sequence[ScheduledSequence]
     moves: Sequence[BlockMove] = ()
+    adapters: Sequence[Adapter] = ()
 
     @property
     def chunked(self) -> Sequence[ScheduledSequence]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nanovllm.engine.adapter import Adapter
 from nanovllm.engine.batch import Batch, ScheduledSequence
 from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
+from nanovllm.layers.linear import RowAdapters
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import SequenceMetadata
 from nanovllm.ops.upload import upload
@@ -97,11 +99,30 @@ class DecodeRunner(Protocol):
         ...
 
 
+class AdapterManager(Protocol):
+    """Holds the LoRA adapters of the running requests on the device."""
+
+    def begin_step(self, adapters: Sequence[Adapter]) -> Mapping[int, str]:
+        """Load the adapters of all running requests. Returns why some cannot be loaded, by their number."""
+        ...
+
+    def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
+        """`ForwardContext.adapters` of a batch, from each sequence's adapter and its number of rows, in order."""
+        ...
+
+
 class ChunkOrder:
     """All sequences of a step form one flat batch, which goes through all layers."""
 
-    def __init__(self, model: Decoder, kv_cache: KVCacheBase, decode_runner: DecodeRunner | None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCacheBase,
+        decode_runner: DecodeRunner | None,
+        adapters: AdapterManager | None = None,
+    ) -> None:
         self._model = model
+        self._adapters = adapters
         self._kv_cache = kv_cache
         self._decode_runner = decode_runner
         self._sequences: Sequence[ScheduledSequence] = ()
@@ -117,11 +138,13 @@ class ChunkOrder:
             return None
         inputs, sequences = _inputs(self._sequences, self._metadata), self._metadata
         kv_cache = watch.watched(self._kv_cache)
-        if self._decode_runner is not None and self._decode_runner.take(sequences):
+        rows = [(seq.adapter, len(seq.token_ids)) for seq in self._sequences]
+        adapters = self._adapters.of_rows(rows) if self._adapters is not None else ()
+        if not adapters and self._decode_runner is not None and self._decode_runner.take(sequences):
             hidden = self._decode_runner.run(inputs, sequences, kv_cache)
         else:
             token_ids, positions, rope_lengths = upload(inputs, self._model.device)
-            hidden = self._model(token_ids, ForwardContext(positions, rope_lengths, sequences, kv_cache))
+            hidden = self._model(token_ids, ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters))
         return ComputedRows(hidden, self._sequences, [sequence.query_start for sequence in sequences])
 
     def abandon_step(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from nanovllm.engine import sides
+from nanovllm.engine.adapter import Adapter, Adapters
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.request import Request
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
@@ -36,7 +37,7 @@ class ModelFacts:
 class InputProcessor:
     """Tokenizes and checks prompts and sampling parameters. Every method raises RequestError for invalid input.
 
-    advise: returns advice for a prompt of more tokens than max_model_len.
+    advise: returns advice for a prompt of more tokens than max_model_len. adapters: None refuses every lora_request.
     """
 
     limits: SchedulerLimits
@@ -46,6 +47,7 @@ class InputProcessor:
     max_logprobs: int
     advise: Callable[[int], Advice]
     grammars: GrammarCompiler | None = None
+    adapters: Adapters | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -58,6 +60,7 @@ class InputProcessor:
         arrival_time: float,
         priority: int,
         cache_salt: str | None,
+        lora_request: object | None = None,
     ) -> Request:
         """The request; arguments as in `LLMEngine.add_request`."""
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -76,6 +79,7 @@ class InputProcessor:
         facts = SamplingFacts(
             self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs, self.grammars
         )
+        adapter = self.adapter(lora_request)
         number = next(self._numbers)
         return make_request(
             request_id,
@@ -88,9 +92,20 @@ class InputProcessor:
             arrival_time=arrival_time,
             priority=priority,
             prompt=prompt,
-            cache_salt=self._cache_salt(len(token_ids), cache_salt),
+            cache_salt=self._cache_salt(len(token_ids), cache_salt, adapter),
             sampling=resolve_sampling(params, token_ids, facts),
+            adapter=adapter,
         )
+
+    def adapter(self, lora_request: object | None) -> Adapter | None:
+        """The LoRA adapter that a request names; None if it names none."""
+        if lora_request is None:
+            return None
+        if self.adapters is None:
+            raise RequestError(
+                f"lora_request={quoted(lora_request)}: the engine was made without LoRA; make it with enable_lora=True"
+            )
+        return self.adapters.find(lora_request)
 
     def check_prompt(
         self, prompt: str | None, prompt_token_ids: Seq[int] | None, params: SamplingParams | None = None
@@ -159,11 +174,13 @@ class InputProcessor:
         with as_request_error("the tokenizer cannot read the prompt"):
             return self.tokenizer.encode(prompt)
 
-    def _cache_salt(self, prompt_len: int, salt: str | None) -> bytes:
-        """The user's salt and, where K/V depend on it, the length of the prompt."""
+    def _cache_salt(self, prompt_len: int, salt: str | None, adapter: Adapter | None) -> bytes:
+        """The user's salt and what else K/V depend on: the adapter and, for some models, the length of the prompt."""
         threshold = self.facts.length_dependent_above
         length = 0 if threshold is None or prompt_len <= threshold else prompt_len
-        return length.to_bytes(8, "little") + (salt or "").encode("utf-8", "surrogatepass")
+        number = 0 if adapter is None else adapter.number
+        fixed = length.to_bytes(8, "little") + number.to_bytes(8, "little")
+        return fixed + (salt or "").encode("utf-8", "surrogatepass")
 
 
 def _spelled_group(params: SamplingParams) -> str:

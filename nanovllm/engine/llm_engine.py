@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
+from nanovllm.engine.adapter import Adapters
 from nanovllm.engine.batch import Executor
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import GrammarCompiler
@@ -48,7 +49,7 @@ class LLMEngine:
     Not thread-safe: using it in two threads at once, or from a callback of a step, raises EngineError. Calls that take
     many steps hold the `guard`. `advise` returns advice for a prompt of more tokens than max_model_len. `on_finish` is
     called with every request that has ended.
-    `grammars` compiles structured outputs; None refuses them.
+    `grammars` compiles structured outputs, and `adapters` finds LoRA adapters; None refuses them.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LLMEngine:
         advise: Callable[[int], Advice] = lambda num_tokens: Advice("shorten the prompt or raise max_model_len"),
         grammars: GrammarCompiler | None = None,
         on_finish: Callable[[Request], None] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
@@ -72,7 +74,7 @@ class LLMEngine:
         self.guard = EngineGuard()
         self.closed = False
         self._on_finish = on_finish
-        self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise, grammars)
+        self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise, grammars, adapters)
         self._token_texts = TokenTexts(tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
@@ -90,11 +92,13 @@ class LLMEngine:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: object | None = None,
     ) -> None:
         """Queue a request, given as text or as token ids.
 
         arrival_time: seconds as of `time.time()`; now by default. priority: lower values run first.
-        cache_salt: only requests with the same salt share blocks of the prefix cache.
+        cache_salt: only requests with the same salt share blocks of the prefix cache. lora_request: the `LoRARequest`
+        of the adapter to use.
         Raises RequestError, and adds nothing, if the request cannot be served.
         """
         with self.guard.operation("add_request"):
@@ -109,7 +113,14 @@ class LLMEngine:
             arrival_time = self._clock.now() if arrival_time is None else arrival_time
             with as_request_error("the request cannot be taken"):
                 request = self._inputs.request(
-                    request_id, prompt, sampling_params, prompt_token_ids, arrival_time, priority, cache_salt
+                    request_id,
+                    prompt,
+                    sampling_params,
+                    prompt_token_ids,
+                    arrival_time,
+                    priority,
+                    cache_salt,
+                    lora_request,
                 )
                 outputs = OutputProcessor(request, self._token_texts)
                 self.scheduler.add(request)
@@ -120,6 +131,10 @@ class LLMEngine:
     ) -> list[int]:
         """The token ids of a prompt, truncated as `params` say. Raises RequestError if it cannot be served."""
         return self._inputs.check_prompt(prompt, prompt_token_ids, params)
+
+    def check_lora_request(self, lora_request: object | None) -> None:
+        """Raise RequestError if requests cannot use this `LoRARequest`; None is none."""
+        self._inputs.adapter(lora_request)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the structured outputs of a request that will be added, which can take seconds, in any thread.

@@ -14,16 +14,18 @@ from nanovllm.device import Busy, Device, create_device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.engine.execution_order import ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
-from nanovllm.engine.profiling import measure_memory
+from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
+from nanovllm.engine.profiling import measure_memory, reserve_for_adapters
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
-from nanovllm.errors import Advice, ConfigError, EngineError
+from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.kvcache.sizing import smallest
+from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import gib
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
@@ -39,19 +41,27 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: RankGroup | None = None) -> None:
+        """group: the tensor-parallel ranks, of which this is one; None computes the whole model."""
         sides.check_arguments(config)
         self.spec = load_decoder_spec(config.model, config.hf_overrides)
+        _check_quantization(config.quantization, self.spec)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
         self._kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
         self._backend = select_backend(self.device.torch_device, self.spec.head_dim, self._kv_dtype)
         logger.info("attention backend: %s", self._backend.name)
-        self.model = _load(config, self.spec, self.dtype, self.device)
+        self.model = _load(config, self.spec, self.dtype, self.device, group)
+        self.spec = self.model.spec  # of this rank
         keep_batch_invariance(config, self.model, self._backend)
         layout = layout_of(config, self.spec, self.dtype.itemsize)
+        if group is not None:
+            group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
+        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
+        if group is not None:
+            memory = smallest(group.exchange(memory), group.local_size)
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
@@ -64,11 +74,13 @@ class ModelRunner:
         trace = sides.trace() if config.trace is not None else None
         if trace is not None and config.trace is not None:
             self.device = trace.TracedDevice(self.device, config.trace)
+        self._adapters = self._make_adapter_manager()
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
         if trace is not None:  # after the graphs, which record no marks
             trace.trace_model(self.device, self.model)
-        self._orders: list[ExecutionOrder] = [ChunkOrder(self.model, self.kv_cache, self._graphs), *layerwise]
+        chunks = ChunkOrder(self.model, self.kv_cache, self._graphs, self._adapters)
+        self._orders: list[ExecutionOrder] = [chunks, *layerwise]
         self._watch = StepWatch(self.spec.num_layers)
 
     @torch.inference_mode()
@@ -81,6 +93,7 @@ class ModelRunner:
         self.device.begin_step(batch.sequences)
         try:
             with self.device.compute():
+                unloaded = self._adapters.begin_step(batch.adapters) if self._adapters is not None else {}
                 traffic = [order.begin_step(batch) for order in self._orders]
                 for order in self._orders:
                     if (rows := order.run(self._watch)) is not None:
@@ -90,6 +103,9 @@ class ModelRunner:
             for order in self._orders:
                 order.abandon_step()
             raise
+        for index, seq in enumerate(batch.sequences):
+            if seq.adapter is not None and seq.adapter in unloaded:
+                scores.errors[index] = unloaded[seq.adapter]
         h2d_bytes = [num_bytes for moved in traffic for num_bytes in moved.h2d_bytes]
         d2h_bytes = [num_bytes for moved in traffic for num_bytes in moved.d2h_bytes]
         return StepResult(scores.samples, h2d_bytes, d2h_bytes, scores.prompt_logprobs, scores.errors)
@@ -118,7 +134,7 @@ class ModelRunner:
             try:
                 self.device.close()
             finally:
-                del self.model, self.kv_cache, self._orders, self._graphs
+                del self.model, self.kv_cache, self._orders, self._graphs, self._adapters
 
     @cached_property
     def _why_not_finite(self) -> str:
@@ -126,7 +142,8 @@ class ModelRunner:
 
     def _make_kv_cache(self) -> tuple[KVCacheBase, list[ExecutionOrder]]:
         """The KV cache of the plan's sizes, and the execution orders other than `ChunkOrder` that it allows."""
-        spec, plan, config, layout = self.spec, self.plan, self.sizing.config, self.sizing.layout
+        spec, plan, config = self.spec, self.plan, self.sizing.config
+        layout = replace(self.sizing.layout, num_kv_heads=spec.num_kv_heads)
         geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), self.dtype)
         device, dtype, backend, num_swap = self.device, self._kv_dtype, self._backend, self.num_swap_blocks
         if not config.enable_cpu_offload:
@@ -137,8 +154,14 @@ class ModelRunner:
         if side is not None:
             cpu_attention = side.make_cpu_attention(engine, geometry, backend, self.model.layer_weight_bytes)
         layerwise = sides.layerwise_runner()
-        orders = [layerwise.LayerwiseOrder(self.model, engine, geometry, backend)] if layerwise is not None else []
+        orders = []
+        if layerwise is not None:
+            orders.append(layerwise.LayerwiseOrder(self.model, engine, geometry, backend, self._adapters))
         return OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention), orders
+
+    def _make_adapter_manager(self) -> AdapterManager | None:
+        lora = sides.lora_runner() if self.sizing.config.enable_lora else None
+        return lora.LoRAManager(self.model, self.sizing.config) if lora is not None else None
 
     def _record_graphs(self, config: EngineConfig) -> DecodeRunner | None:
         graphs, longest = sides.cuda_graphs(), self.plan.max_model_len
@@ -166,6 +189,16 @@ class ModelRunner:
             logger.info("%s", line)
 
 
+def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless the checkpoint has the asked method, also by vLLM's name of its kernels for it."""
+    stored = None if spec.quantization is None else spec.quantization.name
+    if asked is not None and asked.removesuffix("_marlin") != stored:
+        found = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
+        raise ConfigError(
+            f"quantization={quoted(asked)}: {found}, and weights are not quantized at load; leave the argument out"
+        )
+
+
 def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
     resolved = spec.dtype if name == "auto" else name
     dtype = getattr(torch, resolved, None)
@@ -175,12 +208,15 @@ def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
     return dtype
 
 
-def _load(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device) -> Decoder:
+def _load(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device, group: RankGroup | None
+) -> Decoder:
     """The model on the device, written by the stream that reads it."""
     try:
         with device.compute():
-            free = device.free_memory()
-            return load_model(config.model, spec, dtype, device.torch_device, config.load_format, config.seed, free)
+            free = device.free_memory() // (group.local_size if group is not None and device.shares_host else 1)
+            load_format, seed = config.load_format, config.seed
+            return load_model(config.model, spec, dtype, device.torch_device, load_format, seed, free, group)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"model={config.model!r}: its weights do not fit into the {gib(device.total_memory())} of the device; "

@@ -166,6 +166,7 @@ class OutputProcessor:
             num_cached_tokens=request.metrics.cached_tokens,
             prompt_logprobs=self._new_prompt_logprobs(),
             error=request.error,
+            lora_request=request.adapter.request if request.adapter is not None else None,
         )
 
     def _add(self, seq: Sequence) -> SequenceOutput:

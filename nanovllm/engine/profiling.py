@@ -24,8 +24,10 @@ from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
+from nanovllm.layers.parallel import MetaRanks
 from nanovllm.memory_checks import check_fits
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kv_quantization import stored_dtype
@@ -36,7 +38,7 @@ class ScratchKVCache:
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
         spec, tokens = model.spec, config.max_num_batched_tokens
-        layout = layout_of(config, spec, model.dtype.itemsize)
+        layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
         self._backend = backend
         self._scale = spec.head_dim**-0.5
         self._windows = spec.sliding_windows
@@ -121,6 +123,12 @@ def measure_memory(
     )
 
 
+def reserve_for_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+    """What LoRA adapters leave of the memory; itemsize: bytes of an element of theirs. Raises ConfigError."""
+    lora = sides.lora() if config.enable_lora else None
+    return memory if lora is None else lora.reserved(memory, config, spec, itemsize)
+
+
 def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
     """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
 
@@ -182,7 +190,7 @@ def activation_peak(model: Decoder, config: EngineConfig) -> int:
     is not counted.
     """
     spec = replace(model.spec, num_layers=1, sliding_windows=model.spec.sliding_windows[:1])
-    twin = Decoder(spec, model.dtype, _META)
+    twin = Decoder(spec, model.dtype, _META, model.group and MetaRanks(model.group.rank, model.group.size))
     twin.chunk_rows = model.chunk_rows
     with _LiveBytes() as counter:
         largest_step(twin, _NoKVCache(), config)
@@ -197,8 +205,13 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
-    _score(model.compute_logits(hidden[: logprobs.MAX_ROWS]), config.max_logprobs)  # of a prompt
+    prompt_logits = model.compute_logits(hidden[: logprobs.MAX_ROWS])
+    if model.has_logits:
+        _score(prompt_logits, config.max_logprobs)
+    del prompt_logits
     logits = model.compute_logits(hidden[:rows])
+    if not model.has_logits:
+        return
     _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
     _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
 

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from nanovllm.engine.adapter import Adapter
 from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.kvcache.layerwise import LayerwisePrefill
@@ -41,6 +42,7 @@ class Request:
 
     `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
     it ended with finish_reason "error". `prompt_logprobs`: from the second prompt token on, as far as computed.
+    `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
     """
 
     request_id: str
@@ -55,9 +57,11 @@ class Request:
     prompt: str | None = None
     cache_salt: bytes = b""
     sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
+    adapter: Adapter | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     error: str | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    num_overtaken: int = field(default=0, init=False)
 
     decodes_at_end = False  # whether the text of a sequence is decoded only when it has finished
 

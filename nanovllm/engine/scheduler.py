@@ -73,6 +73,8 @@ class Scheduler:
         self._grow_running()
         free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
         budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
+        budget.adapters = {request.adapter.number for request in self.running if request.adapter is not None}
+        budget.max_loras = self.limits.max_loras
         for request in self.running:
             if not request.is_prefill:  # first of all, so that a long prefill never stalls a decode
                 budget.schedule(request)
@@ -89,14 +91,16 @@ class Scheduler:
         """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
         by_id = {seq.seq_id: seq for request in self.running for seq in request.live}
         stepped = [by_id[scheduled.seq_id] for scheduled in batch.sequences]
+        errors = {stepped[index].request: error for index, error in result.errors.items()}
         sampled: dict[Request, list[Sample]] = {}
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             self._advance(seq, scheduled)
+            if seq.request not in errors:  # what a failed request has computed may be wrong
+                self.block_manager.register_computed(seq, scheduled.context_len)
             seq.request.metrics.h2d_bytes += h2d_bytes
             seq.request.metrics.d2h_bytes += d2h_bytes
             sampled.setdefault(seq.request, []).extend(samples)
-        errors = {stepped[index].request: error for index, error in result.errors.items()}
         for seq, prompt_logprobs in zip(stepped, result.prompt_logprobs, strict=False):
             if seq.request not in errors:
                 seq.request.prompt_logprobs.extend(prompt_logprobs)
@@ -146,7 +150,7 @@ class Scheduler:
             _insert(self.running, request)
             self.swapped.remove(request)  # last: an interrupt finds the request in at least one of the lists
             self.block_manager.grow(request.computing)
-            budget.free_seqs -= request.num_seqs
+            budget.take(request)
             budget.schedule(request)
 
     def _admit_waiting(self, budget: SchedulingBudget, now: float) -> None:
@@ -162,7 +166,7 @@ class Scheduler:
         while budget.left > 0 and (request := self._next_admissible(candidates, computing, budget)) is not None:
             self._admit(request, now)
             computing.setdefault(manager.next_hash(request.computing[0]), request)
-            budget.free_seqs -= request.num_seqs
+            budget.take(request)
             if request.computing[0].layerwise is None:
                 budget.schedule(request)
             else:
@@ -179,7 +183,8 @@ class Scheduler:
                 tokens = min(budget.left, self.limits.chunk)
                 sequences.append(self._layerwise.scheduled_part(prefill, seq, tokens, self.limits.num_layers))
         assert sequences or not moves, "block moves were planned for a step without sequences"
-        return Batch(sequences, moves)
+        adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
+        return Batch(sequences, moves, tuple(adapters.values()))
 
     # ---- helpers of the stages
 
@@ -199,7 +204,8 @@ class Scheduler:
         """
         manager, is_long = self.block_manager, budget.long_prefill is not None
         fitting = (r for r in candidates if not is_long or self._fits_a_step(r))
-        request = next((r for r in fitting if not self._awaits_prefix(r, computing)), None)
+        loadable = (r for r in fitting if not self._awaits_adapter(r, budget))
+        request = next((r for r in loadable if not self._awaits_prefix(r, computing)), None)
         if request is None or (self.swapped and self.swapped[0].order < request.order):
             return None
         if request.num_seqs > budget.free_seqs:
@@ -215,6 +221,20 @@ class Scheduler:
         """
         missing = self.block_manager.missing_hash(request.computing[0])
         return missing is not None and missing in computing and computing[missing].order < request.order
+
+    def _awaits_adapter(self, request: Request, budget: SchedulingBudget) -> bool:
+        """Whether a waiting request has to wait until another adapter is not in use any more.
+
+        Later requests whose adapters are in use overtake it, up to max_num_seqs of them, so that it does not wait for
+        ever. Requests without an adapter always do: they do not keep an adapter in use.
+        """
+        if request.adapter is None:
+            return False
+        first = budget.awaits_adapter
+        if budget.has_slot(request) and (first is None or first.num_overtaken < self.limits.max_num_seqs):
+            return False
+        budget.awaits_adapter = first or request
+        return True
 
     def _fits_a_step(self, request: Request) -> bool:
         """Whether one step can compute the uncached tokens of a waiting request."""
@@ -248,6 +268,7 @@ class Scheduler:
             samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
             prompt_targets=prompt_targets(seq, chunk),
             request_id=seq.request.request_id,
+            adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
         )
 
     # ---- the result of a step
@@ -260,7 +281,6 @@ class Scheduler:
         prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
         seq.request.metrics.prefill_tokens += prefilled
         self.prompt_tokens_computed += prefilled
-        self.block_manager.register_computed(seq, scheduled.context_len)
 
     def _append_samples(self, request: Request, samples: list[Sample], now: float) -> None:
         """Append `samples`, none or one per live sequence, and end the sequences that they complete."""

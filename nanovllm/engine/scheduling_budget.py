@@ -22,6 +22,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: most tokens of one prompt in a step; 0 means max_num_batched_tokens.
     preemption_mode: None swaps requests of several sequences and recomputes the others.
     layerwise_memory: device memory for layer-by-layer prefill.
+    max_loras: LoRA adapters that the running requests may have; 0 if requests cannot have any.
     """
 
     max_num_seqs: int
@@ -32,6 +33,7 @@ class SchedulerLimits:
     preemption_mode: PreemptionMode | None = None
     num_layers: int = 1
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE
+    max_loras: int = 0
 
     @property
     def chunk(self) -> int:
@@ -45,7 +47,8 @@ class SchedulingBudget:
 
     left: tokens not yet scheduled. free_seqs: free sequence slots. max_prefill_chunk: most tokens of one sequence that
     is not decoding. chunks: (sequence, number of tokens to compute), in batch order. long_prefill: the long prefill of
-    this step, for which tokens are reserved.
+    this step, for which tokens are reserved. adapters: numbers of the LoRA adapters of the running requests, at most
+    `max_loras`. awaits_adapter: the first request that waits until one of them is not in use.
     """
 
     left: int
@@ -53,7 +56,23 @@ class SchedulingBudget:
     max_prefill_chunk: int
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     long_prefill: Request | None = None
+    adapters: set[int] = field(default_factory=set)
+    max_loras: int = 0
+    awaits_adapter: Request | None = None
     _reserved: int = field(default=0, init=False)
+
+    def has_slot(self, request: Request) -> bool:
+        """Whether the request may run beside the others: its adapter, if it has one, is in use or can be loaded."""
+        adapter = request.adapter
+        return adapter is None or adapter.number in self.adapters or len(self.adapters) < self.max_loras
+
+    def take(self, request: Request) -> None:
+        """Count the sequences and the adapter of a request that begins to run."""
+        self.free_seqs -= request.num_seqs
+        if request.adapter is not None:
+            self.adapters.add(request.adapter.number)
+            if self.awaits_adapter is not None:
+                self.awaits_adapter.num_overtaken += 1
 
     def schedule(self, request: Request) -> None:
         """Add the request's chunks to the step."""

@@ -73,6 +73,8 @@ def _draw_samples(
         return {}
     last_rows = torch.tensor([starts[i] + len(sequences[i].token_ids) - 1 for i, _ in due])
     logits = model.compute_logits(hidden[upload(last_rows, hidden.device)])
+    if not model.has_logits:
+        return {}
     rows = [row for _, row in due]
     processed, errors = _processed(logits, rows)
     tokens = sample(logits, rows, processed)
@@ -121,6 +123,8 @@ def _measure_prompts(
             assert targets is not None
             token_ids, first = targets.token_ids[begin : begin + MAX_ROWS], start + targets.first_row + begin
             logits = model.compute_logits(hidden[first : first + len(token_ids)])
+            if not model.has_logits:
+                continue
             found = token_logprobs(logits, token_ids, [targets.num_logprobs] * len(token_ids))
             if not is_finite(logits):
                 failed.add(i)

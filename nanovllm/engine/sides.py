@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from nanovllm.config import EngineConfig, PreemptionMode
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.engine.batch import Executor
+from nanovllm.errors import Advice, ConfigError, EngineError
 from nanovllm.side_modules import find_side
 
 if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
+    import torch
+
     from nanovllm import chat_template
-    from nanovllm.device import Device
+    from nanovllm.device import Busy, Device
+    from nanovllm.engine.adapter import Adapters
     from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
-    from nanovllm.engine.execution_order import DecodeRunner, ExecutionOrder
+    from nanovllm.engine.execution_order import AdapterManager, DecodeRunner, ExecutionOrder
     from nanovllm.engine.grammar import GrammarCompiler
     from nanovllm.engine.preemption import Preemption
     from nanovllm.engine.progress import Progress, WatchSteps
@@ -29,7 +33,7 @@ if TYPE_CHECKING:  # for annotations only: some of these modules import torch, o
     from nanovllm.engine.request import Sequence as TokenSequence
     from nanovllm.engine.scheduling_budget import SchedulerLimits
     from nanovllm.kvcache import chunked_attention
-    from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
+    from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
     from nanovllm.kvcache.fitting import KVSizing
     from nanovllm.kvcache.layerwise import LayerwiseSizing, LayerwiseStep
     from nanovllm.kvcache.layout import KVLayout
@@ -86,7 +90,12 @@ class LayerwiseRunner(Protocol):
     """Runs what `LayerwisePrefill` schedules."""
 
     def LayerwiseOrder(
-        self, model: Decoder, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend
+        self,
+        model: Decoder,
+        engine: OffloadEngine,
+        geometry: AttentionGeometry,
+        backend: AttentionBackend,
+        adapters: AdapterManager | None,
     ) -> ExecutionOrder: ...
 
 
@@ -137,6 +146,24 @@ class StructuredOutputs(Protocol):
     ) -> GrammarCompiler: ...
 
 
+class LoRA(Protocol):
+    """Finds the LoRA adapters that requests name. Without it `enable_lora=True` is refused."""
+
+    def LoRARequest(self, lora_name: str, lora_int_id: int, lora_path: str, base_model_name: str | None) -> Any: ...
+
+    def AdapterRegistry(self, spec: DecoderSpec, max_lora_rank: int) -> Adapters: ...
+
+    def reserved(self, memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+        """What is left of the memory besides adapters; itemsize: bytes of an element of a weight."""
+        ...
+
+
+class LoRARunner(Protocol):
+    """Holds adapters on the device and applies them."""
+
+    def LoRAManager(self, model: Decoder, config: EngineConfig) -> AdapterManager: ...
+
+
 class Trace(Protocol):
     """Writes a timeline of copies and kernels. Without it the engine argument `trace` is refused."""
 
@@ -161,11 +188,38 @@ class ProgressBar(AbstractContextManager[object], Protocol):
         ...
 
 
+class Runner(Executor, Protocol):
+    """The executor of a model directory: `engine.model_runner.ModelRunner`, or one for several ranks.
+
+    Of several ranks the sizes, `spec` and statistics are those of the first.
+    """
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    sizing: KVSizing
+    plan: KVPlan
+    num_swap_blocks: int
+
+    def advise(self, num_tokens: int) -> Advice: ...
+
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None: ...
+
+    def kv_stats(self) -> KVStats: ...
+
+    def link_busy(self) -> Busy: ...
+
+
+class Distributed(Protocol):
+    """Computes one model on several ranks. Without it `tensor_parallel_size` above 1 is refused."""
+
+    def TensorParallelExecutor(self, config: EngineConfig) -> Runner: ...
+
+
 class VllmApi(Protocol):
     """vLLM's beam search and metrics, and scores of choices. Without it those methods of LLM are refused."""
 
     def beam_search(
-        self, llm: Any, prompts: Any, params: Any, use_tqdm: bool, concurrency_limit: int | None
+        self, llm: Any, prompts: Any, params: Any, lora_request: Any, use_tqdm: bool, concurrency_limit: int | None
     ) -> list[Any]: ...
 
     def score_choices(self, llm: Any, prompt: Any, choices: Any, use_tqdm: bool) -> list[Any]: ...
@@ -210,12 +264,24 @@ def structured_outputs() -> StructuredOutputs | None:
     return cast("StructuredOutputs | None", find_side("nanovllm.structured_outputs"))
 
 
+def lora() -> LoRA | None:
+    return cast("LoRA | None", find_side("nanovllm.lora.registry"))
+
+
+def lora_runner() -> LoRARunner | None:
+    return cast("LoRARunner | None", find_side("nanovllm.lora.manager"))
+
+
 def trace() -> Trace | None:
     return cast("Trace | None", find_side("nanovllm.device.trace"))
 
 
 def progress_bar() -> ProgressBars | None:
     return cast("ProgressBars | None", find_side("nanovllm.progress_bar"))
+
+
+def distributed() -> Distributed | None:
+    return cast("Distributed | None", find_side("nanovllm.distributed.executor"))
 
 
 def vllm_api() -> VllmApi | None:
@@ -231,8 +297,12 @@ def installed(side: T | None, method: str, module: str) -> T:
 
 def check_arguments(config: EngineConfig) -> None:
     """Raise ConfigError for engine arguments that need a side which is not installed."""
+    if config.tensor_parallel_size > 1 and distributed() is None:
+        raise ConfigError(_missing(f"tensor_parallel_size={config.tensor_parallel_size}", "nanovllm.distributed"))
     if config.trace is not None and trace() is None:
         raise ConfigError(_missing(f"trace={str(config.trace)!r}", "nanovllm.device.trace"))
+    if config.enable_lora and (lora() is None or lora_runner() is None):
+        raise ConfigError(_missing("enable_lora=True", "nanovllm.lora"))
     if sequence_groups() is None:
         if config.preemption_mode == "swap":
             raise ConfigError(_missing("preemption_mode='swap'", "nanovllm.sequence_groups"))

@@ -20,7 +20,7 @@ class KVHeads(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
+    def most_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
     @property
@@ -28,8 +28,11 @@ class KVHeads(Protocol):
 
 
 def layout_of(config: EngineConfig, spec: KVHeads, itemsize: int) -> KVLayout:
-    """The layout of the engine's KV cache; itemsize: bytes of one element of the model's dtype."""
-    layout = KVLayout.of(config.kv_cache_dtype, spec.num_layers, spec.num_kv_heads, spec.head_dim, 1, itemsize)
+    """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads.
+
+    itemsize: bytes of one element of the model's dtype.
+    """
+    layout = KVLayout.of(config.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
     return replace(layout, block_size=block_size_of(config, layout.token_layer_bytes, spec.max_model_len))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
@@ -25,11 +26,27 @@ class MemoryFacts:
     tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
     activation_peak: int  # of the largest batch, including CUDA graphs; 0 if nothing is sized from memory
     host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
+    adapter_bytes: int = 0  # of LoRA adapters on the device, which neither tier counts as free
     layerwise: LayerwiseSizing | None = None  # of layer-by-layer prefill; None if no prompt goes that way
 
     @property
     def layerwise_token_bytes(self) -> int:
         return 0 if self.layerwise is None else self.layerwise.token_bytes
+
+
+def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
+    """What every tensor-parallel rank has at least, so that all of them can allocate the same blocks.
+
+    The `local_size` ranks of a machine share its host memory, and on the CPU the device's too.
+    """
+    device_share = local_size if facts[0].tiers_share_memory else 1
+    return replace(
+        facts[0],
+        device_total=min(each.device_total for each in facts) // device_share,
+        device_free=min(each.device_free for each in facts) // device_share,
+        host_free=min(each.host_free for each in facts) // local_size,
+        activation_peak=max(each.activation_peak for each in facts),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,14 @@ def fastest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x, weight, bias) if x.shape[0] > FEW_ROWS else linear(x, weight, bias)
 
 
+class RowAdapters(Protocol):
+    """What some rows of a product get in addition, such as the low-rank products of LoRA adapters."""
+
+    def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
+        """Add to y [rows, out], which is `linear` of x [rows, in]."""
+        ...
+
+
 class DenseWeight:
     """The plain form of a weight matrix: [sum of part sizes, in_features] in the network's dtype."""
 
@@ -44,6 +53,9 @@ class DenseWeight:
     def slots(self) -> NamedSlots:
         for module, part in zip(self._parts, self.dense.split(list(self._parts.values())), strict=True):
             yield f"{module}.weight", slot_of(part)
+
+    def finish_loading(self) -> None:
+        """The kernels read the plain form as it is."""
 
     def use_torch_products(self) -> None:
         self._product = fastest_linear
@@ -82,9 +94,12 @@ class Linear:
         self.weight = create_weight(method, self.parts, in_features, dtype, device)
         self.bias = torch.empty(sum(parts.values()), dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """x: [rows, in_features] -> [rows, sum of part sizes], in the order of the parts."""
-        return self.weight.apply(x, self.bias)
+        y = self.weight.apply(x, self.bias)
+        if adapters is not None:
+            adapters.add_(self, x, y)
+        return y
 
     def slots(self) -> NamedSlots:
         """The slots of the weight and, with biases, each part's `{module}.bias`."""

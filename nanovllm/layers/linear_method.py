@@ -20,13 +20,14 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' codes of the types that c
 class CheckpointTensor(NamedTuple):
     """What a checkpoint must hold under a name, known before anything is allocated.
 
-    shape: as stored; dtypes: the types that are read, in the checkpoint's own codes; required: False if the tensor may
-    be absent.
+    shape: as stored, unless it is one of other_shapes; dtypes: the types that are read, in the checkpoint's own codes;
+    required: False if the tensor may be absent.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     required: bool = True
+    other_shapes: tuple[tuple[int, ...], ...] = ()
 
 
 NamedTensors = Iterator[tuple[str, CheckpointTensor]]
@@ -76,7 +77,14 @@ class StoredWeight(Protocol):
         ...
 
     def slots(self) -> NamedSlots:
-        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them."""
+        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them.
+
+        After `finish_loading` the views may be copies.
+        """
+        ...
+
+    def finish_loading(self) -> None:
+        """Called when all slots are filled: the weight may now be rearranged for its kernels."""
         ...
 
     def use_torch_products(self) -> None:
@@ -102,7 +110,10 @@ class LinearMethod(Protocol):
         ...
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
-        """Bytes of the matrix in memory, where an element of the network's dtype takes `itemsize`."""
+        """Bytes of the matrix in memory, where an element of the network's dtype takes `itemsize`.
+
+        Kernels may round sizes up by a few rows, which is not counted.
+        """
         ...
 
     def create(

@@ -23,6 +23,7 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
+    frequency_factors: tuple[float, ...] = ()  # default: what each frequency is divided by; none: as it is
 
     @property
     def length_dependent_above(self) -> int | None:

@@ -45,6 +45,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn_frequencies(rope, head_dim)
     inv_freq = 1.0 / (rope.theta ** _exponents(head_dim))
+    if rope.frequency_factors:
+        return inv_freq / torch.tensor(rope.frequency_factors)
     if rope.kind == "linear":
         return inv_freq / rope.factor
     if rope.kind == "llama3":

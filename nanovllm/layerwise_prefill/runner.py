@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.execution_order import ComputedRows, StepWatch
+from nanovllm.engine.execution_order import AdapterManager, ComputedRows, StepWatch
 from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.layerwise import LayerwiseStep
@@ -36,9 +36,15 @@ class LayerwiseOrder:
     """
 
     def __init__(
-        self, model: Decoder, engine: OffloadEngine, geometry: AttentionGeometry, backend: AttentionBackend
+        self,
+        model: Decoder,
+        engine: OffloadEngine,
+        geometry: AttentionGeometry,
+        backend: AttentionBackend,
+        adapters: AdapterManager | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._kv_cache = LayerwiseKVCache(engine, geometry, backend)
         self._sequence: ScheduledSequence | None = None  # of the step in progress
         self.state: LayerwiseState | None = None
@@ -90,6 +96,7 @@ class LayerwiseOrder:
         where = part.layerwise.positions(layer_chunk)
         chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
         positions = torch.arange(where.start, where.stop, device=x.device)
-        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), kv_cache)
+        adapters = self._adapters.of_rows([(seq.adapter, len(where))]) if self._adapters is not None else ()
+        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.prompt_len), (chunk,), kv_cache, adapters)
         rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
         self._model.forward_layer_(part.layerwise.layer(layer_chunk), rows, ctx)

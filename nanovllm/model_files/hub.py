@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm.errors import ConfigError, ModelError, quoted, told
+from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.json_fields import read_json_object
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -44,7 +45,7 @@ def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, An
         tokenizer = model
     content: Content = "config" if found.get("load_format") == "dummy" else "model"
     found["model"] = str(_find("model", model, "revision", content, found))
-    if not _is_directory(Path(model)) and found.get("served_model_name") is None:
+    if not _is_local(Path(model)) and found.get("served_model_name") is None:
         found["served_model_name"] = model
     if tokenizer is not None:
         found["tokenizer"] = str(_find("tokenizer", tokenizer, "tokenizer_revision", "tokenizer", found))
@@ -53,10 +54,13 @@ def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, An
 
 def _find(argument: str, name: str | Path, revision: str, content: Content, given: Mapping[str, Any]) -> Path:
     if not isinstance(name, str | Path):
-        raise ConfigError(f"{argument}={quoted(name)}: must be a directory or the name of a model on the hub")
-    if given.get(revision) is not None and _is_directory(Path(name)):
         raise ConfigError(
-            f"{revision}={quoted(given[revision])}: {argument}={quoted(str(name))} is a directory, which has no "
+            f"{argument}={quoted(name)}: must be a directory, a GGUF file or the name of a model on the hub"
+        )
+    if given.get(revision) is not None and _is_local(Path(name)):
+        kind = "a file" if is_gguf(name) else "a directory"
+        raise ConfigError(
+            f"{revision}={quoted(given[revision])}: {argument}={quoted(str(name))} is {kind}, which has no "
             f"revisions: leave {revision} out"
         )
     return find_directory(
@@ -78,19 +82,19 @@ def find_directory(
     token: str | None = None,
     content: Content = "model",
 ) -> Path:
-    """The directory called `name`; where there is none, the local snapshot of the hub's model of that name.
+    """The directory or GGUF file `name`; where there is none, the local snapshot of the hub's model of that name.
 
     A complete snapshot in the cache is used as it is, without a network; another one is downloaded. argument: the
     engine argument that gave the name, for messages. revision: a branch, tag or commit; "main" by default.
     download_dir: the cache directory; huggingface_hub's own by default. content: what the snapshot is needed for.
     Raises ConfigError, with the directories that were looked in.
     """
-    if _is_directory(Path(name)):
+    if _is_local(Path(name)):
         return Path(name)
     if MODEL_NAME.fullmatch(str(name)) is None or _exists(Path(name)):
         raise ConfigError(
             f"{argument}={quoted(str(name))} is not a directory: give the path of a local checkpoint in Hugging Face "
-            "format, or the name of a model on the hub, such as Qwen/Qwen3-0.6B"
+            "format or of a GGUF file, or the name of a model on the hub, such as Qwen/Qwen3-0.6B"
         )
     # Slow to import, and not needed for directories.
     from huggingface_hub import constants, snapshot_download
@@ -143,6 +147,10 @@ def _is_complete(snapshot: Path, content: Content) -> bool:
     except ModelError:
         return False
     return isinstance(shards, dict) and all((snapshot / str(name)).is_file() for name in shards.values())
+
+
+def _is_local(path: Path) -> bool:
+    return _is_directory(path) or is_gguf(path)
 
 
 def _is_directory(path: Path) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
 from nanovllm.memory_checks import check_fits, gib
+from nanovllm.model_files.gguf_side import gguf_side, is_gguf
 from nanovllm.model_files.hub import INDEX
 from nanovllm.model_files.json_fields import OBJECT, checked_fields, read_json_object
 
@@ -24,11 +26,15 @@ QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as its file's header describes it, without its data."""
+    """A tensor as its file's header describes it, without its data.
+
+    dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, None for safetensors.
+    """
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # safetensors' code, such as BF16
+    dtype: str
+    read: Callable[[], Tensor] | None = None
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
@@ -39,19 +45,31 @@ def some_of(names: Iterable[str], limit: int = 5) -> str:
 
 
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint, by name. Reads headers only.
+    """Every tensor of the checkpoint, a directory or a GGUF file, by name. Reads headers only.
 
     Raises ModelError if there are no safetensors files, if one is damaged, or if index and shards do not agree.
     """
+    if is_gguf(directory):
+        return gguf_side(directory).list_tensors(directory)
     if (directory / SINGLE).is_file():
-        return _headers(directory / SINGLE)
+        return headers(directory / SINGLE)
     if not (directory / INDEX).is_file():
         raise ModelError(_no_weights(directory))
     index = _read_index(directory / INDEX)
     shards = _shards(directory, index)
-    found = {file.name: _headers(file) for file in shards}
+    found = {file.name: headers(file) for file in shards}
     _check_index(directory / INDEX, index, found)
     return {name: found[shard][name] for name, shard in index.items()}
+
+
+@contextmanager
+def open_tensor(name: str, stored: StoredTensor, part: tuple[slice, ...] = ()) -> Iterator[Tensor]:
+    """The tensor's data, or the `part` of it that slices of its first axes give. Raises as `open_file`."""
+    if stored.read is not None:
+        yield stored.read()[part]
+        return
+    with open_file(stored.file) as tensors:
+        yield tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
 
 
 @contextmanager
@@ -87,7 +105,8 @@ def _size(path: Path) -> int:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _headers(path: Path) -> dict[str, StoredTensor]:
+def headers(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name. Raises as `open_file`."""
     with open_file(path, "np") as file:
         parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
         return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}

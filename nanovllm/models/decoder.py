@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
-from nanovllm.layers.linear import Linear, create_weight
-from nanovllm.layers.linear_method import NamedSlots, WeightSlot, slot_of
+from nanovllm.layers.linear import Linear, RowAdapters, create_weight
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
+from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.sharding import rank_part
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import few_row_layer
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
@@ -30,22 +32,26 @@ def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 class DecoderLayer:
     """Attention and gated MLP. Each reads RMS-normalized input, and its output is added to the residual stream."""
 
-    def __init__(self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device, group: RankGroup | None
+    ) -> None:
         self.spec = spec
+        self.group = group
         self.index = index
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         qkv = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         gate_up = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        o_bias, down_bias = spec.o_bias and spec.adds_biases, spec.mlp_bias and spec.adds_biases
         self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
         self.qkv = linear(hidden, qkv, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
         self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
-        self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=spec.o_bias)
+        self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
         self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
         self.gate_up = linear(hidden, gate_up, prefix=f"{prefix}mlp.", bias=spec.mlp_bias)
-        self.down = linear(spec.intermediate_size, {"down_proj": hidden}, prefix=f"{prefix}mlp.", bias=spec.mlp_bias)
+        self.down = linear(spec.intermediate_size, {"down_proj": hidden}, prefix=f"{prefix}mlp.", bias=down_bias)
         norms = (self.input_norm, self.qk_norm, self.post_norm)
         products = [(each.weight.dense, each.bias) for each in (self.qkv, self.o, self.gate_up, self.down)]
         self.few_rows = few_row_layer(norms, products, spec.rms_norm_eps, spec.head_dim)
@@ -53,44 +59,64 @@ class DecoderLayer:
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
         attended = self._attend(x, cos, sin, ctx, chunk)
-        for part, attended_part in row_parts(chunk, x, attended):
-            self.finish_(part, attended_part)
+        parts = row_parts(chunk, x, attended)
+        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts(), parts, strict=False):
+            self.finish_(part, attended_part, adapters)
 
-    def finish_(self, x: Tensor, attended: Tensor) -> None:
+    def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
         """Add the output projection of attention, then the MLP, to rows x of the residual stream, in place."""
-        if self.few_rows is not None and self.few_rows.takes(x):
+        if self.group is None and adapters is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.finish_(x, attended)
         else:
-            x += self._mlp(x, self.o(attended))
+            x += self._summed(self._mlp(x, self._summed(self.o(attended, adapters)), adapters))
 
-    def _mlp(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, each of which has multiplied with its columns of o or down."""
+        return x if self.group is None else self.group.all_reduce(x)
+
+    def _mlp(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None) -> Tensor:
         """Add attention's output to x in place; return the gated MLP's output, which is still to be added."""
-        return self.down(silu_and_mul(self.gate_up(add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps))))
+        normed = add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps)
+        return self.down(silu_and_mul(self.gate_up(normed, adapters)), adapters)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
         """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
         tokens, spec = x.shape[0], self.spec
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
-        for part in row_parts(chunk, x, cos, sin, q, k, v):
-            self.project(*part)
+        parts = row_parts(chunk, x, cos, sin, q, k, v)
+        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts(), parts, strict=False):
+            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def project(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Write q, k and v of the rows of x, with RoPE, and normalized if the family has q and k norms."""
-        if self.few_rows is not None and self.few_rows.takes(x):
+        if adapters is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.project(x, cos, sin, q, k, v)
             return
         eps = self.spec.rms_norm_eps
-        heads = self.qkv(rms_norm(x, self.input_norm, eps)).unflatten(-1, (-1, self.spec.head_dim))
+        heads = self.qkv(rms_norm(x, self.input_norm, eps), adapters).unflatten(-1, (-1, self.spec.head_dim))
         place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
+
+    @property
+    def linears(self) -> Sequence[Linear]:
+        return (self.qkv, self.o, self.gate_up, self.down)
 
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         prefix = f"model.layers.{self.index}."
         yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
-        for each in (self.qkv, self.o, self.gate_up, self.down):
+        for each in self.linears:
             yield from each.slots()
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
@@ -101,18 +127,22 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers, final norm and output projection. Parameters are allocated and not initialized."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, group: RankGroup | None = None
+    ) -> None:
+        """group: the ranks whose part `spec` is, if it has a sharding."""
         self.spec = spec
+        self.group = group
         self.dtype = dtype
         self.device = device
         self.chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS
-        table = {EMBEDDING_MODULE: spec.vocab_size}
+        table = {EMBEDDING_MODULE: spec.vocab_rows}
         self.embedding = create_weight(spec.quantization, table, spec.hidden_size, dtype, device)
         self.lm_head = self.embedding
         if not spec.tie_word_embeddings:
-            head = {HEAD_MODULE: spec.vocab_size}
+            head = {HEAD_MODULE: spec.vocab_rows}
             self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
-        self.layers = [DecoderLayer(spec, i, dtype, device) for i in range(spec.num_layers)]
+        self.layers = [DecoderLayer(spec, i, dtype, device, group) for i in range(spec.num_layers)]
         self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
 
@@ -130,7 +160,8 @@ class Decoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
-        return self.embedding.rows(input_ids)
+        sharding = self.spec.sharding
+        return embedding(input_ids, self.embedding, None if sharding is None else sharding.vocab, self.group)
 
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
@@ -144,15 +175,39 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> float32 [rows, vocab]. Called only for rows that sample a token."""
-        return self.lm_head.apply(hidden, None).float()
+        """hidden [rows, hidden] -> float32 [rows, vocab]. Called only for rows that sample a token.
+
+        Ranks other than the first contribute their part of the vocabulary, and get logits of no row.
+        """
+        logits = self.lm_head.apply(hidden, None)
+        if self.group is not None:
+            vocab_size, size = self.spec.vocab_size, self.group.size
+            collected = self.group.gather_columns(logits, [len(rank_part(vocab_size, i, size)) for i in range(size)])
+            logits = logits.new_empty(0, vocab_size) if collected is None else collected
+        return logits.float()
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether `compute_logits` gives the logits to this rank, which then samples."""
+        return self.group is None or self.group.rank == 0
 
     def use_torch_products(self) -> None:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
-        self.lm_head.use_torch_products()
+        for weight in self._weights():
+            weight.use_torch_products()
+
+    def finish_loading(self) -> None:
+        """Called when all slots are filled: quantized weights may now be rearranged for their kernels."""
+        for weight in self._weights():
+            weight.finish_loading()
+
+    def _weights(self) -> Iterator[StoredWeight]:
+        yield self.embedding
+        if self.lm_head is not self.embedding:
+            yield self.lm_head
         for layer in self.layers:
-            for each in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                each.weight.use_torch_products()
+            for each in layer.linears:
+                yield each.weight
 
     def slots(self) -> NamedSlots:
         """The parameter view of each checkpoint tensor, by name. Tied weights appear once."""

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory's config: which network it is, and where its sequences end.
+"""Reading the config of a Hugging Face model directory or GGUF file: which network it is, where its sequences end.
 
 Nothing in the directory is trusted. Transformers' config class supplies the family's defaults. It sees only fields that
 `config_fields.py` lists, after they were checked. Fields that a family does not read are refused if they may have an
@@ -7,6 +7,7 @@ effect.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
 from nanovllm.layers.linear_method import LinearMethod
+from nanovllm.model_files.gguf_side import GgufConfig, gguf_side, is_gguf
 from nanovllm.model_files.json_fields import checked_fields, read_json_object
 from nanovllm.models.config_fields import (
     FIELDS_WITHOUT_EFFECT,
@@ -47,8 +49,9 @@ _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 class Quantizations(Protocol):
     """The side that reads quantized checkpoints. Without it they are refused."""
 
-    def read_quantization(self, config: Mapping[str, Any]) -> LinearMethod:
-        """The method of a `quantization_config`. Raises ModelError for a format that is not supported."""
+    def read_quantization(self, config: Mapping[str, Any], dtype: str) -> LinearMethod:
+        """The method of a `quantization_config` in a checkpoint of `dtype`. Raises ModelError for a format that is not
+        supported."""
         ...
 
 
@@ -57,18 +60,21 @@ def load_decoder_spec(model_dir: str | Path, overrides: Mapping[str, Any] = NO_O
 
     Raises ModelError on a missing directory or file, broken JSON, and everything that is not supported, with what is.
     """
-    return _spec(_read_config(_config_path(Path(model_dir)), overrides))
+    return _spec(_read_config(Path(model_dir), overrides))
 
 
 def read_decoder_spec(config: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
-    """The network that a model directory or a single config file describes. Raises ModelError as above."""
-    path = Path(config) if Path(config).is_file() else _config_path(Path(config))
-    return _spec(_read_config(path, overrides))
+    """As `load_decoder_spec`; `config` may also be a single config file. Raises ModelError as above."""
+    path = Path(config)
+    is_config = path.is_file() and not is_gguf(path)
+    return _spec(
+        _with_overrides(path, read_json_object(path), overrides) if is_config else _read_config(path, overrides)
+    )
 
 
 def load_model_type(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> str:
     """The family's name in Transformers, which selects its tokenizer class. Raises ModelError as above."""
-    return _family(_read_config(_config_path(Path(model_dir)), overrides)).model_type
+    return _family(_read_config(Path(model_dir), overrides)).model_type
 
 
 def load_eos_token_ids(
@@ -79,7 +85,7 @@ def load_eos_token_ids(
     generation_config: as the engine argument; with "vllm", the model's own file still counts here, as in vLLM. If
     neither file has the key, the family's default applies (Llama and Mistral: 2).
     """
-    config = _read_config(_config_path(Path(model_dir)), overrides)
+    config = _read_config(Path(model_dir), overrides)
     own = generation_config in ("auto", "vllm")
     generation = _generation_fields(Path(model_dir if own else generation_config))
     family = _family(config)
@@ -112,22 +118,35 @@ def load_sampling_defaults(
 
 
 def _generation_fields(directory: Path) -> dict[str, Any]:
+    if is_gguf(directory):
+        return checked_fields(directory, gguf_side(directory).generation_fields(directory), GENERATION_FIELDS)
     path = directory / "generation_config.json"
     return checked_fields(path, read_json_object(path), GENERATION_FIELDS) if path.is_file() else {}
 
 
 class _Config(NamedTuple):
-    """The fields of a config.json, and where they come from, for messages."""
+    """The fields of a config.json, and where they come from, for messages. gguf: what else a GGUF file says."""
 
     where: str
     fields: dict[str, Any]
+    gguf: GgufConfig | None = None
 
 
-def _read_config(path: Path, overrides: Mapping[str, Any]) -> _Config:
-    fields = read_json_object(path)
+def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
+    """The config of a model directory or a GGUF file."""
+    if is_gguf(model):
+        gguf = gguf_side(model).read_config(model)
+        return _with_overrides(model, gguf.fields, overrides, gguf)
+    path = _config_path(model)
+    return _with_overrides(path, read_json_object(path), overrides)
+
+
+def _with_overrides(
+    path: Path, fields: dict[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
+) -> _Config:
     if not overrides:
-        return _Config(str(path), fields)
-    return _Config(f"{path} with hf_overrides", _overridden(fields, overrides))
+        return _Config(str(path), fields, gguf)
+    return _Config(f"{path} with hf_overrides", _overridden(fields, overrides), gguf)
 
 
 def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,9 +176,26 @@ def _spec(config: _Config) -> DecoderSpec:
             config.fields, defaults.max_position_embeddings, defaults.default_theta
         )
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        return replace(decoder_spec(family, defaults), quantization=_quantization(config.fields))
+        spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
+        if config.gguf is not None:
+            return _gguf_spec(spec, quantization, config.gguf)
+        return _with_quantization(spec, quantization)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
+
+
+def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
+    """The network with what a config.json cannot say. RoPE factors apply to RoPE as the file has it."""
+    if quantization is not None:
+        raise ModelError(
+            f"quantization_config={quoted(quantization)}: a GGUF file has the types of its tensors instead."
+        )
+    rope, factors = spec.rope, gguf.rope_factors
+    if factors and rope.kind == "default":
+        if len(factors) != spec.head_dim // 2:
+            raise ModelError(f"its {len(factors)} RoPE factors do not fit heads of {spec.head_dim} numbers.")
+        rope = replace(rope, frequency_factors=factors)
+    return replace(spec, rope=rope, quantization=gguf.method)
 
 
 def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
@@ -189,7 +225,7 @@ def _config_path(directory: Path) -> Path:
     if not directory.is_dir():
         raise ModelError(
             f"Model directory {str(directory)!r} does not exist; give the path of a local directory in Hugging Face "
-            "format."
+            "format, or of a GGUF file."
         )
     path = directory / "config.json"
     if not path.is_file():
@@ -213,18 +249,23 @@ def _family(config: _Config) -> Family:
     return family
 
 
-def _quantization(fields: Mapping[str, Any]) -> LinearMethod | None:
-    """How the checkpoint stores its matrices, from its `quantization_config`; None if as plain numbers."""
-    config = fields.get("quantization_config")
+def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None) -> DecoderSpec:
+    """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported."""
     if config is None:
-        return None
+        return spec
     side: Quantizations | None = find_side("nanovllm.quantization")
     if side is None:
         raise ModelError(
             f"quantization_config={quoted(config)}: needs nanovllm.quantization, which this installation does not "
             f"have; use a checkpoint in {', '.join(DTYPE_NAMES)}."
         )
-    return side.read_quantization(config)
+    quantization = side.read_quantization(config, spec.dtype)
+    for module, rows, columns in spec.matrices():
+        try:
+            deque(quantization.tensors(module, rows, columns), maxlen=0)
+        except ModelError as error:
+            raise ModelError(f"{module} cannot be stored as {quantization.name}: {error}") from None
+    return replace(spec, quantization=quantization)
 
 
 def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:

@@ -6,35 +6,59 @@ import re
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanovllm.config import LOAD_FORMATS
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.layers.linear_method import CheckpointTensor, WeightSlot
+from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import check_fits
-from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_file, some_of
+from nanovllm.model_files.gguf_side import is_gguf
+from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
 
-def fill_with_random_weights(decoder: Decoder, seed: int) -> None:
+def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | None = None) -> None:
     """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
 
     Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights
-    are within 0.1 of 1, and biases within 0.1 of 0.
+    are within 0.1 of 1, and biases within 0.1 of 0. whole: of a tensor-parallel rank's decoder, the spec of which it is
+    a part; the weights are those of the whole.
     """
+    if whole is not None:
+        _fill_with_part(decoder, seed, whole)
+        return
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     for name, slot in decoder.slots():
         if slot.randomize is not None:
             slot.randomize(generator)
             continue
         if len(slot.shape) == 2:
-            bound = (3 / slot.shape[1]) ** 0.5
-            slot.view.uniform_(-bound, bound, generator=generator)
-            continue
-        centre = 0.0 if name.endswith(".bias") else 1.0
-        values = torch.empty(slot.shape, dtype=slot.view.dtype, device=decoder.device)
-        slot.write(values.uniform_(centre - 0.1, centre + 0.1, generator=generator))
+            _draw(name, slot.view, generator)
+        else:
+            slot.write(_draw(name, torch.empty(slot.shape, dtype=slot.view.dtype, device=decoder.device), generator))
+
+
+def _fill_with_part(decoder: Decoder, seed: int, whole: DecoderSpec) -> None:
+    """Draw every tensor of the whole decoder, one at a time, and keep this rank's part of it."""
+    assert decoder.spec.sharding is not None
+    generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    own = dict(decoder.slots())
+    for name, slot in Decoder(whole, decoder.dtype, torch.device("meta")).slots():
+        drawn = _draw(name, torch.empty(slot.shape, dtype=decoder.dtype, device=decoder.device), generator)
+        if name in own:
+            own[name].write(drawn[decoder.spec.sharding.slices(name)])
+
+
+def _draw(name: str, values: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill a tensor of the checkpoint called `name`."""
+    if values.dim() == 2:
+        bound = (3 / values.shape[1]) ** 0.5
+        return values.uniform_(-bound, bound, generator=generator)
+    centre = 0.0 if name.endswith(".bias") else 1.0
+    return values.uniform_(centre - 0.1, centre + 0.1, generator=generator)
 
 
 # Buffers that Transformers saved until 4.3x. They are computed from the config instead.
@@ -49,46 +73,58 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     free_bytes: int | None = None,
+    group: RankGroup | None = None,
 ) -> Decoder:
-    """A decoder with its weights: "auto" and "safetensors" read `model_dir`, "dummy" draws them from `seed`.
+    """A decoder with its weights: those of `model_dir`, or drawn from `seed` if load_format is "dummy".
 
-    The checkpoint must hold exactly the tensors of the network, in their shapes. All headers are checked before any
-    allocation. Then the tensors are copied one at a time, so that the host never holds a second copy of the weights.
-    free_bytes: free memory of the device in bytes, if known. Raises ModelError, which names the wrong tensors, and
-    ConfigError for an unknown load_format or weights that do not fit.
+    model_dir: a directory, which "auto" and "safetensors" read, or a GGUF file, which "auto" and "gguf" read. It must
+    hold exactly the tensors of the network, in their shapes. All headers are checked before any allocation. Then the
+    tensors are copied one at a time, so that the host never holds a second copy of the weights. free_bytes: free memory
+    of the device in bytes, if known. group: the ranks that share the model; each reads its own part of the checkpoint.
+    Raises ModelError, which names the wrong tensors, and ConfigError for an unknown load_format or weights that do not
+    fit.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {load_format!r}.")
     directory = Path(model_dir)
+    if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
+        raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
     stored = {} if load_format == "dummy" else list_tensors(directory)
     names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
+    own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
         check_fits(
-            f"model={str(model_dir)!r}: its weights take", spec.weight_bytes(dtype.itemsize), free_bytes, where, remedy
+            f"model={str(model_dir)!r}: its weights take", own.weight_bytes(dtype.itemsize), free_bytes, where, remedy
         )
-    decoder = Decoder(spec, dtype, device)
+    decoder = Decoder(own, dtype, device, group)
     for _, slot in decoder.slots():
         use_huge_pages(slot.view)
     if load_format == "dummy":
-        fill_with_random_weights(decoder, seed)
+        fill_with_random_weights(decoder, seed, None if group is None else spec)
+        decoder.finish_loading()
         return decoder
     for name, slot in decoder.slots():
         if name in names:
-            _fill(slot, stored[names[name]].file, names[name])
+            _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)
+    decoder.finish_loading()
     return decoder
 
 
-def _fill(slot: WeightSlot, file: Path, name: str) -> None:
-    """Write a tensor of a file into its slot. Raises ModelError for values that cannot be used."""
+def _part(spec: DecoderSpec, name: str) -> tuple[slice, ...]:
+    """What a rank with this spec holds of a tensor of the checkpoint, as slices of its first axes; () is all of it."""
+    return () if spec.sharding is None else spec.sharding.slices(name)
+
+
+def _fill(slot: WeightSlot, name: str, stored: StoredTensor, part: tuple[slice, ...]) -> None:
+    """Write a part of a file's tensor into its slot. Raises ModelError for values that cannot be used."""
     # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
-    with open_file(file) as tensors:
-        tensor = tensors.get_tensor(name)
+    with open_tensor(name, stored, part) as tensor:
         try:
             slot.write(tensor)
         except ModelError as error:
-            raise ModelError(f"{file}: {name}: {error}") from None
+            raise ModelError(f"{stored.file}: {name}: {error}") from None
 
 
 def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, str]:
@@ -118,7 +154,7 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
     misshapen = [
         f"{name} expected {list(tensor.shape)}, found {list(stored[name].shape)}"
         for name, tensor in expected.items()
-        if stored[name].shape != tensor.shape
+        if stored[name].shape not in (tensor.shape, *tensor.other_shapes)
     ]
     if misshapen:
         raise ModelError(f"{directory} holds tensors of shapes its config does not give ({some_of(misshapen)}).")
@@ -135,8 +171,8 @@ def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTens
     """Raise ModelError if a tied checkpoint holds an output projection that differs from the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
-    with open_file(stored[LM_HEAD].file) as tensors:
-        head, embedding = tensors.get_tensor(LM_HEAD), decoder.embedding.dense
+    with open_tensor(LM_HEAD, stored[LM_HEAD], _part(decoder.spec, LM_HEAD)) as head:
+        embedding = decoder.embedding.dense
         same = embedding is not None and torch.equal(head.to(decoder.dtype), embedding.cpu())
     if not same:
         raise ModelError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from nanovllm.errors import ConfigError
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.models.sharding import Sharding, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
@@ -40,6 +42,7 @@ class DecoderSpec:
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
     quantization: LinearMethod | None = None  # how the matrices are stored; None: as numbers of the dtype
+    sharding: Sharding | None = None  # of a tensor-parallel rank, whose heads and inner features the sizes count
 
     @property
     def q_size(self) -> int:
@@ -50,6 +53,41 @@ class DecoderSpec:
     def kv_size(self) -> int:
         """Width of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
+        """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
+
+        Raises ConfigError if there are too few heads for all ranks, or if the matrices are quantized.
+        """
+        if self.quantization is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks}: weights in {self.quantization.name} form are not divided among "
+                "ranks; take a checkpoint that is not quantized, or tensor_parallel_size=1"
+            )
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size)
+        sharding = shard(*sizes, rank, num_ranks)
+        return replace(
+            self,
+            num_heads=len(sharding.heads),
+            num_kv_heads=len(sharding.kv_heads),
+            intermediate_size=len(sharding.intermediate),
+            sharding=sharding,
+        )
+
+    @property
+    def most_kv_heads(self) -> int:
+        """KV heads of the rank that has most of them, whose KV cache is the largest."""
+        return self.num_kv_heads if self.sharding is None else self.sharding.most_kv_heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Tokens whose rows of the embedding and of the output projection are held; `vocab_size` is the whole."""
+        return self.vocab_size if self.sharding is None else len(self.sharding.vocab)
+
+    @property
+    def adds_biases(self) -> bool:
+        """Whether o and down add their biases: of the ranks whose products are summed, the first one does."""
+        return self.sharding is None or self.sharding.rank == 0
 
     @property
     def layer_matrices(self) -> int:
@@ -68,7 +106,7 @@ class DecoderSpec:
     @property
     def num_weights(self) -> int:
         """Number of all weights in memory. Tied embeddings count once."""
-        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * self.layer_weights + tables + self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
@@ -86,8 +124,8 @@ class DecoderSpec:
 
     def head_bytes(self, itemsize: int) -> int:
         """Bytes of the output projection in memory."""
-        head = (EMBEDDING_MODULE if self.tie_word_embeddings else HEAD_MODULE, self.vocab_size, self.hidden_size)
-        return self.vocab_size * self.hidden_size * itemsize - self._saved_bytes([head], itemsize)
+        head = (EMBEDDING_MODULE if self.tie_word_embeddings else HEAD_MODULE, self.vocab_rows, self.hidden_size)
+        return self.vocab_rows * self.hidden_size * itemsize - self._saved_bytes([head], itemsize)
 
     def _saved_bytes(self, matrices: Iterable[Matrix], itemsize: int) -> int:
         """Bytes by which matrices are smaller in memory than in the plain form."""
@@ -100,9 +138,9 @@ class DecoderSpec:
 
     def matrices(self) -> Iterator[Matrix]:
         """Every matrix of the network. The output projection appears only if it is not tied."""
-        yield EMBEDDING_MODULE, self.vocab_size, self.hidden_size
+        yield EMBEDDING_MODULE, self.vocab_rows, self.hidden_size
         if not self.tie_word_embeddings:
-            yield HEAD_MODULE, self.vocab_size, self.hidden_size
+            yield HEAD_MODULE, self.vocab_rows, self.hidden_size
         for index in range(self.num_layers):
             yield from self._layer_matrices(index)
 

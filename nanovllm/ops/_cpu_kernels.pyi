@@ -125,3 +125,23 @@ class Layer:
         /,
     ) -> None: ...
     def finish(self, x: _Address, attended: _Address, count: int, threads: int, /) -> None: ...
+
+class PackedWeight:
+    def __init__(
+        self,
+        *,
+        scheme: str,
+        data: int,
+        scales: int,
+        scale_dtype: str,
+        zeros: int,
+        group_size: int,
+        in_features: int,
+        out_features: int,
+    ) -> None:
+        """Addresses of parts in panels, 0 for scales and zeros that there are not. ValueError for other sizes."""
+
+def packed_linear(
+    *, isa: str, dtype: str, x: _Address, weight: PackedWeight, bias: int, y: _Address, rows: int, threads: int
+) -> None:
+    """`bias` 0: none. Raises ValueError for a negative number of rows, or no threads."""

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, cpu_linear
+from nanovllm.ops import _cpu_kernels, packed_panels
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
+from nanovllm.ops.triton_support import use_triton
 
 FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
@@ -34,6 +36,7 @@ class PackedWeight:
     [out_features, groups] in bfloat16, float16 or float32; of fp8 float32 [1, 1], [out_features, 1], or a scale for
     each block of FP8_BLOCK outputs or one output, and FP8_BLOCK inputs. zeros: of int4 uint8 and of int8 int8
     [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that share a scale.
+    panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them.
     """
 
     scheme: str
@@ -42,15 +45,16 @@ class PackedWeight:
     zeros: Tensor | None
     group_size: int
     in_features: int
+    panel_outputs: int | None = None
 
     def __post_init__(self) -> None:
-        misfit = _misfit(self)
+        misfit = _misfit(self) if self.panel_outputs is None else None  # panels come from parts that fit
         if misfit is not None:
             raise ValueError(misfit)
 
     @property
     def out_features(self) -> int:
-        return self.data.shape[0]
+        return self.data.shape[0] if self.panel_outputs is None else self.panel_outputs
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,12 +78,49 @@ class PackedWeight:
         return replace(self, data=data, scales=scales, zeros=zeros)
 
     def rows(self, index: slice | Tensor) -> PackedWeight:
-        """The weight of some outputs: a slice, or their numbers as int64 [rows]. A slice shares memory."""
+        """The weight of some outputs, a slice or int64 [rows], never in panels. A slice shares memory if it can."""
+        if self.panel_outputs is not None:
+            return self._rows_of_panels(torch.arange(self.out_features)[index])
         scales = self.scales
         if scales is not None:
             scales = _scales_of_rows(scales, self.out_features, index)
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, data=self.data[index], scales=scales, zeros=zeros)
+
+    def in_panels(self) -> PackedWeight:
+        """The same weight in the order in which the C++ kernel reads it; `packed_linear` rearranges others every time.
+
+        It takes as much memory, rounded up to 16 outputs and 32 inputs. Raises ValueError for fp8 weights that are NaN.
+        """
+        if self.panel_outputs is not None or not self.data.is_cpu:
+            return self
+        data, scales = self.data, self.scales
+        if self.scheme in GGUF_BLOCKS:
+            blocks = data.unflatten(-1, (-1, GGUF_BLOCKS[self.scheme].bytes))
+        else:
+            blocks = packed_panels.rows_to_blocks(self.scheme, data)
+        if self.scheme == "fp8" and bool((blocks & 127 == 127).any()):
+            raise ValueError("An fp8 weight is NaN, which the CPU kernel does not support.")
+        if scales is not None:
+            scales = packed_panels.groups_to_panels(_scales_of_rows(scales, self.out_features, slice(None)))
+        zeros = None if self.zeros is None else packed_panels.groups_to_panels(self.zeros)
+        data = packed_panels.blocks_to_panels(self.scheme, blocks)
+        return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
+
+    def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
+        block = GGUF_BLOCKS.get(self.scheme)
+        size = block.bytes if block else 16 if self.scheme == "int4" else 32
+        data = packed_panels.panels_to_blocks(self.scheme, self.data, size, outputs)
+        if block:
+            data = data.flatten(1)
+        else:
+            row_bytes = self.in_features // 2 if self.scheme == "int4" else self.in_features
+            data = packed_panels.blocks_to_rows(self.scheme, data, row_bytes).view(_DATA_DTYPES[self.scheme])
+        scales, zeros = (
+            None if part is None else packed_panels.panels_to_groups(part, outputs)
+            for part in (self.scales, self.zeros)
+        )
+        return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=None)
 
 
 def gguf_weight(scheme: str, data: Tensor) -> PackedWeight:
@@ -107,18 +148,63 @@ def unpack_int4(data: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [rows, in_features] -> [rows, out_features] of x's dtype. bias: [out_features] or None.
 
-    On the CPU the bits of a row do not depend on the other rows.
+    On the CPU the bits of a row depend on the row and the weight alone; csrc/cpu_packed.h says how it is computed.
     """
     _check_product(x, weight, bias)
+    if x.is_cpu:
+        return cpu_packed_linear(x, weight, bias)
+    if weight.scales is not None and use_triton(x):
+        from nanovllm.ops import triton_packed
+
+        group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
+        parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
+        return triton_packed.packed_linear(x, *parts, group_size, bias)
     y = x.new_empty(x.shape[0], weight.out_features)
     wide = x.float()
     count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))
     for begin in range(0, weight.out_features, count):
         part = slice(begin, begin + count)
-        dense = dequantize(weight.rows(part))
-        sums = cpu_linear(wide, dense) if x.is_cpu else F.linear(wide, dense)
-        y[:, part] = sums if bias is None else sums + bias[part].float()
+        y[:, part] = F.linear(wide, dequantize(weight.rows(part)), None if bias is None else bias[part].float())
     return y
+
+
+def cpu_packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    isa: str | None = None,
+    num_threads: int | None = None,
+) -> Tensor:
+    """`packed_linear` on the CPU by the C++ kernel; all instruction sets give the same bits. The GIL is released."""
+    _check_product(x, weight, bias)
+    if x.stride()[1] != 1:
+        x = x.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    weight = weight.in_panels()
+    y = x.new_empty(x.shape[0], weight.out_features)
+    _cpu_kernels.packed_linear(
+        isa=choose(isa), dtype=KERNEL_DTYPES[x.dtype], x=address(x), weight=kernel_weight(weight),
+        bias=0 if bias is None else bias.data_ptr(), y=address(y), rows=x.shape[0],
+        threads=torch.get_num_threads() if num_threads is None else num_threads,
+    )  # fmt: skip
+    return y
+
+
+def kernel_weight(weight: PackedWeight) -> _cpu_kernels.PackedWeight:
+    """A weight in panels as the C++ kernel takes it; valid as long as `weight` lives."""
+    scales, zeros = weight.scales, weight.zeros
+    return _cpu_kernels.PackedWeight(
+        scheme=weight.scheme,
+        data=weight.data.data_ptr(),
+        scales=0 if scales is None else scales.data_ptr(),
+        scale_dtype="float32" if scales is None else KERNEL_DTYPES[scales.dtype],
+        zeros=0 if zeros is None else zeros.data_ptr(),
+        group_size=weight.group_size if scales is None or scales.shape[1] > 1 else weight.in_features,
+        in_features=weight.in_features,
+        out_features=weight.out_features,
+    )
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
@@ -126,6 +212,8 @@ def dequantize(weight: PackedWeight) -> Tensor:
 
     The GGUF schemes give the bits of the `gguf` package.
     """
+    if weight.panel_outputs is not None:
+        weight = weight.rows(slice(None))
     if weight.scheme in GGUF_BLOCKS:
         block = GGUF_BLOCKS[weight.scheme]
         blocks = weight.data.unflatten(-1, (-1, block.bytes))

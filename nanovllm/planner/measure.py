@@ -116,10 +116,13 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
     network = Network(spec, str(dtype).removeprefix("torch."))
     rows = max(1, sizes.weight_bytes // (spec.hidden_size * network.itemsize))
     layers = probe_layers(network, sizes)
-    part = replace(spec, num_layers=layers, sliding_windows=(None,) * layers, vocab_size=min(spec.vocab_size, rows))
+    part = replace(
+        spec, sharding=None, num_layers=layers, sliding_windows=(None,) * layers, vocab_size=min(spec.vocab_size, rows)
+    )
     with device.compute():
         decoder = Decoder(replace(part, tie_word_embeddings=True), dtype, device.torch_device)
         fill_with_random_weights(decoder, seed=0)
+        decoder.finish_loading()
     return decoder
 
 

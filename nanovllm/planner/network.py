@@ -12,6 +12,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.budget import CpuAttentionUse, TransferCount, predict_transfers
 from nanovllm.kvcache.layout import KVLayout
+from nanovllm.models.sharding import all_reduce_bytes
 from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
 
 
@@ -79,10 +80,15 @@ class Network:
         """Tokens in a KV block of an engine with these arguments."""
         return block_size_of(config, self.layout(1).token_layer_bytes, self.spec.max_model_len)
 
+    @property
+    def num_ranks(self) -> int:
+        """Tensor-parallel ranks, of which this network is one's part."""
+        return 1 if self.spec.sharding is None else self.spec.sharding.num_ranks
+
     def layout(self, block_size: int) -> KVLayout:
         spec = self.spec
         return KVLayout.of(
-            self.kv_cache_dtype, spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, self.itemsize
+            self.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize
         )
 
     # ---- weights
@@ -107,6 +113,15 @@ class Network:
     def matrix_operations(self, tokens: int) -> int:
         """Projections and MLPs of all layers."""
         return 2 * self.spec.layer_matrices * self.spec.num_layers * tokens
+
+    @property
+    def num_all_reduces(self) -> int:
+        """Sums over the ranks in a step: after the embedding, and after attention and MLP of every layer."""
+        return 0 if self.num_ranks == 1 else 2 * self.spec.num_layers + 1
+
+    def all_reduce_bytes(self, tokens: int) -> int:
+        """Bytes that a rank receives in a step for all sums."""
+        return self.num_all_reduces * all_reduce_bytes(tokens * self.spec.hidden_size * self.itemsize, self.num_ranks)
 
     def visible_keys(self, context_len: int, query_len: int) -> int:
         """Keys that the new rows see, summed over rows and layers: position p sees min(p + 1, window) of them."""

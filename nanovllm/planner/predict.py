@@ -15,6 +15,10 @@ Host blocks that the CPU attends to take neither link nor device. CPU attention 
 the device, or after it if both are one processor:
 
     device = products + max(attention, CPU attention), or products + attention + CPU attention
+
+Tensor-parallel ranks wait for each other in every sum, while the link copies: to `device` come
+
+    all-reduces * all-reduce + bytes received / interconnect
 """
 
 from __future__ import annotations
@@ -28,11 +32,12 @@ from nanovllm.kvcache.layerwise import LayerwisePrefill
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import CpuAttentionModel, Network
 
-COMPUTE, DEVICE, HOST, LINK, FIXED = (
+COMPUTE, DEVICE, HOST, LINK, INTERCONNECT, FIXED = (
     "compute",
     "device memory bandwidth",
     "host memory bandwidth",
     "link",
+    "interconnect",
     "fixed costs",
 )
 
@@ -182,6 +187,12 @@ class StepModel:
         assert rate is not None, "CPU attention is only predicted with known rates"
         return moved.cpu_attention_bytes / rate
 
+    def _all_reduce_seconds(self, tokens: int) -> float:
+        net, rates = self.network, self.rates
+        if rates.interconnect is None:
+            return 0.0
+        return net.num_all_reduces * rates.all_reduce_seconds + net.all_reduce_bytes(tokens) / rates.interconnect
+
     def _matrix_seconds(self, tokens: int, compute: float) -> float:
         net, bandwidth = self.network, self.rates.weight_bandwidth
         reading = net.spec.num_layers * net.layer_weight_bytes / bandwidth if bandwidth is not None else 0.0
@@ -204,18 +215,20 @@ class StepModel:
         fixed = steps * (rates.step_seconds + num_layers * rates.layer_seconds) + block_reads * rates.block_read_seconds
         terms = {work.resource: work.device, FIXED: fixed} | ({HOST: work.cpu} if work.cpu else {})
         attention = work.attention + work.cpu if placement.one_processor else max(work.attention, work.cpu)
-        layers, link = work.products + attention, rates.link
+        sums = self._all_reduce_seconds(query_len)
+        terms |= {INTERCONNECT: sums} if sums else {}
+        layers, link = work.products + attention + sums, rates.link
         if link is None or not moved:
             return Prediction(layers + work.head + fixed, terms)
         copying = terms[LINK] = link.seconds(moved)
         ahead = placement.ring_slots * net.layout(placement.block_size).block_layer_bytes / link.h2d
-        stall = num_layers * max(0.0, work.slot_free / num_layers - ahead)
+        stall = num_layers * max(0.0, (work.slot_free + sums) / num_layers - ahead)
         overlapped, in_turn = max(layers, copying + stall), layers + copying
         together = link.overlap * overlapped + (1 - link.overlap) * in_turn
         return Prediction(together + work.head + fixed, terms)
 
     def _missing(self, moved: TransferCount, *needed: str) -> tuple[str, ...]:
-        names = [*needed, "link"] if moved else needed
+        names = [*needed, *(["link"] if moved else []), *(["interconnect"] if self.network.num_ranks > 1 else [])]
         return tuple(name for name in names if getattr(self.rates, name) is None)
 
 

@@ -18,6 +18,7 @@ RATES = {  # option of the command line, and unit
     "device_bandwidth": ("--device-bandwidth", "B/s"),
     "host_bandwidth": ("--host-bandwidth", "B/s"),
     "link": ("--link", "B/s"),
+    "interconnect": ("--interconnect", "B/s"),
 }
 
 
@@ -34,8 +35,13 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
     }
     if config.kv_cache_dtype != "auto":
         arguments["kv_cache_dtype"] = config.kv_cache_dtype
+    if plan.network.num_ranks > 1:
+        arguments["tensor_parallel_size"] = plan.network.num_ranks
     if config.enable_cpu_offload:
         arguments |= {"num_cpu_blocks": plan.kv.num_cpu_blocks, "cpu_attention": config.cpu_attention}
+    if config.enable_lora:
+        names = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
+        arguments |= {name: getattr(config, name) for name in names}
     return arguments
 
 
@@ -51,6 +57,7 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "architecture": spec.architecture,
             "num_layers": spec.num_layers,
             "dtype": plan.network.dtype,
+            "tensor_parallel_size": plan.network.num_ranks,
             "weight_bytes": plan.network.weight_bytes,
             "kv_cache_dtype": plan.network.kv_cache_dtype,
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
@@ -113,7 +120,9 @@ def _phase_json(phase: Prediction, tokens: int) -> dict[str, Any]:
 def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
     """Lines of label, value and note under three headings."""
     spec = plan.network.spec
-    lines = [f"{spec.architecture}, {spec.num_layers} layers, {plan.network.dtype}", "", "Memory", *_memory(plan)]
+    ranks = f", {plan.network.num_ranks} ranks; sizes and rates are each rank's" if plan.network.num_ranks > 1 else ""
+    lines = [f"{spec.architecture}, {spec.num_layers} layers, {plan.network.dtype}{ranks}"]
+    lines += ["", "Memory", *_memory(plan)]
     lines += ["", "Rates", *_rates(plan), "", f"A prompt of {prompt_len:,} tokens"]
     if plan.fits(prompt_len):
         lines += _request(plan, plan.request(prompt_len, output_len), output_len)
@@ -132,6 +141,10 @@ def _memory(plan: Plan) -> list[str]:
         _row("device", show_bytes(memory.device_total), f"{show_bytes(memory.device_free)} free besides the weights"),
         _row("weights", show_bytes(plan.network.weight_bytes)),
     ]
+    if memory.adapter_bytes:
+        config = plan.sizing.config
+        note = f"{config.max_loras} of rank {config.max_lora_rank}, {config.num_cpu_loras} in host memory too"
+        rows.append(_row("LoRA adapters", show_bytes(memory.adapter_bytes), note))
     if memory.activation_peak:
         rows.append(_row("a step's activations", show_bytes(memory.activation_peak), f"{plan.chunk:,} tokens at most"))
     if kv.layerwise_memory.max_tokens:
@@ -151,7 +164,7 @@ def _memory(plan: Plan) -> list[str]:
 def _rates(plan: Plan) -> list[str]:
     rows = []
     for name, (option, unit) in RATES.items():
-        if name == "link":
+        if name == "link" or (name == "interconnect" and plan.network.num_ranks == 1):
             continue
         rate = getattr(plan.rates, name)
         shown = "not given" if rate is None else show_rate(rate, unit)
@@ -165,6 +178,8 @@ def _rates(plan: Plan) -> list[str]:
         rows.append(_row("link", show_rate(link.h2d, "B/s"), note))
     rates = plan.rates
     fixed = {"step": rates.step_seconds, "layer": rates.layer_seconds, "block read": rates.block_read_seconds}
+    if plan.network.num_ranks > 1:
+        fixed["sum over the ranks"] = rates.all_reduce_seconds
     each = ", ".join(f"{show_seconds(seconds)} a {name}" for name, seconds in fixed.items())
     return [*rows, _row("fixed costs", "", each if any(fixed.values()) else "not given: speeds are upper bounds")]
 

@@ -1,17 +1,36 @@
-"""Quantized checkpoints: from the config's `quantization_config` to the method that stores the matrices."""
+"""Quantized checkpoints: from the config's `quantization_config` to the method that stores the matrices.
+
+Matrices stay quantized in memory. Their values are those of the format's own formula, in fp32. Activations are not
+quantized, also where a format's usual kernels do that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.errors import ModelError, quoted
 from nanovllm.layers.linear_method import LinearMethod
+from nanovllm.model_files.json_fields import TEXT, checked_fields
+from nanovllm.quantization.awq import read_awq
+from nanovllm.quantization.compressed_tensors import read_compressed_tensors
+from nanovllm.quantization.config_fields import WHERE
+from nanovllm.quantization.fp8 import read_fp8
+from nanovllm.quantization.gptq import read_gptq
+
+METHODS = MappingProxyType(
+    {"gptq": read_gptq, "awq": read_awq, "compressed-tensors": read_compressed_tensors, "fp8": read_fp8}
+)
 
 
-def read_quantization(config: Mapping[str, Any]) -> LinearMethod:
+def read_quantization(config: Mapping[str, Any], dtype: str) -> LinearMethod:
     """See `models.hf_config.Quantizations`."""
-    raise ModelError(
-        f"quantization_config={quoted(config)}: quantized weights are not supported; use a checkpoint in float32, "
-        "float16, bfloat16."
-    )
+    name: str | None = checked_fields(WHERE, config, {"quant_method": TEXT}).get("quant_method")
+    if name is None or name not in METHODS:
+        found = f"it has no quant_method ({quoted(config)})" if name is None else f"quant_method={quoted(name)}"
+        raise ModelError(
+            f"{WHERE}: {found}: not supported; supported are {', '.join(METHODS)}, and checkpoints in float32, "
+            "float16, bfloat16."
+        )
+    return METHODS[name](config, dtype)

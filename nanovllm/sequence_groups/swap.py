@@ -49,7 +49,7 @@ class SwapPreemption(Preemption):
         return request
 
     def _can_resume(self, request: Request, budget: SchedulingBudget) -> bool:
-        if request.num_seqs > budget.free_seqs:
+        if request.num_seqs > budget.free_seqs or not budget.has_slot(request):
             return False
         manager = self.manager
         needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.engine.client import EngineClient
 from nanovllm.errors import EngineError, RequestError, quoted, told
@@ -19,6 +19,9 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, prompt_parts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.collector import OutputCollector, wake
+
+if TYPE_CHECKING:  # for annotations only: LoRA is a side
+    from nanovllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request as they come; as vLLM's `AsyncLLM.generate`.
@@ -95,7 +99,7 @@ class AsyncLLM:
         Arguments as in `LLM.generate`, for one prompt. request_id: made up if it is None. Closing the generator aborts
         the request. Raises RequestError if it cannot be served.
         """
-        stream = await self.add(prompt, sampling_params, request_id, priority=priority)
+        stream = await self.add(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
         try:
             async for output in stream:
                 yield output
@@ -108,6 +112,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> RequestStream:
         """Start a request, and return its outputs as soon as the engine has taken it. See `generate`."""
@@ -126,7 +131,7 @@ class AsyncLLM:
 
         def add(_: LLM) -> None:
             arguments = {"prompt_token_ids": token_ids, "priority": priority, "cache_salt": salt}
-            self._client.add(request_id, text, params, **arguments)
+            self._client.add(request_id, text, params, lora_request=lora_request, **arguments)
             self._collectors[request_id] = collector
 
         added = self._submitted(add)

@@ -50,10 +50,10 @@ async def _respond(serving: Serving, body: ChatRequest) -> Response:
     with ExitStack() as held:
         held.enter_context(serving.admission.admitted(1))
         prompts = [await serving.in_text_thread(body, prompt)]
-        generation = await serving.start(held.pop_all(), prompts, params, request_id, body.priority)
+        generation = await serving.start(held.pop_all(), prompts, params, request_id, body)
     messages = Messages(body, form)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    envelope = Envelope(request_id, kind, settings.model_name, body)
+    envelope = Envelope(request_id, kind, settings.answer_name(body.model), body)
     if body.stream:
         return EventStream(_events(generation, messages, envelope))
     try:

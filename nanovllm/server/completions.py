@@ -38,8 +38,8 @@ async def _respond(serving: Serving, body: CompletionRequest) -> Response:
     with ExitStack() as held:
         held.enter_context(serving.admission.admitted(len(given)))
         prompts = await serving.in_text_thread(body, lambda: [completion_prompt(serving, p, body) for p in given])
-        generation = await serving.start(held.pop_all(), prompts, params, request_id, body.priority)
-    envelope = Envelope(request_id, "text_completion", serving.settings.model_name, body)
+        generation = await serving.start(held.pop_all(), prompts, params, request_id, body)
+    envelope = Envelope(request_id, "text_completion", serving.settings.answer_name(body.model), body)
     completions = Completions(body, llm.engine.tokenizer)
     if body.stream:
         return EventStream(_events(generation, completions, envelope))

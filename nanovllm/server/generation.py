@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import PromptParts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.async_llm import AsyncLLM, RequestStream
 from nanovllm.server.http_errors import SERVER, ApiError
+
+if TYPE_CHECKING:  # for annotations only: LoRA is a side
+    from nanovllm.lora.request import LoRARequest
 
 
 class Generation:
@@ -21,11 +25,18 @@ class Generation:
         self._streams: list[RequestStream] = []
 
     async def start(
-        self, engine: AsyncLLM, prompts: Sequence[PromptParts], params: SamplingParams, request_id: str, priority: int
+        self,
+        engine: AsyncLLM,
+        prompts: Sequence[PromptParts],
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Add the requests to the engine. Raises RequestError, and adds none, if one of them cannot be served."""
+        others: dict[str, Any] = {"lora_request": lora_request, "priority": priority}
         adding = [
-            asyncio.ensure_future(engine.add(_prompt(part), params, f"{request_id}-{i}", priority=priority))
+            asyncio.ensure_future(engine.add(_prompt(part), params, f"{request_id}-{i}", **others))
             for i, part in enumerate(prompts)
         ]
         try:

@@ -12,23 +12,24 @@ from nanovllm.server.serving import Serving
 
 
 async def list_models(serving: Serving, request: Request) -> Response:
-    names = serving.settings.served_model_names
+    names = serving.settings.names
     return JSONResponse({"object": "list", "data": [_model(serving, name) for name in names]})
 
 
 async def show_model(serving: Serving, request: Request) -> Response:
     name = request.path_params["name"]
-    check_model(name, serving.settings.served_model_names)
+    check_model(name, serving.settings.names)
     return JSONResponse(_model(serving, name))
 
 
 def _model(serving: Serving, name: str) -> dict[str, Any]:
+    settings, adapter = serving.settings, serving.settings.adapter(name)
     return {
         "id": name,
         "object": "model",
         "created": serving.started,
         "owned_by": "nanovllm",
-        "root": serving.settings.model_name,
-        "parent": None,
+        "root": settings.model_name if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else adapter.base_model_name or settings.model_name,
         "max_model_len": serving.engine.llm.max_model_len,
     }

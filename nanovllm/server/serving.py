@@ -21,7 +21,7 @@ from nanovllm.server.http_errors import ApiError, invalid
 from nanovllm.server.kv_events import KVCacheEvents
 from nanovllm.server.limits import Admission, check_model, read_body
 from nanovllm.server.metrics import ServerMetrics
-from nanovllm.server.protocol import Body
+from nanovllm.server.protocol import Body, SamplingFields
 from nanovllm.server.settings import ServerSettings
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -48,7 +48,7 @@ class Serving:
             body = kind.read(raw)
         except ValidationError as error:
             raise _refusal(error, kind) from None
-        check_model(getattr(body, "model", None), self.settings.served_model_names)
+        check_model(getattr(body, "model", None), self.settings.names)
         return body
 
     async def in_text_thread(self, body: Body, function: Callable[[], T]) -> T:
@@ -56,11 +56,17 @@ class Serving:
         return await self.engine.in_text_thread(function, body.num_bytes)
 
     async def start(
-        self, held: ExitStack, prompts: Sequence[PromptParts], params: SamplingParams, request_id: str, priority: int
+        self,
+        held: ExitStack,
+        prompts: Sequence[PromptParts],
+        params: SamplingParams,
+        request_id: str,
+        body: SamplingFields,
     ) -> Generation:
         """Start the engine's requests. `held` is released when the generation is closed."""
         generation = Generation(held)
-        await generation.start(self.engine, prompts, params, request_id, priority)
+        adapter = self.settings.adapter(body.model)
+        await generation.start(self.engine, prompts, params, request_id, body.priority, adapter)
         return generation
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError, quoted
+
+if TYPE_CHECKING:  # for annotations only: LoRA is a side
+    from nanovllm.lora.request import LoRARequest
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -16,7 +20,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class ServerSettings:
     """What `build_app` and `nanovllm serve` take. Times are in seconds, sizes in bytes.
 
-    served_model_names: the names that requests may use; the first one is in answers. api_keys: accepted keys; none
+    served_model_names: the names that requests may use; the first one is in answers. lora_requests: adapters that
+    requests use by naming them as their model. api_keys: accepted keys; none
     means that no key is asked for. allowed_origins: web pages of these origins may use the server (CORS).
     max_body_bytes: of a request's body. max_prompts: of one request. max_queue: requests that wait for the engine;
     more are refused with status 429. max_connections: more are refused with status 503.
@@ -48,9 +53,13 @@ class ServerSettings:
     ssl_certfile: str | None = None
     ssl_keyfile_password: str | None = None
     ssl_ca_certs: str | None = None
+    lora_requests: tuple[LoRARequest, ...] = ()
 
     def __post_init__(self) -> None:
         _require(bool(self.served_model_names), "served_model_names", "must hold at least one name", ())
+        adapters = [adapter.lora_name for adapter in self.lora_requests]
+        are_distinct = len({*adapters, *self.served_model_names}) == len(adapters) + len({*self.served_model_names})
+        _require(are_distinct, "lora_requests", "each needs a name of its own", adapters)
         _require(0 <= self.port <= 65535, "port", "must be from 0 to 65535; 0 takes a free one", self.port)
         for name in ("max_body_bytes", "max_prompts", "max_queue", "max_connections"):
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
@@ -88,6 +97,20 @@ class ServerSettings:
             context.load_verify_locations(self.ssl_ca_certs) if self.ssl_ca_certs is not None else None
         except (OSError, ValueError):
             raise ConfigError(f"ssl_ca_certs={quoted(self.ssl_ca_certs)}: must hold CA certificates as PEM") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may use, those of adapters too."""
+        return (*self.served_model_names, *(adapter.lora_name for adapter in self.lora_requests))
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request names as its model."""
+        return next((adapter for adapter in self.lora_requests if adapter.lora_name == name), None)
+
+    def answer_name(self, name: str | None) -> str:
+        """The model's name in the answer to a request that names it so."""
+        adapter = self.adapter(name)
+        return self.model_name if adapter is None else adapter.lora_name
 
     @property
     def model_name(self) -> str:

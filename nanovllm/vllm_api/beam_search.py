@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.prompts import Prompt, prompt_list
+from nanovllm.prompts import Prompt, lora_request_for_each, prompt_list
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -18,7 +18,9 @@ class Generates(Protocol):
     config: Any
     engine: Any
 
-    def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> list[RequestOutput]: ...
+    def generate(
+        self, prompts: Any, sampling_params: Any, *, use_tqdm: bool, lora_request: Any
+    ) -> list[RequestOutput]: ...
 
 
 @dataclass
@@ -69,6 +71,7 @@ def beam_search(
     llm: Generates,
     prompts: Prompt | Sequence[Prompt],
     params: BeamSearchParams,
+    lora_request: Any = None,
     use_tqdm: bool = False,
     concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
@@ -82,9 +85,11 @@ def beam_search(
     if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
         rule = "must be None or a whole number of at least 1"
         raise RequestError(f"concurrency_limit={quoted(concurrency_limit)}: {rule}")
+    adapters = lora_request_for_each(lora_request, len(given))
     outputs: list[RequestOutput] = []
     for start in range(0, len(given), max(at_once, 1)):
-        outputs += llm.generate(given[start : start + at_once], sampling_params, use_tqdm=use_tqdm)
+        end = start + at_once
+        outputs += llm.generate(given[start:end], sampling_params, use_tqdm=use_tqdm, lora_request=adapters[start:end])
     return [_result(llm, prompt, output, params) for prompt, output in zip(given, outputs, strict=True)]
 
 

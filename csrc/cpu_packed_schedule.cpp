@@ -1,0 +1,122 @@
+// Cuts a product with quantised weights into pieces of work for the threads. Nothing decided here can change a bit of the
+// results: every output of a row adds up its groups in their order.
+#include <algorithm>
+#include <iterator>
+#include <stdexcept>
+
+#include "cpu_packed.h"
+#include "cpu_scratch.h"
+
+namespace nanovllm::packed {
+namespace {
+
+constexpr int64_t kSliceRows = 256;  // whose integers and totals are held at a time
+constexpr int64_t kFewRows = 24;     // reading the weights takes all the time: each thread reads one stretch of them
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+IntegerRows allocate_rows(Scratch& scratch, int64_t rows, int64_t groups, int64_t group) {
+    const int64_t words = rows * groups * group / 2, each = rows * groups;
+    uint32_t* const memory = scratch.words(words + 3 * each);
+    const auto floats = [&](int i) { return reinterpret_cast<float*>(memory + words + i * each); };
+    return {memory, floats(0), reinterpret_cast<int32_t*>(floats(1)), floats(2), rows};
+}
+
+// Some panels times all rows of a slice.
+class PieceRunner {
+  public:
+    PieceRunner(const Problem& problem, const Kernel& kernel, const IntegerRows& rows, Scratch& scratch)
+        : p_(problem), k_(kernel), rows_(rows), layout_(problem.weight.layout()), groups_(problem.weight.groups()),
+          copies_(problem.dtype == DType::fp32 ? 2 : 1) {
+        const int64_t panels = kernel.tile_panels, scales = panels * Part::kScales;
+        const int64_t words = panels * Part::panel_words(layout_.planes);
+        part_.words = scratch.words(words + 2 * scales + kSliceRows * copies_ * panels * kOutputs);
+        part_.scales = reinterpret_cast<float*>(part_.words + words);
+        part_.minimums = problem.weight.has_minimums() ? part_.scales + scales : nullptr;
+        part_.planes = layout_.planes;
+        part_.pairs = layout_.group / 2;
+        totals_ = part_.scales + 2 * scales;
+    }
+
+    // Panels [panel, panel + panels), rows [row, row + count) of x, whose integers are at the beginning of rows_.
+    void run(int64_t panel, int64_t panels, int64_t row, int64_t count) {
+        const int64_t outputs = panels * kOutputs, part_blocks = kPartInputs / layout_.block_inputs;
+        std::fill_n(totals_, count * copies_ * outputs, 0.0f);
+        if (rows_.count <= k_.few_rows) {
+            for (int64_t i = 0; i < panels; ++i)
+                k_.multiply_few(p_.weight, panel + i, 0, p_.weight.blocks(), rows_, totals_ + i * kOutputs, outputs);
+            return store(panel, panels, row, count);
+        }
+        part_.panels = panels;
+        for (int64_t block = 0; block < p_.weight.blocks(); block += part_blocks)
+            run_part(panel, block, std::min(part_blocks, p_.weight.blocks() - block));
+        store(panel, panels, row, count);
+    }
+
+  private:
+    const Problem& p_;
+    const Kernel& k_;
+    const IntegerRows& rows_;
+    const Layout& layout_;
+    const int64_t groups_, copies_;
+    Part part_;
+    float* totals_;
+
+    void store(int64_t panel, int64_t panels, int64_t row, int64_t count) const {
+        const int64_t outputs = panels * kOutputs;
+        const int64_t output = panel * kOutputs, there = std::min(outputs, p_.weight.out - output);
+        for (int64_t i = 0; i < count; ++i)
+            k_.finish(p_, row + i, output, there, totals_ + i * copies_ * outputs, outputs);
+    }
+
+    void run_part(int64_t panel, int64_t block, int64_t blocks) {
+        const int64_t block_groups = layout_.block_inputs / layout_.group, first = block * block_groups;
+        part_.groups = blocks * block_groups;
+        for (int64_t i = 0; i < part_.panels; ++i) k_.expand(p_.weight, panel + i, block, blocks, part_, i);
+        for (int64_t row = 0; row < rows_.count; row += k_.tile_rows) {
+            const int64_t tile_rows = std::min(k_.tile_rows, rows_.count - row), at = row * groups_ + first * tile_rows;
+            k_.multiply(part_, {rows_.words + at * part_.pairs, rows_.units + at, rows_.starts + at, rows_.sums + at,
+                                tile_rows}, totals_ + row * part_.panels * kOutputs);
+        }
+    }
+};
+
+void run_slice(const Problem& p, const Kernel& k, int64_t row, int64_t count, int threads) {
+    thread_local Scratch shared;
+    const int64_t copies = p.dtype == DType::fp32 ? 2 : 1;
+    const IntegerRows rows = allocate_rows(shared, count * copies, p.weight.groups(), p.weight.layout().group);
+    Problem slice = p;
+    const int64_t size = p.dtype == DType::fp32 ? 4 : 2;
+    slice.x = static_cast<const char*>(p.x) + row * p.x_stride * size;
+    const int64_t panels = ceil_div(p.weight.out, kOutputs), pieces = ceil_div(panels, k.tile_panels);
+    const int64_t stretch = count <= kFewRows ? ceil_div(pieces, threads) : 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        thread_local Scratch own;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; ++i) k.quantise(slice, i, rows);
+        PieceRunner runner(p, k, rows, own);
+#pragma omp for schedule(dynamic, stretch)
+        for (int64_t i = 0; i < pieces; ++i) {
+            const int64_t panel = i * k.tile_panels;
+            runner.run(panel, std::min(k.tile_panels, panels - panel), row, count);
+        }
+    }
+}
+
+}  // namespace
+
+Scheme scheme_of(const std::string& name) {
+    constexpr const char* kNames[] = {"int4", "int8", "fp8", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"};
+    for (int i = 0; i < int(std::size(kNames)); ++i)
+        if (name == kNames[i]) return Scheme(i);
+    throw std::invalid_argument("There are no CPU kernels for the scheme " + name + ".");
+}
+
+void run(const Problem& problem, const Kernel& kernel, int threads) {
+    if (problem.weight.out == 0) return;
+    for (int64_t row = 0; row < problem.rows; row += kSliceRows)
+        run_slice(problem, kernel, row, std::min(kSliceRows, problem.rows - row), threads);
+}
+
+}  // namespace nanovllm::packed

@@ -1,0 +1,166 @@
+"""Replicas as actors of Ray: each has an engine on a node of the cluster, and is started again where it is lost.
+
+The driver exchanges rows for results with each actor. Two calls are always under way, so that the engine computes while
+results travel. An actor's answer is taken only while its process is known to live.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from nanovllm.batch.ray_cluster import Resources
+from nanovllm.batch.replica import Replica, ReplicaSettings
+from nanovllm.batch.rows import RowRequest, RowResult
+from nanovllm.batch.run import Lost, Results
+from nanovllm.engine.progress import Progress
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
+
+CALLS = 2  # under way with each actor
+EXCHANGE_SECONDS = 0.25  # most that an exchange steps its engine, unless one step takes longer
+RESULT_SECONDS = 0.05  # least, if it has results
+WAIT_SECONDS = 0.5
+LONGEST_REASON = 300  # characters
+OWN_ERRORS = (ConfigError, ModelError, EngineError, RequestError)
+
+
+class ReplicaActor:
+    """What runs on a node."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._replica: Replica | None = None
+
+    def load(self) -> None:
+        """Load the model. Raises what LLM raises."""
+        self._replica = Replica(self._settings)
+
+    def exchange(self, requests: Sequence[RowRequest]) -> tuple[list[RowResult], Progress]:
+        """Start rows, run steps for a moment, and return the results that came and how far the others are."""
+        replica, start = self._replica, time.monotonic()
+        if replica is None:
+            raise EngineError("the replica has no engine: call load first")
+        results = replica.add(requests)
+        while replica.has_work:
+            results += replica.step()
+            if time.monotonic() - start >= (RESULT_SECONDS if results else EXCHANGE_SECONDS):
+                break
+        return results, replica.llm.engine.progress()
+
+
+@dataclass
+class _Worker:
+    """One life of a replica. calls: under way, oldest first; to_send: rows for the next one."""
+
+    actor: Any
+    loading: Any
+    calls: deque[Any] = field(default_factory=deque)
+    to_send: list[RowRequest] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)  # that it has and has not answered
+
+    @property
+    def awaited(self) -> Any:
+        """The call whose answer comes next; None if it has nothing to do."""
+        return self.loading if self.loading is not None else self.calls[0] if self.calls else None
+
+
+class RayReplicas:
+    """The replicas of a job on a cluster. on_event is called with sentences about what the job waits for."""
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        num_replicas: int,
+        resources: Resources,
+        on_event: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        options = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus, "scheduling_strategy": "SPREAD"}
+        # As Any: Ray adds the methods of actors at run time.
+        actor_class: Any = ray.remote(ReplicaActor)
+        self._new_actor = actor_class.options(max_restarts=0, max_task_retries=0, **options).remote
+        self._settings, self._on_event = settings, on_event
+        self._progress: dict[int, Progress] = {}
+        self._workers = {number: self._start() for number in range(num_replicas)}
+
+    def progress(self, step_share: float) -> Progress:
+        """As of each replica's last answer."""
+        parts = self._progress.values()
+        return Progress(*(sum(getattr(part, name.name) for part in parts) for name in fields(Progress)))
+
+    def ready(self) -> Collection[int]:
+        return [number for number, worker in self._workers.items() if worker.loading is None]
+
+    def submit(self, replica: int, requests: list[RowRequest]) -> None:
+        worker = self._workers[replica]
+        worker.to_send += requests
+        worker.rows.update(request.index for request in requests)
+
+    def wait(self) -> list[Results | Lost]:
+        for worker in self._workers.values():
+            self._call(worker)
+        awaited = {worker.awaited: number for number, worker in self._workers.items() if worker.awaited is not None}
+        if not awaited:
+            if not self._workers:
+                raise EngineError("no replica is left: see the messages above; --resume goes on")
+            return []
+        found, _ = ray.wait(list(awaited), num_returns=1, timeout=WAIT_SECONDS)
+        if found:  # those that have come meanwhile, too
+            found, _ = ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
+        return [event for call in found if (event := self._answer(awaited[call])) is not None]
+
+    def retire(self, replica: int) -> None:
+        self._kill(replica)
+
+    def close(self) -> None:
+        for number in list(self._workers):
+            self._kill(number)
+
+    # ---- one worker
+
+    def _start(self) -> _Worker:
+        actor = self._new_actor(self._settings)
+        return _Worker(actor, actor.load.remote())
+
+    def _call(self, worker: _Worker) -> None:
+        """Keep calls under way while the worker has rows."""
+        while worker.loading is None and worker.rows and len(worker.calls) < CALLS:
+            worker.calls.append(worker.actor.exchange.remote(worker.to_send))
+            worker.to_send = []
+
+    def _answer(self, number: int) -> Results | Lost | None:
+        worker = self._workers[number]
+        try:
+            answer = ray.get(worker.awaited)
+        except RayError as error:
+            return self._failed(number, error)
+        if worker.loading is not None:
+            worker.loading = None
+            return None
+        worker.calls.popleft()
+        results, self._progress[number] = answer
+        worker.rows.difference_update(result.index for result in results)
+        return Results(number, results)
+
+    def _failed(self, number: int, error: RayError) -> Lost:
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        was_loading = self._workers[number].loading is not None
+        self._kill(number)
+        if was_loading and isinstance(cause, OWN_ERRORS):  # another try would end in the same way
+            if not self._workers:
+                raise cause
+            self._on_event(f"replica {number} is given up: {one_line(str(cause), LONGEST_REASON)}")
+        else:
+            self._workers[number] = self._start()
+        return Lost(number, told(cause) if cause is not None else one_line(str(error), LONGEST_REASON))
+
+    def _kill(self, number: int) -> None:
+        worker = self._workers.pop(number, None)
+        self._progress.pop(number, None)
+        if worker is not None:
+            ray.kill(worker.actor)

@@ -1,0 +1,72 @@
+"""A GGUF file as a network: its config, and how its matrices stay packed in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.gguf.config import config_fields, rope_factors
+from nanovllm.gguf.header import TENSOR_TYPES, GgufHeader, TensorType, read_header
+from nanovllm.gguf.names import hugging_face_name
+from nanovllm.gguf.weights import GgufWeight
+from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.linear_method import CheckpointTensor, NamedTensors, StoredWeight, dense_tensors
+from nanovllm.model_files.gguf_side import GgufConfig
+
+BY_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
+PLAIN = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufMethod:
+    """How the matrices of a GGUF file are stored: each in its own type. types: by module, of those that are packed."""
+
+    types: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return "gguf"
+
+    def tensors(self, module: str, out_features: int, in_features: int) -> NamedTensors:
+        """See `LinearMethod.tensors`. The shape is that of the matrix, not that of its bytes."""
+        if module not in self.types:
+            yield from dense_tensors(module, out_features, in_features)
+            return
+        yield f"{module}.weight", CheckpointTensor((out_features, in_features), (self.types[module],))
+
+    def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
+        kind = self._type(module)
+        if kind is None:
+            return out_features * in_features * itemsize
+        return out_features * -(-in_features // kind.block_size) * kind.block_bytes
+
+    def create(
+        self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> StoredWeight:
+        types = [self._type(module) for module in parts]
+        if not any(types):
+            return DenseWeight(parts, in_features, dtype, device)
+        return GgufWeight(parts, types, in_features, dtype, device)
+
+    def _type(self, module: str) -> TensorType | None:
+        """The type of a packed matrix; None if it is stored as plain numbers."""
+        return BY_NAME[self.types[module]] if module in self.types else None
+
+
+def read_config(path: Path) -> GgufConfig:
+    """See `model_files.gguf_side.GgufSide`."""
+    header = read_header(path)
+    types = packed_types(header)
+    return GgufConfig(config_fields(header), rope_factors(header), GgufMethod(types) if types else None)
+
+
+def packed_types(header: GgufHeader) -> dict[str, str]:
+    """The type of each packed matrix, by its module's name in Hugging Face format."""
+    return {
+        hugging_face_name(name).removesuffix(".weight"): tensor.type.name
+        for name, tensor in header.tensors.items()
+        if tensor.type.name not in PLAIN
+    }

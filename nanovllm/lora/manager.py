@@ -1,0 +1,100 @@
+"""Adapters in host memory and on the device: loaded when a running request needs them, the least recently used out."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.adapter import Adapter
+from nanovllm.errors import ModelError, told
+from nanovllm.lora.adapter_files import read_adapter, stamp_of
+from nanovllm.lora.batch_adapters import BatchAdapters, batch_parts
+from nanovllm.lora.sizing import most_elements
+from nanovllm.lora.weights import AdapterWeights, PackedAdapter, read_packed
+from nanovllm.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+
+class LoRAManager:
+    """Holds up to max_loras adapters on the device and max_cpu_loras in host memory.
+
+    See `engine.execution_order.AdapterManager`.
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+        self._model = model
+        self._max_lora_rank = config.max_lora_rank
+        self._max_cpu_loras = config.num_cpu_loras
+        elements = most_elements(model.spec, config.max_lora_rank)
+        self._slots = torch.empty(config.max_loras, elements, dtype=model.dtype, device=model.device)
+        self._free_slots = list(range(config.max_loras))[::-1]
+        # Both by the number of the adapter, the least recently used one first.
+        self._on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()
+        self._on_host: OrderedDict[int, PackedAdapter] = OrderedDict()
+        self.num_reads = self.num_loads = 0  # from files, and to the device
+
+    def begin_step(self, adapters: Sequence[Adapter]) -> dict[int, str]:
+        """Load the adapters of all running requests, at most max_loras. No other adapter of theirs is evicted for it.
+
+        Returns, by the adapter's number, why it cannot be loaded.
+        """
+        errors: dict[int, str] = {}
+        for adapter in adapters:
+            if adapter.number in self._on_device:
+                self._on_device.move_to_end(adapter.number)
+        for adapter in adapters:
+            if adapter.number not in self._on_device:
+                try:
+                    packed = self._packed(adapter)
+                except Exception as error:  # of files that have changed, and of other libraries
+                    logger.exception("the adapter %r cannot be loaded", adapter.request.lora_name)
+                    sentence = str(error).removesuffix(".") if isinstance(error, ModelError) else told(error)
+                    errors[adapter.number] = f"the adapter {adapter.request.lora_name!r} cannot be loaded: {sentence}"
+                else:
+                    self._load(adapter.number, packed)
+        return errors
+
+    def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[BatchAdapters | None]:
+        """See `engine.execution_order.AdapterManager`. Rows of an adapter that could not be loaded get none."""
+        weights = {number: weights for number, (_, weights) in self._on_device.items()}
+        return batch_parts(sequences, weights, self._model.chunk_rows, self._model.device)
+
+    @property
+    def on_device(self) -> list[int]:
+        """Numbers of the adapters on the device, the least recently used one first."""
+        return list(self._on_device)
+
+    @property
+    def on_host(self) -> list[int]:
+        """The same of host memory."""
+        return list(self._on_host)
+
+    def _load(self, number: int, packed: PackedAdapter) -> None:
+        if not self._free_slots:
+            _, (slot, _) = self._on_device.popitem(last=False)
+            self._free_slots.append(slot)
+        slot = self._free_slots.pop()
+        memory = self._slots[slot, : packed.elements.numel()]
+        memory.copy_(packed.elements)
+        self._on_device[number] = (slot, packed.weights_in(memory))
+        self.num_loads += 1
+
+    def _packed(self, adapter: Adapter) -> PackedAdapter:
+        """The adapter in host memory, read from its files if it is not there. Raises ModelError."""
+        if adapter.number not in self._on_host:
+            directory = Path(adapter.request.lora_path).expanduser().resolve()
+            if stamp_of(directory) != adapter.stamp:
+                raise ModelError(f"the files in {directory} have changed since the request was added: send it again.")
+            files = read_adapter(directory, self._model.spec, self._max_lora_rank)
+            while len(self._on_host) >= self._max_cpu_loras:
+                self._on_host.popitem(last=False)
+            self._on_host[adapter.number] = read_packed(files, self._model)
+            self.num_reads += 1
+        self._on_host.move_to_end(adapter.number)
+        return self._on_host[adapter.number]

@@ -1,0 +1,78 @@
+"""The order of packed weights in memory that the C++ kernel reads: panels of 16 outputs, interleaved. Nothing is lost.
+
+The data of a panel are tiles, one for each block of inputs. A tile of a GGUF scheme whose blocks are not whole words of
+four bytes begins with the fp16 numbers of the 16 outputs; then it has the first word of each output, the second word of
+each, and so on. Scales and zeros become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and
+inputs of int4, int8 and fp8 to a multiple of 32. csrc/cpu_packed.h says how they are multiplied.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+OUTPUTS = 16  # of a panel
+_INPUTS = 32  # of a block where the scales lie apart
+_HALF = {"q4_0": 0, "q8_0": 0, "q6_k": 208}  # where in a block the fp16 number is that is not part of a whole word
+
+
+def blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
+    """uint8 [out_features, blocks, bytes of a block] -> uint8 [panels, bytes of a panel]."""
+    missing = -blocks.shape[0] % OUTPUTS
+    outputs = F.pad(blocks, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, OUTPUTS))
+    parts = []
+    at = _HALF.get(scheme)
+    if at is not None:
+        parts.append(outputs[..., at : at + 2].transpose(1, 2).flatten(2))
+        outputs = torch.cat((outputs[..., :at], outputs[..., at + 2 :]), dim=-1)
+    words = outputs.contiguous().view(torch.int32).permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+    parts.append(words.view(torch.uint8).flatten(2))
+    return torch.cat(parts, dim=-1).flatten(1)
+
+
+def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Tensor) -> Tensor:
+    """The inverse of `blocks_to_panels` for some outputs, int64 [rows]: uint8 [rows, blocks, block_bytes]."""
+    panel, lane = outputs // OUTPUTS, outputs % OUTPUTS
+    tiles = panels.view(panels.shape[0], -1, OUTPUTS * block_bytes)
+    at = _HALF.get(scheme)
+    half_bytes = 0 if at is None else 2 * OUTPUTS
+    words = tiles[..., half_bytes:].unflatten(-1, (-1, OUTPUTS, 4))[panel, :, :, lane].flatten(-2)
+    if at is None:
+        return words
+    halves = tiles[..., :half_bytes].unflatten(-1, (OUTPUTS, 2))[panel, :, lane]
+    return torch.cat((words[..., :at], halves, words[..., at:]), dim=-1)
+
+
+def groups_to_panels(values: Tensor) -> Tensor:
+    """Scales or zeros [out_features, groups] -> [panels, groups, OUTPUTS]."""
+    padded = F.pad(values, (0, 0, 0, -values.shape[0] % OUTPUTS))
+    return padded.unflatten(0, (-1, OUTPUTS)).transpose(1, 2).contiguous()
+
+
+def panels_to_groups(values: Tensor, outputs: Tensor) -> Tensor:
+    """The inverse of `groups_to_panels` for some outputs, int64 [rows]: [rows, groups]."""
+    return values[outputs // OUTPUTS, :, outputs % OUTPUTS]
+
+
+def rows_to_blocks(scheme: str, data: Tensor) -> Tensor:
+    """Rows of int4, int8 or fp8 [out_features, bytes of a row] -> uint8 [out_features, blocks, bytes of a block].
+
+    A byte of int4 has an even input and the next one in a row, but inputs i and i + 16 in a block, as in GGUF.
+    """
+    data = data.view(torch.uint8)
+    size = _INPUTS // 2 if scheme == "int4" else _INPUTS
+    blocks = F.pad(data, (0, -data.shape[1] % size)).unflatten(1, (-1, size))
+    if scheme != "int4":
+        return blocks
+    first, second = blocks[..., :8], blocks[..., 8:]
+    even, odd = first & 15 | second << 4, first >> 4 | second & 240
+    return torch.stack((even, odd), dim=-1).flatten(-2)
+
+
+def blocks_to_rows(scheme: str, blocks: Tensor, row_bytes: int) -> Tensor:
+    """The inverse of `rows_to_blocks`: uint8 [out_features, row_bytes]."""
+    if scheme == "int4":
+        even, odd = blocks[..., 0::2], blocks[..., 1::2]
+        blocks = torch.cat((even & 15 | odd << 4, even >> 4 | odd & 240), dim=-1)
+    return blocks.flatten(1)[:, :row_bytes].contiguous()

@@ -1,0 +1,157 @@
+"""Products with packed weights in Triton: int4, int8 and fp8 weights, activations in bf16, fp16 or fp32.
+
+A tile of quantized values minus their zero point is exact in each of these dtypes, so that a tile's product is exact up
+to its fp32 sum. The scale multiplies the sum. Weights are read once for each tile of rows and are never written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SCHEMES = ("int4", "int8", "fp8")
+FEW_ROWS = 16  # rows of the smallest tile
+MOST_COLUMNS = 128  # of a tile
+FP8_BLOCK = 128  # outputs that share a scale, if not all and not one
+# With few rows, reading the weights determines the time. More programs than this are not needed to use the bandwidth.
+PROGRAMS = 256
+MOST_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    """One launch of the kernel; not tuned by timing."""
+
+    rows: int  # of a tile
+    outputs: int  # of a tile
+    columns: int  # of a tile: inputs, within one group
+    splits: int  # parts of the inputs, each summed by programs of its own
+    warps: int
+    stages: int
+
+
+def packed_config(
+    rows: int, out_features: int, in_features: int, group_size: int, dtype: torch.dtype = torch.bfloat16
+) -> PackedConfig:
+    """Tiles and splits for these sizes. They depend on the number of rows only by whether there are few."""
+    most = MOST_COLUMNS if rows <= FEW_ROWS else MOST_COLUMNS // 2
+    if dtype == torch.float32:  # for exactness only: larger tiles spill registers
+        most = 32
+    columns = min(most, group_size & -group_size) if group_size < in_features else most
+    if rows > FEW_ROWS:
+        size = 32 if dtype == torch.float32 else 64
+        return PackedConfig(size, size, columns, 1, 4, 3)
+    programs, steps = triton.cdiv(out_features, 32), triton.cdiv(in_features, columns)
+    splits = min(MOST_SPLITS, steps, max(1, PROGRAMS // programs))
+    return PackedConfig(FEW_ROWS, 32, columns, splits, 4, 4)
+
+
+@triton.jit
+def _e4m3_values(codes):  # type: ignore[no-untyped-def]
+    """The fp16 values of float8_e4m3fn codes without NaN: the bits of an fp16 number that is smaller by 2^8."""
+    bits = ((codes & 127).to(tl.uint16) << 7) | ((codes & 128).to(tl.uint16) << 8)
+    return bits.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _packed_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    x_ptr,
+    data_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    rows,
+    out_features,
+    in_features,
+    row_bytes,
+    x_stride,
+    scale_columns,
+    group_size,
+    outputs_per_scale,
+    SCHEME: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+):
+    """Program (tile of outputs, tile of rows, part of the inputs)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    is_row, is_output = (m < rows)[:, None], n < out_features
+    dtype = x_ptr.dtype.element_ty
+    x_row = x_ptr + m.to(tl.int64)[:, None] * x_stride
+    scale_row = (n // outputs_per_scale) * scale_columns
+    steps = tl.cdiv(in_features, BLOCK_K)
+    steps_per_split = tl.cdiv(steps, SPLITS)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(split * steps_per_split, min(steps, (split + 1) * steps_per_split)):
+        group = (step * BLOCK_K) // group_size
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + column[None, :], mask=is_row & (column < in_features)[None, :], other=0.0)
+        # Data tiles are [outputs, inputs], as in memory.
+        byte = step * ROW_BYTES + tl.arange(0, ROW_BYTES)
+        inside = is_output[:, None] & (byte < row_bytes)[None, :]
+        data = tl.load(data_ptr + n.to(tl.int64)[:, None] * row_bytes + byte[None, :], mask=inside, other=0)
+        if SCHEME == "int4":  # a byte holds two inputs, the even one in the low half
+            data = tl.interleave(data & 15, data >> 4)
+        if SCHEME == "fp8":
+            values = _e4m3_values(data).to(dtype)
+        elif HAS_ZEROS:
+            zero = tl.load(zeros_ptr + n * scale_columns + group, mask=is_output, other=0).to(tl.int32)
+            values = (data.to(tl.int32) - zero[:, None]).to(dtype)
+        else:
+            values = (data.to(tl.int32) - (8 if SCHEME == "int4" else 0)).to(dtype)
+        scale = tl.load(scales_ptr + scale_row + group, mask=is_output, other=0.0).to(tl.float32)
+        total += tl.dot(x, tl.trans(values), input_precision="ieee") * scale[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    out_at = out_ptr + (split * rows + m).to(tl.int64)[:, None] * out_features + n[None, :]
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row & is_output[None, :])
+
+
+def packed_linear(
+    x: Tensor,
+    scheme: str,
+    data: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_size: int,
+    bias: Tensor | None = None,
+    config: PackedConfig | None = None,
+) -> Tensor:
+    """x W^T + b: [rows, in] -> [rows, out]; the other arguments are those of `packed_weights.PackedWeight`.
+
+    scheme: one of SCHEMES. x: rows may be strided, the elements of a row are contiguous.
+    """
+    (rows, in_features), out_features = x.shape, data.shape[0]
+    if not rows:
+        return x.new_empty(0, out_features)
+    assert x.stride(1) == 1 and data.is_contiguous() and scales.is_contiguous(), "rows must be contiguous"
+    config = config or packed_config(rows, out_features, in_features, group_size, x.dtype)
+    splits = config.splits
+    outputs_per_scale = {1: out_features, out_features: 1}.get(scales.shape[0], FP8_BLOCK)
+    out = x.new_empty(splits, rows, out_features, dtype=torch.float32 if splits > 1 else x.dtype)
+    grid = (triton.cdiv(out_features, config.outputs), triton.cdiv(rows, config.rows), splits)
+    # Not every GPU has a type for fp8, which is decoded from bytes. An absent tensor is replaced by any other.
+    codes = data.view(torch.uint8) if scheme == "fp8" else data
+    _packed_kernel[grid](
+        out, x, codes, scales, scales if zeros is None else zeros, x if bias is None else bias, rows, out_features,
+        in_features, data.shape[1], x.stride(0), scales.shape[1], group_size, outputs_per_scale,
+        SCHEME=scheme, HAS_ZEROS=zeros is not None, HAS_BIAS=bias is not None and splits == 1, SPLITS=splits,
+        BLOCK_M=config.rows, BLOCK_N=config.outputs, BLOCK_K=config.columns,
+        ROW_BYTES=config.columns // (2 if scheme == "int4" else 1),
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits == 1:
+        return out[0]
+    total = out.sum(0)
+    return (total if bias is None else total + bias.float()).to(x.dtype)

@@ -1,0 +1,147 @@
+"""Damaged GGUF files: whatever the header says, the file is loaded or refused in one sentence, without much memory.
+
+Bytes of the header are overwritten, inserted and dropped, counts and lengths become huge, and the file is cut.
+"""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import tracemalloc
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bounded import FuzzRun, FuzzTarget
+from checkpoints import make_checkpoint
+from hypothesis import strategies as st
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+from gguf_files import VOCAB, write_gguf
+
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.gguf.header import read_header
+from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids, load_sampling_defaults
+from nanovllm.models.loader import load_model
+from nanovllm.tokenizer import HuggingFaceTokenizer
+
+LONGEST = 2000  # characters of a message
+HEADER_SPARE = 4 << 20  # bytes that reading a header may take besides those of the file: a buffer, and Python's objects
+GROWTH = 128 << 10  # KiB that loading may grow the process by
+NUMBERS = (0, 1, 2, 8, 9, 12, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+DAMAGE = st.lists(
+    st.fixed_dictionaries(
+        {
+            "at": st.integers(0, 2**16 - 1),  # as a share of 2**16 of the header
+            "deed": st.sampled_from(["number", "overwrite", "insert", "drop", "cut"]),
+            "size": st.sampled_from([1, 4, 8]),  # of a number
+            "number": st.sampled_from(NUMBERS),
+            "bytes": st.binary(min_size=1, max_size=12),
+        }
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@cache
+def original() -> tuple[bytes, int]:
+    """A small file, and how long its header is."""
+    with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as folder:
+        model = make_checkpoint(Path(folder) / "model", "llama", layers=1, hidden=32, intermediate=32, vocab=VOCAB)
+        path = write_gguf(Path(folder) / "model.gguf", model, factors=[1.0] * 8)
+        first = min(tensor.offset for tensor in read_header(path).tensors.values())
+        return path.read_bytes(), first
+
+
+def damaged(damage: list[dict[str, Any]]) -> bytes:
+    content, header = original()
+    for part in damage:
+        at, new = part["at"] * header >> 16, part["bytes"]
+        if part["deed"] == "number":
+            new = (part["number"] % 256 ** part["size"]).to_bytes(part["size"], "little")
+        if part["deed"] in ("number", "overwrite"):
+            content = content[:at] + new + content[at + len(new) :]
+        elif part["deed"] == "insert":
+            content = content[:at] + new + content[at:]
+        elif part["deed"] == "drop":
+            content = content[:at] + content[at + len(new) :]
+        else:  # anywhere in the file
+            content = content[: part["at"] * len(content) >> 16]
+    return content
+
+
+def check(damage: list[dict[str, Any]]) -> str:
+    content = damaged(damage)
+    with tempfile.TemporaryDirectory(prefix="nanovllm-fuzz-") as folder:
+        path = Path(folder) / "damaged.gguf"
+        path.write_bytes(content)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        tracemalloc.start()
+        try:
+            word = _outcome(path, lambda: read_header(path))
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < len(content) + HEADER_SPARE, f"reading the header of {len(content)} bytes took {most}"
+        if word == "accepted":
+            word = _outcome(path, lambda: _load(path))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < GROWTH, f"{grown} KiB more than ever before"
+    return word
+
+
+def _load(path: Path) -> None:
+    """Read everything that an engine reads of a file, and compute with it."""
+    spec = load_decoder_spec(path)
+    load_eos_token_ids(path)
+    load_sampling_defaults(path)
+    HuggingFaceTokenizer(path).encode("a 42 th")
+    decoder = load_model(path, spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
+    assert decoder.embed(torch.tensor([0])).shape == (1, spec.hidden_size)
+
+
+def _outcome(path: Path, action: Any) -> str:
+    try:
+        action()
+    except (ModelError, ConfigError) as error:
+        message = str(error)
+        assert path.name in message and "\n" not in message and len(message) < LONGEST, message
+        return "refused"
+    return "accepted"
+
+
+TARGET = FuzzTarget("gguf", check, damage=DAMAGE)
+
+
+def test_damaged_files() -> None:
+    TARGET.replay()
+    TARGET.run_examples(100)
+
+
+@pytest.mark.slow
+def test_a_thousand_damaged_files() -> None:
+    TARGET.run_examples(1000)
+
+
+@pytest.mark.slow
+def test_damaged_files_for_long(fuzz_run: FuzzRun) -> None:
+    fuzz_run(TARGET)
+
+
+def test_every_cut_is_named_with_the_tensor_and_its_offset(tmp_path: Path) -> None:
+    content, header = original()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(content)
+    tensors = read_header(path).tensors
+    for name, tensor in tensors.items():
+        path.write_bytes(content[: tensor.offset + tensor.num_bytes - 1])
+        with pytest.raises(ModelError, match=f"tensor '{name}' at byte {tensor.offset} has {tensor.num_bytes} bytes"):
+            read_header(path)
+    for end in range(0, header, max(1, header // 60)):
+        path.write_bytes(content[:end])
+        with pytest.raises(ModelError, match=f"at byte .*file ends at byte {end}|not a GGUF file|counts"):
+            read_header(path)

@@ -1,0 +1,145 @@
+"""Random GGUF files for tests, from checkpoints of `checkpoints.py`, whose model gets the weights that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize, quantize
+from tiny_gguf import MERGES, NAMES, SPECIAL, TEMPLATE, VOCAB
+from tokenizer_files import byte_symbols
+from transformers import PreTrainedModel
+
+from nanovllm.gguf.weights import RANDOM_SCALES
+
+PLAIN = ("F32", "F16", "BF16")
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+WIDE = {"hidden": 256, "intermediate": 256, "head_dim": 64, "vocab": VOCAB}  # rows that blocks of 256 divide
+OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER_NAMES = NAMES | {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+ALIGNMENT = 32
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kind: str | Callable[[str], str] = "Q8_0",
+    *,
+    changes: Mapping[str, Any] | None = None,
+    pre: str | None = "smollm",
+    factors: Any = None,
+) -> Path:
+    """Write `model`, whose matrices become the stored ones.
+
+    kind: the type of all matrices, or by their name in GGUF. changes: metadata to add or replace. pre: the
+    pre-tokenizer; None for a file without tokenizer. factors: of RoPE.
+    """
+    architecture = {"mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    facts = network_facts(model, architecture)
+    for key in facts.keys() - dict(changes or {}).keys():
+        add_value(writer, key, facts[key])
+    if pre is not None:
+        add_tokenizer(writer, pre)
+    for key, value in dict(changes or {}).items():
+        add_value(writer, key, value)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(factors, np.float32))
+    for name, weight in model.state_dict().items():
+        stored = gguf_name(name)
+        if stored == "output.weight" and model.config.tie_word_embeddings:
+            continue
+        type_name = kind if isinstance(kind, str) else kind(stored)
+        turned = turned_rows(weight, stored, model) if architecture == "llama" else slice(None)
+        if weight.dim() == 1:
+            writer.add_tensor(stored, weight.float().numpy()[turned])
+            continue
+        packed = pack(weight.float().numpy(), type_name)
+        weight.copy_(torch.from_numpy(dequantize(packed, Type[type_name]).reshape(weight.shape)))
+        writer.add_tensor(stored, np.ascontiguousarray(packed[turned]), raw_dtype=Type[type_name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_name(name: str) -> str:
+    """The name in GGUF of a tensor in Hugging Face format."""
+    module, _, end = name.rpartition(".")
+    if module in OTHER_NAMES:
+        return f"{OTHER_NAMES[module]}.{end}"
+    _, _, index, module = module.split(".", 3)
+    return f"blk.{index}.{LAYER_NAMES[module]}.{end}"
+
+
+def pack(weight: Any, kind: str) -> Any:
+    """The bytes of a matrix. K types, which the package cannot write, get random ones of about the same size."""
+    if kind not in K_TYPES:
+        return quantize(weight, Type[kind])
+    rows, columns = weight.shape
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[Type[kind]]
+    blocks = np.random.default_rng(int(1e6 * abs(float(weight.sum())))).integers(
+        0, 256, (rows, columns // block_size, block_bytes), np.uint8
+    )
+    for start, value in RANDOM_SCALES[kind].items():
+        blocks[..., start : start + 2] = np.array([value * weight.std()], np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def turned_rows(weight: torch.Tensor, stored: str, model: PreTrainedModel) -> Any:
+    """The order in which llama.cpp has the rows: the two of a rotary pair side by side."""
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    number = heads.get(stored.split(".")[-2])
+    if number is None:
+        return slice(None)
+    return np.arange(len(weight)).reshape(number, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def network_facts(model: PreTrainedModel, architecture: str) -> dict[str, Any]:
+    """The metadata of the network."""
+    config = model.config
+    facts = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim if hasattr(config, "head_dim") else None,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    if getattr(config, "sliding_window", None):
+        facts["attention.sliding_window"] = config.sliding_window
+    facts["attention.value_length"] = facts["attention.key_length"]
+    return {f"{architecture}.{key}": value for key, value in facts.items() if value is not None}
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    if value is None:
+        return
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    (writer.add_array if isinstance(value, list) else kinds[type(value)])(key, value)
+
+
+def add_tokenizer(writer: Any, pre: str) -> None:
+    """A byte-level tokenizer with VOCAB tokens and a chat template."""
+    symbols = byte_symbols()
+    pairs = [tuple("".join(symbols[byte] for byte in part.encode()) for part in pair) for pair in MERGES]
+    tokens = [*SPECIAL, *(symbols[byte] for byte in range(256)), *("".join(pair) for pair in pairs)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in SPECIAL else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in pairs])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)

@@ -1,0 +1,76 @@
+"""Ranks that fail on purpose: a main function of their processes that breaks one of them, as the environment says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from nanovllm.distributed import rank
+from nanovllm.distributed.rank import RankSetup
+from nanovllm.engine import model_runner
+from nanovllm.errors import ModelError
+from nanovllm.models.decoder import DecoderLayer
+
+VARIABLE = "TEST_RANK_FAILURE"  # rank, phase and way, with a file that gets the time of the failure
+STEPS = {"prefill": 1, "decode": 3}
+
+
+def run_failing_rank(connection: Connection, setup: RankSetup) -> None:
+    """`run_rank`, of which one rank fails while it loads, prefills or decodes."""
+    index, phase, way, file = os.environ[VARIABLE].split(",")
+    if setup.rank == int(index):
+        failure = FAILURES[way]
+
+        def fail() -> None:
+            Path(file).write_text(repr(time.time()))
+            failure()
+
+        if phase == "load":
+            model_runner.load_model = _before(model_runner.load_model, fail)  # type: ignore[assignment]
+        else:
+            _fail_in_step(STEPS[phase], fail)
+    rank.run_rank(connection, setup)
+
+
+def _before(function: Callable[..., Any], fail: Callable[[], None]) -> Callable[..., Any]:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        fail()
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def _fail_in_step(step: int, fail: Callable[[], None]) -> None:
+    """Fail in the last layer of a step, between two sums over the ranks."""
+    mlp, calls = DecoderLayer._mlp, []
+
+    def failing(self: DecoderLayer, *args: Any) -> Any:
+        if self.index == self.spec.num_layers - 1:
+            calls.append(self)
+            if len(calls) == step:
+                fail()
+        return mlp(self, *args)
+
+    DecoderLayer._mlp = failing  # type: ignore[method-assign]
+
+
+def _raise() -> None:
+    raise LookupError("injected")
+
+
+def _raise_model_error() -> None:
+    raise ModelError("model.safetensors is truncated or damaged (injected); copy it again.")
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": _raise,
+    "damaged": _raise_model_error,
+    "hang": lambda: time.sleep(1000),
+}

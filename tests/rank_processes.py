@@ -1,0 +1,99 @@
+"""Processes that serve as ranks of one engine after the other: starting one takes seconds, most of them imports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+from torch.multiprocessing import get_context
+
+from nanovllm.distributed import launch
+from nanovllm.distributed.rank import RankSetup, run_rank
+
+CONTEXT = get_context("spawn")
+
+
+class RankProcess:
+    """One run of a rank in a process that is kept: to the engine, the process of that rank."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._finished = False
+
+    @property
+    def sentinel(self) -> int:
+        return self._worker.process.sentinel
+
+    @property
+    def pid(self) -> int | None:
+        return self._worker.process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return 0 if self._finished else self._worker.process.exitcode
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the run, or of the process."""
+        with suppress(EOFError, OSError):
+            if not self._finished and self._worker.control.poll(timeout):
+                self._finished = self._worker.control.recv() == "finished"
+        if not self._finished:
+            self._worker.process.join(timeout)
+
+    def kill(self) -> None:
+        if not self._finished:
+            self._worker.process.kill()
+
+
+class Worker:
+    """A process that waits for runs."""
+
+    def __init__(self) -> None:
+        self.control, other = CONTEXT.Pipe()
+        self.process: BaseProcess = CONTEXT.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.control.close()
+
+
+def serve(control: Connection) -> None:
+    """The main function of a worker. The KV memory of its ranks is watched for unordered accesses."""
+    from nanovllm.device.ordering import OrderingCheck
+    from nanovllm.engine import model_runner
+
+    create_device = model_runner.create_device
+    model_runner.create_device = lambda name: OrderingCheck(create_device(name))
+    with suppress(EOFError):
+        while True:
+            run_rank(*control.recv())
+            control.send("finished")
+
+
+@contextmanager
+def kept_rank_processes() -> Iterator[None]:
+    """Engines within this context run their ranks in processes that are started once."""
+    workers: dict[int, Worker] = {}
+
+    def spawn(setup: RankSetup) -> tuple[Connection, RankProcess]:
+        worker = workers.get(setup.rank)
+        if worker is None or not worker.process.is_alive():
+            worker = workers[setup.rank] = Worker()
+        own, other = CONTEXT.Pipe()
+        worker.control.send((other, setup))
+        other.close()
+        return own, RankProcess(worker)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_spawn", spawn)
+        try:
+            yield
+        finally:
+            for worker in workers.values():
+                worker.end()

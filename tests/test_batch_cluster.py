@@ -1,0 +1,194 @@
+"""`nanovllm batch` and Ray Data on a cluster of two nodes on this machine, which lose a worker, a node, the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cli_helpers import make_model, write_jsonl
+
+if TYPE_CHECKING:
+    from ray_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+
+ENGINE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "160", "--max-num-seqs", "8"]
+SAMPLING = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
+# The command with small parts, so that the test sees how far it is.
+FEW = "from nanovllm.batch.results import ResultDirectory as D; D.__init__.__kwdefaults__['part_rows'] = 25"
+COMMAND = [sys.executable, "-c", f"import sys; from nanovllm.cli.main import main; {FEW}; sys.exit(main(sys.argv[1:]))"]
+EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_data.py"
+SECONDS = 500
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """The head with room for two replicas, and a node with room for one."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
+    pytest.importorskip("psutil")
+    from ray_cluster import Cluster
+
+    with Cluster(num_cpus=2) as made:
+        made.add_node(num_cpus=1)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("cluster") / "tiny")
+
+
+def make_rows(path: Path, count: int) -> str:
+    """Questions about 20 documents, some of them sampled, some broken."""
+    random = Random(count)
+    documents = ["".join(random.choices("abcdefgh ", k=300)) for _ in range(20)]
+    rows: list[Any] = []
+    for index in range(count):
+        row: dict[str, Any] = {"id": f"q{index}", "prompt": f"{random.choice(documents)} question {index}"}
+        if index % 5 == 1:
+            row["temperature"] = 1.0
+        rows.append(row if index % 97 else {**row, "prompt": None})
+    return write_jsonl(path, *rows)
+
+
+def start(cluster: Cluster, model: str, source: str, output: Path, *options: str) -> subprocess.Popen[str]:
+    command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output), *ENGINE, *SAMPLING]
+    return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=cluster.environment)
+
+
+def on_cluster(cluster: Cluster) -> list[str]:
+    return ["--num-replicas", "2", "--ray-address", cluster.address, "--num-cpus", "1"]
+
+
+def results(output: Path) -> dict[int, dict[str, Any]]:
+    """The rows of all parts, each of which has one result. Cached tokens, which depend on the replica, are left out."""
+    found: dict[int, dict[str, Any]] = {}
+    for part in output.glob("part-*.jsonl"):
+        for line in part.read_text().splitlines():
+            row = json.loads(line)
+            assert row["row_index"] not in found
+            if row["usage"] is not None:
+                del row["usage"]["prompt_tokens_details"]
+            found[row["row_index"]] = row
+    return found
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What the command said, once it has ended with some rows that failed."""
+    _, message = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, message
+    return message
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+
+
+def test_the_job_goes_on_after_kill_9_of_the_driver(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
+    ended(start(cluster, model, source, tmp_path / "one"))
+    process = start(cluster, model, source, output, *on_cluster(cluster))
+    wait_for(lambda: len(results(output)) >= 150, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    first = results(output)
+    assert 150 <= len(first) < 600
+    message = ended(start(cluster, model, source, output, *on_cluster(cluster), "--resume"))
+    assert f"{len(first)} of 600 rows were done before" in message
+    assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
+
+
+def test_rows_of_a_document_meet_on_a_replica(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    """Each replica's cache holds some of the documents: which rows it gets decides how much it finds."""
+    source, cached, total = make_rows(tmp_path / "data.jsonl", 400), {}, 0
+    for routing in ("--prefix-routing", "--no-prefix-routing"):
+        output = tmp_path / routing
+        ended(start(cluster, model, source, output, *on_cluster(cluster), routing))
+        lines = [json.loads(line) for part in output.glob("part-*") for line in part.read_text().splitlines()]
+        usages = [line["usage"] for line in lines if line["usage"] is not None]
+        cached[routing] = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        total = sum(usage["prompt_tokens"] for usage in usages)
+    print(f"\n{cached} of {total} prompt tokens were cached")
+    assert cached["--prefix-routing"] > 1.5 * cached["--no-prefix-routing"]
+    assert cached["--prefix-routing"] > 0.7 * total
+
+
+def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    """read_parquet, map_batches with two actors, write_parquet: the example as it is."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": i, "prompt": f"row {i}" if i != 7 else None, "temperature": float(i % 2)} for i in range(40)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    command = [sys.executable, str(EXAMPLE), model, str(tmp_path / "in.parquet"), str(tmp_path / "out")]
+    environment = {**cluster.environment, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = pq.read_table(tmp_path / "out").sort_by("id").to_pylist()
+    assert [row["id"] for row in found] == list(range(40))
+
+    from nanovllm.batch import LLMPredictor
+
+    arguments = runpy.run_path(str(EXAMPLE))["ENGINE"] | {"device": "cpu"}
+    predictor = LLMPredictor(model, **arguments)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    expected = predictor(columns)
+    assert [row["generated_text"] for row in found] == list(expected["generated_text"])
+    assert [row["error"] is None for row in found] == [i != 7 for i in range(40)]
+
+
+def test_an_engine_that_cannot_load_ends_the_job(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    source = make_rows(tmp_path / "data.jsonl", 5)
+    process = start(cluster, model, source, tmp_path / "out", *on_cluster(cluster), "--max-model-len", "100000")
+    _, message = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2, message
+    assert "error: max_model_len=100000" in message and "Traceback" not in message
+
+
+def test_a_replica_that_fits_on_no_node_is_refused(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    source = make_rows(tmp_path / "data.jsonl", 5)
+    process = start(cluster, model, source, tmp_path / "out", *on_cluster(cluster), "--num-gpus", "1")
+    _, message = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2, message
+    assert "a replica asks for 1 CPUs and 1 GPUs, and no node of the cluster has them: the nodes have" in message
+
+
+def test_a_lost_worker_and_a_lost_node_lose_no_row(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    """The last test, since the node does not come back."""
+    source, output = make_rows(tmp_path / "data.jsonl", 2000), tmp_path / "out"
+    ended(start(cluster, model, source, tmp_path / "one"))
+    process = start(cluster, model, source, output, *on_cluster(cluster))
+    wait_for(lambda: len(results(output)) >= 200, process)
+    workers = cluster.workers()
+    assert len(workers) == 2
+    workers[0].send_signal(signal.SIGKILL)
+    wait_for(lambda: len(results(output)) >= 400 and len(cluster.workers()) == 2, process)
+    cluster.kill_node(1)
+    message = ended(process)
+    assert message.count("a worker of replica") >= 2, message
+    found = results(output)
+    assert found == results(tmp_path / "one") and len(found) == 2000
+    assert not [row for row in found.values() if row["error"] and "it needs exactly one" not in row["error"]]
+
+
+def test_one_machine_needs_no_cluster(model: str, tmp_path: Path) -> None:
+    """A cluster is started for the job, and ends with it."""
+    pytest.importorskip("ray")
+    source, output = make_rows(tmp_path / "data.jsonl", 60), tmp_path / "out"
+    command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output), *ENGINE, *SAMPLING]
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    options = ["--num-replicas", "2", "--ray-address", "local", "--num-cpus", "1"]
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1 and len(results(output)) == 60, done.stderr

@@ -1,0 +1,82 @@
+"""Rows that begin with the same text go to the same replica, unless others would idle."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from nanovllm.batch.router import Router, WaitingRow, prefix_hashes
+from nanovllm.batch.rows import Row, RowRequest
+
+
+def waiting(index: int, prompt: str) -> WaitingRow:
+    request = RowRequest(index, prompt=prompt)
+    row = Row(index, f"line {index}", {}, {})
+    return WaitingRow(row, request, prefix_hashes(request.prefix_parts()), request.num_characters)
+
+
+def document(name: str) -> str:
+    return "".join(Random(name).choices("abcdefgh ", k=2000))
+
+
+def router(*prompts: str, by_prefix: bool = True) -> Router:
+    made = Router(by_prefix=by_prefix)
+    for index, prompt in enumerate(prompts):
+        made.add(waiting(index, prompt))
+    return made
+
+
+def taken(from_router: Router, replica: int, is_idle: bool = False) -> int | None:
+    found = from_router.take(replica, is_idle)
+    return None if found is None else found.row.index
+
+
+@pytest.mark.parametrize("cut", [1, 7, 255, 256, 257, 1000])
+def test_hashes_do_not_depend_on_how_the_text_is_cut(cut: int) -> None:
+    text = document("a").encode()
+    parts = [text[i : i + cut] for i in range(0, len(text), cut)]
+    assert prefix_hashes(parts) == prefix_hashes([text])
+    assert len(prefix_hashes([text])) == 3  # 256, 512 and 1,024 bytes
+    assert prefix_hashes([text[:255]]) == ()
+
+
+def test_hashes_tell_what_rows_share() -> None:
+    one, other = (prefix_hashes([text.encode()]) for text in (document("a"), document("a")[:600] + document("b")))
+    assert one[:2] == other[:2] and one[2] != other[2]
+    salted = RowRequest(0, prompt=document("a"), cache_salt="s")
+    assert not set(prefix_hashes(salted.prefix_parts())) & set(waiting(0, document("a")).hashes)
+
+
+def test_a_replica_stays_with_its_document() -> None:
+    rows = router(*(document(name) + f" {i}" for i, name in enumerate("abab" * 3)))
+    assert [taken(rows, 0), taken(rows, 1)] == [0, 1]
+    assert [taken(rows, 0) for _ in range(5)] == [2, 4, 6, 8, 10]
+    assert taken(rows, 0) is None  # the others are of replica 1's document
+    assert [taken(rows, 1) for _ in range(3)] == [3, 5, 7]
+    assert taken(rows, 0, is_idle=True) == 9  # rather than nothing
+    assert taken(rows, 1) == 11
+
+
+def test_an_idle_replica_takes_the_row_of_which_least_is_lost() -> None:
+    long, short = document("a"), document("b")[:300]
+    rows = router(long, short, long + "1", short + "1")
+    assert [taken(rows, 0), taken(rows, 0)] == [0, 2]
+    assert taken(rows, 0) == 1
+    assert taken(rows, 1) is None
+    assert taken(rows, 1, is_idle=True) == 3
+
+
+def test_without_prefixes_rows_go_in_order() -> None:
+    rows = router(document("a"), document("a"), "short", by_prefix=False)
+    assert [taken(rows, replica) for replica in (0, 1, 0)] == [0, 1, 2]
+
+
+def test_lost_rows_come_first_and_a_lost_cache_is_forgotten() -> None:
+    rows = router(*(document("a") + str(i) for i in range(4)))
+    lost = [row for _ in range(2) if (row := rows.take(0, False)) is not None]
+    rows.forget(0)
+    rows.add_first(lost)
+    assert rows.num_characters == 4 * 2001 and len(rows) == 4
+    assert [taken(rows, 1) for _ in range(4)] == [0, 1, 2, 3]
+    assert rows.num_characters == 0 and len(rows) == 0

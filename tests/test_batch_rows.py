@@ -1,0 +1,104 @@
+"""Rows of a batch job become requests, or an error that says what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanovllm.batch.rows import Row, RowFormat, RowRequest
+from nanovllm.errors import RequestError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def request(columns: dict[str, Any], **options: Any) -> RowRequest:
+    return RowFormat(**options).request(Row(3, "data.jsonl line 4", columns, columns))
+
+
+def test_prompts_and_parameters() -> None:
+    row = {"prompt": "hi", "temperature": 0.5, "title": "data", "sampling_params": {"top_k": 3, "seed": None}}
+    found = request(row)
+    assert (found.index, found.prompt, found.params) == (3, "hi", {"temperature": 0.5, "top_k": 3})
+    assert request({"prompt_token_ids": [1, 2], "prompt": None}).prompt_token_ids == [1, 2]
+    assert request({"messages": HELLO, "tools": []}).template_options == {"tools": []}
+    assert request({"question": "why?", "prompt": "data"}, prompt_column="question").prompt == "why?"
+
+
+def test_tables_may_have_structures_as_text() -> None:
+    found = request({"messages": '[{"role": "user", "content": "hello"}]', "sampling_params": '{"max_tokens": 4}'})
+    assert found.messages == HELLO and found.params == {"max_tokens": 4}
+    assert request({"prompt": "hi", "logit_bias": '{"42": -1}'}).params == {"logit_bias": {42: -1}}
+
+
+def test_prompts_as_messages() -> None:
+    system = {"role": "system", "content": "brief"}
+    assert request({"prompt": "hello"}, is_chat=True, system="brief").messages == [system, *HELLO]
+    assert request({"messages": HELLO}, system="brief").messages == [system, *HELLO]
+    assert request({"prompt": "hello"}, system="brief").messages is None
+
+
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({"text": "hi"}, "exactly one of the columns prompt, prompt_token_ids, messages, body, and has none"),
+    "two": ({"prompt": "a", "messages": HELLO}, "and has prompt and messages"),
+    "a number": ({"prompt": 5}, "prompt must be text, got 5"),
+    "no conversation": ({"messages": []}, r"messages must be a list of objects with role and content, got \[\]"),
+    "not JSON": ({"messages": "hello"}, "messages is text that is not JSON"),
+    "parameters": ({"prompt": "a", "sampling_params": 5}, "sampling_params must be an object, got 5"),
+    "a misspelling": ({"prompt": "a", "sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
+    "tools": ({"prompt": "a", "tools": []}, "tools is for a chat template: give messages"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows(case: str) -> None:
+    columns, sentence = BAD_ROWS[case]
+    with pytest.raises(RequestError, match=sentence):
+        request(columns)
+
+
+# ---- OpenAI's batch files
+
+
+def body(fields: dict[str, Any], has_max_tokens: bool = False, **row: Any) -> RowRequest:
+    return request({"body": fields, **row}, model_names=("tiny",), has_max_tokens=has_max_tokens)
+
+
+def test_chat_bodies() -> None:
+    fields = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    found = body({**fields, "user": "u", "temperature": 0}, method="POST", url="/v1/chat/completions")
+    assert found.messages == HELLO
+    assert found.params == {"max_tokens": 9, "logprobs": 2, "temperature": 0}
+    assert body({"messages": HELLO}).params == {"max_tokens": None}  # as OpenAI's: no limit
+    assert body({"messages": HELLO}, has_max_tokens=True).params == {}
+    structured = body({"messages": HELLO, "response_format": {"type": "json_object"}})
+    assert structured.params["structured_outputs"] == {"json_object": True}
+
+
+def test_completion_bodies() -> None:
+    assert body({"prompt": [1, 2]}).prompt_token_ids == [1, 2]
+    found = body({"prompt": "hi", "logprobs": 1}, url="/v1/completions")
+    assert (found.prompt, found.params) == ("hi", {"logprobs": 1})
+
+
+BAD_BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "stream": ({"prompt": "a", "stream": True}, {}, "a batch has no streams"),
+    "model": ({"prompt": "a", "model": "gpt"}, {}, "asks for model 'gpt', and this job runs 'tiny'"),
+    "field": ({"prompt": "a", "tool_choice": "auto"}, {}, "unknown field of body 'tool_choice'"),
+    "url": ({"prompt": "a"}, {"url": "/v1/embeddings"}, "url='/v1/embeddings': must be"),
+    "method": ({"prompt": "a"}, {"method": "GET"}, "method='GET': must be POST"),
+    "other prompt": ({"prompt": "a"}, {"url": "/v1/chat/completions"}, "body must have messages"),
+    "format": (
+        {"messages": HELLO, "response_format": {"type": "xml"}},
+        {},
+        "must be text, json_object, or json_schema",
+    ),
+    "top_logprobs": ({"messages": HELLO, "top_logprobs": 2}, {}, "top_logprobs needs logprobs=true"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BODIES)
+def test_bad_bodies(case: str) -> None:
+    fields, row, sentence = BAD_BODIES[case]
+    with pytest.raises(RequestError, match=sentence):
+        body(fields, **row)

@@ -1,0 +1,285 @@
+"""`nanovllm batch` in one process: rows of files in, part files out, resumed where it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import GREEDY, SMALL_CACHE, json_lines, make_model, write_jsonl
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch.replica import Replica
+from nanovllm.cli.main import main
+
+DOCUMENT = "The key is under the third stone, and the gate is green. " * 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("batch") / "tiny")
+
+
+def batch(model: str, source: str, output: Path, *options: str) -> int:
+    command = ["batch", "--model", model, "--input", source, "--output", str(output), *SMALL_CACHE]
+    return main([*command, *GREEDY, *options])
+
+
+def results(output: Path) -> dict[int, dict[str, Any]]:
+    """The rows of all parts, each of which has one result."""
+    lines = [line for part in sorted(output.glob("part-*.jsonl")) for line in json_lines(part.read_text())]
+    found = {line["row_index"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_rows_have_the_answers_of_generate(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = [{"role": "user", "content": "Where is the key?"}]
+    rows: list[Any] = [
+        {"id": "a", "prompt": f"{DOCUMENT} one", "note": {"kept": [1]}},
+        {"id": "b", "prompt_token_ids": [5, 6, 7], "temperature": 1.0},
+        {"id": "c", "messages": conversation, "n": 2, "temperature": 0.9, "logprobs": 1},
+        b"{not JSON",
+        {"id": "d", "prompt": "x" * 2000},
+        {"custom_id": "e", "body": {"model": "tiny", "messages": conversation, "max_tokens": 4, "seed": 3}},
+        {"id": "f", "prompt": f"{DOCUMENT} two", "temperature": 1.0, "error": "of an earlier run"},
+    ]
+    assert batch(model, write_jsonl(tmp_path / "data.jsonl", *rows), tmp_path / "out") == 1
+    found = results(tmp_path / "out")
+    assert sorted(found) == list(range(7)) and (tmp_path / "out" / "_SUCCESS").exists()
+
+    with LLM(model, device="cpu", kvcache_block_size=16, num_gpu_blocks=80) as llm:
+        common: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+        a, b, f = llm.generate(
+            [f"{DOCUMENT} one", [5, 6, 7], f"{DOCUMENT} two"],
+            [
+                SamplingParams(temperature=t, seed=seed, **common)
+                for t, seed in ((0, 0), (1, hash((0, 1))), (1, hash((0, 6))))
+            ],
+            use_tqdm=False,
+        )
+        c = llm.chat(
+            conversation, SamplingParams(n=2, temperature=0.9, logprobs=1, seed=hash((0, 2)), **common), False
+        )[0]
+        e = llm.chat(conversation, SamplingParams(temperature=0, **(common | {"max_tokens": 4})), False)[0]
+    for index, output in ((0, a), (1, b), (2, c), (5, e), (6, f)):
+        assert found[index]["error"] is None and found[index]["generated_text"] == output.outputs[0].text
+        assert [one["token_ids"] for one in found[index]["outputs"]] == [one.token_ids for one in output.outputs]
+        assert found[index]["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+    assert found[2]["outputs"][1]["logprobs"][0][0].keys() == {"token_id", "logprob", "rank", "decoded_token"}
+    assert (
+        found[0]["note"] == {"kept": [1]}
+        and found[5]["custom_id"] == "e"
+        and found[6]["input.error"] == "of an earlier run"
+    )
+    assert found[3]["line"] == "{not JSON" and found[3]["error"].startswith("data.jsonl line 4: it is not JSON")
+    assert found[4]["id"] == "d" and "line 5: the prompt has 2000 tokens" in found[4]["error"]
+    assert "2 of 7 rows failed; the first: data.jsonl line" in capsys.readouterr().err
+
+
+def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import datetime
+
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    columns = {
+        "question": pa.array(["one", "two", None, "four"]),
+        "temperature": pa.array([None, 1.0, None, None], pa.float64()),
+        "sampling_params": pa.array(
+            [None, {"logprobs": 1}, None, {"logprobs": None}], pa.struct([("logprobs", pa.int8())])
+        ),
+        "when": pa.array([now, None, now, now], pa.timestamp("ns")),
+        "blob": pa.array([b"\xff", b"", None, b"x"], pa.binary()),
+        "kind": pa.array(["a", "b", "a", None]).dictionary_encode(),
+        "error": pa.array([1, 2, 3, 4], pa.int8()),
+    }
+    (tmp_path / "in").mkdir()
+    table = pa.table(columns)
+    pq.write_table(table.slice(0, 3), tmp_path / "in" / "1.parquet")
+    pq.write_table(table.slice(3), tmp_path / "in" / "2.parquet")
+    assert batch(model, str(tmp_path / "in"), tmp_path / "out", "--prompt-column", "question") == 1
+    assert batch(model, str(tmp_path / "in"), tmp_path / "out", "--prompt-column", "question", "--resume") == 1
+    found = pq.read_table(sorted(tmp_path.glob("out/part-*.parquet"))).sort_by("row_index")
+    kept = [name if name != "error" else "input.error" for name in columns]
+    assert found.select(kept).rename_columns(list(columns)).cast(table.schema).equals(table)
+    errors = found["error"].to_pylist()
+    assert errors[0] is None and errors[1] is None and errors[3] is None
+    assert errors[2].startswith("1.parquet row 3: it needs exactly one of the columns question,")
+    assert len(found["outputs"][1].as_py()[0]["logprobs"]) == 6 and found["usage"][0].as_py()["prompt_tokens"] == 3
+
+
+def test_a_job_goes_on_after_an_interrupt(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"{i} {DOCUMENT}"} for i in range(12)))
+    assert batch(model, source, tmp_path / "whole") == 0
+    step, steps = Replica.step, iter(range(1000))
+
+    def interrupted(replica: Replica) -> Any:
+        if next(steps) == 30:
+            raise KeyboardInterrupt
+        return step(replica)
+
+    monkeypatch.setattr(Replica, "step", interrupted)
+    assert batch(model, source, tmp_path / "out", "--max-num-seqs", "2") == 130
+    first = results(tmp_path / "out")
+    assert 0 < len(first) < 12
+    assert f"interrupted: {len(first)} of 12 rows are written; --resume" in capsys.readouterr().err
+    assert batch(model, source, tmp_path / "out") == 2
+    assert "has results of an earlier run: --resume" in capsys.readouterr().err
+    assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "3") == 0
+    assert f"{len(first)} of 12 rows were done before" in capsys.readouterr().err
+    assert batch(model, source, tmp_path / "out", "--resume") == 0  # there is nothing left
+    found, whole = results(tmp_path / "out"), results(tmp_path / "whole")
+    assert [found[i]["outputs"] for i in range(12)] == [whole[i]["outputs"] for i in range(12)]
+    assert batch(model, source, tmp_path / "out", "--resume", "--max-tokens", "9") == 2
+    assert "was begun with other values of sampling parameters" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on(model: str, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"row {i}", "max_tokens": 50} for i in range(24)))
+    few = "from nanovllm.batch.results import ResultDirectory as D; D.__init__.__kwdefaults__['part_rows'] = 2"
+    options = ["--model", model, "--input", source, "--output", str(tmp_path / "out"), *SMALL_CACHE, *GREEDY]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; from nanovllm.cli.main import main; {few}; main(sys.argv[1:])",
+        "batch",
+        *options,
+        "--max-num-seqs",
+        "2",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("out/part-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = len(results(tmp_path / "out"))
+    assert 0 < done < 24
+    assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "8") == 0
+    assert sorted(results(tmp_path / "out")) == list(range(24))
+
+
+def test_rows_of_a_document_follow_each_other(model: str, tmp_path: Path) -> None:
+    """With a cache for little more than one document, the order decides what is found in it."""
+    documents = [f"{name} {DOCUMENT * 2}" for name in "abcd"]
+    rows = [{"prompt": f"{document} question {i}"} for i in range(5) for document in documents]
+    source, cached = write_jsonl(tmp_path / "data.jsonl", *rows), {}
+    for routing in ("--prefix-routing", "--no-prefix-routing"):
+        output = tmp_path / routing
+        assert batch(model, source, output, routing, "--max-num-seqs", "1", "--max-tokens", "1") == 0
+        usages = [line["usage"] for line in results(output).values()]
+        cached[routing] = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    total = sum(usage["prompt_tokens"] for usage in usages)
+    assert cached["--no-prefix-routing"] < 0.1 * total and cached["--prefix-routing"] > 0.7 * total
+
+
+def test_a_full_disk_loses_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "part-" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        assert batch(model, source, tmp_path / "out") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert results(tmp_path / "out") == {}
+    assert batch(model, source, tmp_path / "out", "--resume") == 0
+    assert len(results(tmp_path / "out")) == 2
+
+
+REFUSED = {
+    "no file": (["--input", "missing.jsonl"], "--input 'missing.jsonl' does not exist"),
+    "another ending": (["--input", "notes.txt"], "the name must end in .jsonl, .ndjson, .parquet"),
+    "two formats": (["--input", "a.jsonl", "b.parquet"], "run one job for each format"),
+    "no Parquet": (["--input", "b.parquet"], "'b.parquet' is not a Parquet file"),
+    "an empty directory": (["--input", "empty"], "is a directory without .jsonl or .parquet files"),
+    "CPUs": (["--input", "a.jsonl", "--num-cpus", "2"], "--num-cpus is for replicas on a cluster"),
+    "replicas": (["--input", "a.jsonl", "--num-replicas", "0"], "is not a whole number of at least 1"),
+    "adapters": (["--input", "a.jsonl", "--enable-lora"], "rows of a batch cannot name adapters yet"),
+    "temperature": (["--input", "a.jsonl", "--temperature", "-1"], "temperature=-1.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(
+    case: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.parquet", "notes.txt"):
+        Path(name).write_text("{}\n")
+    Path("empty").mkdir()
+    options, sentence = REFUSED[case]
+    command = ["batch", "--model", model, "--output", "out", *options]
+    try:
+        status = main(command)
+    except SystemExit as error:  # from argparse
+        status = int(error.code or 0)
+    message = capsys.readouterr().err
+    assert status == 2 and sentence in message and message.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_replicas_need_ray(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nanovllm.cli import batch as command
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    source = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a"})
+    assert batch(model, source, tmp_path / "out", "--num-replicas", "2") == 2
+    assert "--num-replicas 2 needs Ray: pip install 'nanovllm[ray]'" in capsys.readouterr().err
+
+
+# ---- LLMPredictor, without Ray
+
+
+def test_predictor(model: str) -> None:
+    import numpy
+
+    from nanovllm.batch import LLMPredictor
+    from nanovllm.errors import EngineError
+
+    arguments: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 80}
+    predictor = LLMPredictor(model, sampling_params={"max_tokens": 5, "ignore_eos": True}, **arguments)
+    rows = {
+        "prompt": numpy.array(["one", "two", "x" * 2000, "one", "one"], dtype=object),
+        "id": numpy.arange(5) // 4,
+        "temperature": numpy.array([0.0, 1.0, 0.0, 1.0, 1.0]),
+    }
+    whole = predictor(rows)
+    assert list(whole["id"]) == [0, 0, 0, 0, 1] and "the prompt has 2000 tokens" in whole["error"][2]
+    assert whole["usage"][0]["completion_tokens"] == 5
+    assert whole["generated_text"][3] != whole["generated_text"][4]  # another id, another seed
+    for cut in range(1, 5):  # however Ray Data makes batches of the rows
+        parts = [
+            predictor({name: column[part] for name, column in rows.items()}) for part in (slice(cut), slice(cut, 5))
+        ]
+        assert [*parts[0]["generated_text"], *parts[1]["generated_text"]] == list(whole["generated_text"])
+    with pytest.raises(EngineError, match="has a column 'error', which is a result"):
+        predictor({**rows, "error": rows["id"]})
+    with pytest.raises(EngineError, match="takes batches of batch_format=\"numpy\", got 'list'"):
+        predictor([])  # type: ignore[arg-type]
+
+
+def test_nothing_is_left(model: str, tmp_path: Path) -> None:
+    before = threading.active_count()
+    assert batch(model, write_jsonl(tmp_path / "data.jsonl", {"prompt": "a"}), tmp_path / "out") == 0
+    assert threading.active_count() <= before

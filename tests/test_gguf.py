@@ -1,0 +1,294 @@
+"""GGUF files as models: the same tokens as Transformers on the dequantized weights, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+import gguf
+from checkpoints import ROPES, make_checkpoint, refusal
+from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from gguf.quants import dequantize as reference_dequantize
+from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.cli.main import main
+from nanovllm.errors import ConfigError, ModelError
+from nanovllm.gguf.model import BY_NAME
+from nanovllm.gguf.weights import GgufWeight
+from nanovllm.model_files import gguf_side
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.ops.packed_weights import dequantize
+
+SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32"}
+PROMPTS = [random_prompt(length, VOCAB, seed=1) for length in (1, 40)]
+
+
+def check_tokens(path: Path, model: Any, **arguments: Any) -> None:
+    with LLM(path, **SMALL, **arguments) as llm:
+        assert token_ids(llm, PROMPTS, greedy(5)) == [greedy_reference(model, prompt, 5) for prompt in PROMPTS]
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp mixes types: other ones for v and the embedding."""
+    return "Q6_K" if "attn_v" in name or "token_embd" in name else "F16" if "ffn_down" in name else "Q4_K"
+
+
+# ---- networks and types
+
+
+FAST, SLOW = ("F32", "Q8_0", mixed), ("F16", "BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def test_every_type_gives_the_tokens_of_transformers(tmp_path: Path, kind: Any) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama", layers=1, **WIDE)
+    check_tokens(write_gguf(tmp_path / "model.gguf", model, kind), model)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie": True, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {"tie": True},
+    "qwen3": {"head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
+    model = make_checkpoint(tmp_path / "model", family, vocab=VOCAB, **FAMILIES[family])
+    check_tokens(write_gguf(tmp_path / "model.gguf", model), model)
+    spec = load_decoder_spec(tmp_path / "model.gguf")
+    expected = load_decoder_spec(tmp_path / "model")
+    assert spec.dtype == "bfloat16" and spec.architecture == expected.architecture
+    assert spec.sliding_windows == expected.sliding_windows and spec.rope == expected.rope
+
+
+def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:
+    """Also those of q and k, whose rows llama.cpp has in another order."""
+    model = make_checkpoint(tmp_path / "model", "llama", **WIDE)
+    path = write_gguf(tmp_path / "model.gguf", model, mixed)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    with LLM(path, **SMALL) as llm:
+        decoder = llm.engine.runner.model
+        qkv = decoder.layers[1].qkv.weight
+        assert isinstance(qkv, GgufWeight) and decoder.layers[1].down.weight.dense is not None
+        rows = [dequantize(weight) for _, _, weight in qkv._groups]
+        expected = [model.state_dict()[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+        assert torch.equal(torch.cat(rows), torch.cat(expected))
+        v = stored["blk.1.attn_v.weight"]
+        assert torch.equal(rows[1], torch.from_numpy(reference_dequantize(v.data, v.tensor_type)))
+        embedding = stored["token_embd.weight"]
+        table = torch.from_numpy(reference_dequantize(embedding.data, embedding.tensor_type))
+        assert torch.equal(decoder.embed(torch.tensor([5, 0, 5])), table[[5, 0, 5]])
+        matrices = sum(t.n_bytes for t in stored.values() if len(t.shape) == 2 and t.tensor_type.name != "F16")
+        halves = sum(2 * t.n_bytes for t in stored.values() if t.tensor_type.name == "F16")
+        norms = sum(t.n_bytes for t in stored.values() if len(t.shape) == 1)
+        assert decoder.weight_bytes == matrices + halves + norms
+
+
+def rope_factors(head_dim: int, rope: dict[str, Any]) -> list[float]:
+    """What llama.cpp's conversion writes for Llama 3.1."""
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return factors
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_rope_is_scaled_as_the_file_says(tmp_path: Path, kind: str) -> None:
+    rope = ROPES[kind]
+    model = make_checkpoint(tmp_path / "model", "llama", vocab=VOCAB, rope=rope)
+    scaling: dict[str, Any] = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": rope["factor"]}
+    if kind == "yarn":
+        scaling["llama.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    factors = rope_factors(16, rope) if kind == "llama3" else None
+    changes = {} if factors else scaling
+    check_tokens(write_gguf(tmp_path / "model.gguf", model, changes=changes, factors=factors), model)
+
+
+def test_an_overridden_rope_replaces_that_of_the_file(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama", vocab=VOCAB, rope=ROPES["yarn"])
+    path = write_gguf(tmp_path / "model.gguf", model, factors=[2.0] * 8)
+    check_tokens(path, model, hf_overrides={"rope_parameters": ROPES["yarn"]})
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", vocab=VOCAB)
+    whole = write_gguf(tmp_path / "whole.gguf", model)
+    parts = [tmp_path / f"m-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    split(whole, parts)
+    check_tokens(parts[0], model)
+    assert "give the first" in refusal(lambda: LLM(parts[1]))
+    parts[1].unlink()
+    assert "m-00002-of-00002.gguf cannot be read: No such file" in refusal(lambda: LLM(parts[0]))
+
+
+def split(whole: Path, parts: list[Path]) -> None:
+    """Write the tensors alternately into files, all metadata into the first."""
+    reader = gguf.GGUFReader(whole)
+    for number, path in enumerate(parts):
+        writer = gguf.GGUFWriter(path, "qwen3")
+        for key, field in reader.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                inner = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(key, field.contents(), field.types[0], inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", len(parts))
+        for tensor in reader.tensors[number :: len(parts)]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+# ---- exactness
+
+BUDGETS = (4, 9)
+
+
+@pytest.mark.parametrize("kind", [mixed, *(pytest.param(kind, marks=pytest.mark.slow) for kind in QUANTIZED)])
+def test_logits_are_bit_identical_for_every_budget_batch_and_cache(tmp_path: Path, kind: Any) -> None:
+    model = make_checkpoint(tmp_path / "model", **WIDE)
+    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    prompts = [random_prompt(length, VOCAB, seed=4) for length in (9 * 16 + 7, 3 * 16, 5)]
+    with LLM(path, kvcache_block_size=16, num_gpu_blocks=40, max_num_batched_tokens=40) as llm:
+        resident = logits_by_request(llm, prompts, 3)
+        again = logits_by_request(llm, prompts, 3)  # from the prefix cache
+        assert llm.prefix_cache_stats().hit_tokens > 0
+    runs = [again]
+    for num_gpu_blocks in BUDGETS:
+        arguments = offloaded(16, num_gpu_blocks, 40, max_num_batched_tokens=40, cpu_attention=False)
+        with LLM(path, **arguments) as llm:
+            runs.append(logits_by_request(llm, prompts, 3))
+    with LLM(path, kvcache_block_size=16, num_gpu_blocks=40) as llm:
+        alone = [logits_by_request(llm, [prompt], 3) for prompt in prompts]
+    runs.append({(i, index): logits for i, run in enumerate(alone) for (_, index), logits in run.items()})
+    for run in runs:
+        assert run.keys() == resident.keys() and all(torch.equal(run[key], resident[key]) for key in run)
+
+
+# ---- the file in the place of a directory
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    return write_gguf(folder / "tiny.gguf", make_checkpoint(folder / "model", vocab=VOCAB), changes=sampling)
+
+
+def test_tokenizer_template_and_defaults_come_from_the_file(tiny: Path) -> None:
+    with LLM(tiny, **SMALL, seed=1) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=7)
+        assert llm.engine.limits.eos_token_ids == {2, 0}
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token_id == 2
+        (output,) = llm.chat([{"role": "user", "content": "th 42"}], greedy(2), use_tqdm=False)
+        assert output.prompt == "<|im_start|>th 42<|im_end|>" and output.prompt_token_ids[0] == 1
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    with LLM(tiny, **SMALL, generation_config="vllm", load_format="gguf") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:
+    with LLM(tiny, **SMALL, load_format="dummy") as llm:
+        assert len(token_ids(llm, PROMPTS, greedy(2))) == len(PROMPTS)
+    for kind in QUANTIZED:
+        weight = GgufWeight({"o_proj": 256}, [BY_NAME[kind]], 256, torch.float32, torch.device("cpu"))
+        ((_, slot),) = weight.slots()
+        slot.randomize(torch.Generator().manual_seed(0))
+        values = weight.rows(torch.arange(256))
+        assert abs(float(values.std()) - 256**-0.5) < 0.3 * 256**-0.5 and abs(float(values.mean())) < 0.01, kind
+
+
+# ---- refused
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another RoPE": ({"qwen3.rope.scaling.type": "longrope"}, "scaling.type='longrope' is not supported"),
+    "experts": ({"qwen3.expert_count": 8}, "expert_count=8 may change .* mixtures of experts"),
+    "an unknown field": ({"qwen3.attention.scale": 0.5}, "qwen3.attention.scale=0.5 may change what"),
+    "no layers": ({"qwen3.block_count": 0}, "qwen3.block_count=0: must be a whole number from 1"),
+    "too many layers": ({"qwen3.block_count": 3}, "lacks tensors of a Qwen3ForCausalLM .*layers.2"),
+    "a missing layer": ({"qwen3.block_count": 1}, "holds tensors that a Qwen3ForCausalLM does not have .*layers.1"),
+    "another width": ({"qwen3.feed_forward_length": 64}, r"mlp.gate_proj.weight expected \[64, 64\], found \[96, 64\]"),
+    "partial RoPE": ({"qwen3.rope.dimension_count": 8}, "rope.dimension_count=8: heads of 16"),
+    "no size": ({"qwen3.embedding_length": None}, "has no qwen3.embedding_length"),
+    "text for a number": ({"qwen3.embedding_length": "64"}, "embedding_length='64': must be a whole number"),
+    "layers that differ": ({"qwen3.attention.head_count": [4, 2]}, r"head_count=\[4, 2\]: must be the same for all"),
+    "another architecture": ({"general.architecture": "gemma3"}, "architecture='gemma3' is not supported.*qwen3"),
+    "an id beyond the tokens": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id=999: must be one of the 262"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_network_that_is_not_supported_is_refused(tmp_path: Path, case: str) -> None:
+    changes, message = REFUSED[case]
+    path = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "model", vocab=VOCAB), changes=changes)
+    with pytest.raises(ModelError, match=message):
+        LLM(path)
+
+
+def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> None:
+    assert "is a file, which has no revisions" in refusal(lambda: LLM(tiny, revision="main"), ConfigError)
+    assert "load_format='safetensors'" in refusal(lambda: LLM(tiny, load_format="safetensors"), ConfigError)
+    other = tmp_path / "tiny.bin"
+    other.write_bytes(tiny.read_bytes())
+    assert "or of a GGUF file" in refusal(lambda: LLM(other), ConfigError)
+    other.rename(tmp_path / "text.gguf").write_text("<html>no such file</html>")
+    assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
+
+
+def test_without_the_side_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_side, "find_side", lambda module: None)
+    assert "tiny.gguf: GGUF files need nanovllm.gguf" in refusal(lambda: LLM(tiny))
+
+
+# ---- commands, server, structured outputs
+
+
+def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--device", "cpu", "--dtype", "float32", "--num-gpu-blocks", "20", "--kvcache-block-size", "16"]
+    assert main(["generate", "--model", str(tiny), *memory, "--temperature", "0", "--max-tokens", "2", "th"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    with LLM(tiny, **SMALL) as llm:
+        weights = llm.engine.runner.model.weight_bytes
+    assert plan["model"]["weight_bytes"] < weights, "norms and KV take half as much in bfloat16"
+    assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--dtype", "float32"]) == 0
+
+
+def test_the_server_answers_with_the_file(tiny: Path) -> None:
+    pytest.importorskip("starlette", reason="the server's packages are not installed")
+    from server_helpers import ask
+
+    from nanovllm.server.async_llm import AsyncLLM
+
+    with AsyncLLM(tiny, **SMALL) as engine:
+        messages = [{"role": "user", "content": "th 42"}]
+        body = {"messages": messages, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "model": "tiny"}
+        response = ask(engine, "/v1/chat/completions", body)
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 3, response.text
+
+
+def test_structured_outputs_read_the_tokenizer_of_the_file(tiny: Path) -> None:
+    pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+    choice = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["ab 1"]))
+    with LLM(tiny, **SMALL) as llm:
+        (output,) = llm.generate(["th"], choice, use_tqdm=False)
+    assert output.outputs[0].text == "ab 1"

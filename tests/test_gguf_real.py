@@ -1,0 +1,138 @@
+"""SmolLM2-135M-Instruct as a GGUF file with 4-bit weights, as it lies: text, memory, perplexity, bits, other types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+import gguf
+from engines import offloaded
+from gguf.quants import dequantize as reference_dequantize
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from benchmarks.requantize import perplexity, requantize
+from nanovllm import LLM, SamplingParams
+from nanovllm.gguf.tensors import list_tensors
+from nanovllm.ops.packed_weights import dequantize, gguf_weight
+from nanovllm.smollm2 import UnavailableError
+from nanovllm.smollm2.package import checkpoint, fetch_gguf
+from nanovllm.smollm2.reading import story
+from nanovllm.tokenizer import HuggingFaceTokenizer
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 4000
+TEXTS = st.text(
+    st.one_of(st.sampled_from("ab 0123456789\n\t'-<|im_end|>"), st.characters(exclude_categories=["Cs"])), max_size=200
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return fetch_gguf(tmp_path_factory.mktemp("smollm2"))
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def converted() -> Path:
+    """The same model in Hugging Face format: Transformers has dequantized it in float32."""
+    try:
+        return checkpoint()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def reference(converted: Path) -> float:
+    """Transformers' perplexity on the dequantized weights, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    tokens = torch.tensor(HuggingFaceTokenizer(converted).encode(story())[:TOKENS])
+    with torch.inference_mode():
+        hidden = network.model(tokens[None]).last_hidden_state[0, :-1]
+        parts = zip(hidden.split(256), tokens[1:].split(256), strict=True)
+        losses = [
+            torch.nn.functional.cross_entropy(network.lm_head(rows).double(), wanted, reduction="sum").item()
+            for rows, wanted in parts
+        ]
+    return math.exp(math.fsum(losses) / len(hidden))
+
+
+def test_dequantized_weights_are_the_packages(model: Path, converted: Path) -> None:
+    """Also in the order of rows that Hugging Face has."""
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(model).tensors}
+    with safe_open(converted / "model.safetensors", "pt") as file:
+        for name, tensor in list_tensors(model).items():
+            assert tensor.read is not None
+            data = tensor.read()
+            packed = tensor.dtype.startswith("Q")
+            values = dequantize(gguf_weight(tensor.dtype.lower(), data)) if packed else data
+            assert torch.equal(values, file.get_tensor(name)), name
+    embedding = stored["token_embd.weight"]
+    expected = torch.from_numpy(reference_dequantize(embedding.data, embedding.tensor_type))
+    data = list_tensors(model)["model.embed_tokens.weight"].read
+    assert data is not None and torch.equal(dequantize(gguf_weight("q8_0", data())), expected)
+
+
+def test_text_becomes_the_tokens_of_the_original(model: Path, converted: Path) -> None:
+    own, original = HuggingFaceTokenizer(model), HuggingFaceTokenizer(converted)
+
+    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(TEXTS)
+    def check(text: str) -> None:
+        ids = own.encode(text)
+        assert ids == original.encode(text) and own.decode(ids) == original.decode(ids)
+
+    check()
+    assert own.encode(story()) == original.encode(story())
+    assert own.tokenizer.chat_template == original.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 5e-3)])
+def test_perplexity_is_that_of_transformers(model: Path, reference: float, dtype: str, bound: float) -> None:
+    found, weight_bytes = perplexity(model, TOKENS, dtype)
+    assert abs(found / reference - 1) < bound
+    assert weight_bytes < 1.1 * model.stat().st_size
+
+
+@pytest.fixture(params=["Q8_0", "Q4_K"])
+def other_type(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    target = tmp_path / "other.gguf"
+    counts = requantize(model, target, request.param)
+    assert counts[request.param] >= 30
+    yield request.param, target
+
+
+def test_other_types_lose_little(other_type: tuple[str, Path], reference: float) -> None:
+    kind, path = other_type
+    found, _ = perplexity(path, TOKENS, "float32")
+    assert found < reference * (1.005 if kind == "Q8_0" else 1.1)
+
+
+def test_answers_are_the_same_with_less_memory(model: Path) -> None:
+    messages = [{"role": "user", "content": f"{story()[:6000]}\n\nQuestion: Who is late? Answer briefly."}]
+    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
+    found = []
+    for arguments in ({"kvcache_block_size": 128, "num_gpu_blocks": 24}, offloaded(128, 4, 24, cpu_attention=False)):
+        with LLM(model, max_model_len=2304, max_num_batched_tokens=512, **arguments) as llm:
+            for _ in range(2):  # the second one from the prefix cache
+                (output,) = llm.chat(messages, params, use_tqdm=False)
+                answer = output.outputs[0]
+                found.append(
+                    (
+                        answer.token_ids,
+                        [row[t].logprob for row, t in zip(answer.logprobs, answer.token_ids, strict=True)],
+                    )
+                )
+    assert found[0][0] and all(each == found[0] for each in found)

@@ -1,0 +1,332 @@
+"""LoRA adapters in whole engines: bits, the prefix cache, beam search, files that change, memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, offloaded, random_prompt, token_ids
+from fast import fast_only
+from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
+
+from nanovllm import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from nanovllm.cli.engine_args import EngineArgs
+from nanovllm.errors import ConfigError
+from nanovllm.lora.manager import LoRAManager
+from nanovllm.lora.request import LoRARequest
+
+VOCAB, BLOCK = 199, 16
+RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200}
+TARGETS: list[tuple[str, ...]] = [ALL, ("q_proj", "v_proj"), ("o_proj", "gate_proj", "down_proj")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and three adapters of different modules and ranks, a0 to a2."""
+    path = tmp_path_factory.mktemp("lora")
+    model = make_checkpoint(path / "model", seed=3)
+    for index, targets in enumerate(TARGETS):
+        make_adapter(path / f"a{index}", model, index + 1, targets, rank=(8, 3, 5)[index])
+    return path
+
+
+def adapter(folder: Path, index: int) -> LoRARequest:
+    return LoRARequest(f"a{index}", index + 1, str(folder / f"a{index}"))
+
+
+def make_llm(folder: Path, **arguments: Any) -> LLM:
+    others = {"dtype": "float32", "device": "cpu", "enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    return LLM(folder / "model", **{**others, **RESIDENT, **arguments})
+
+
+def numbers(output: RequestOutput) -> list[Any]:
+    """Tokens and log-probabilities, those of the prompt too, to the bit."""
+    prompt = [
+        {token: found.logprob for token, found in position.items()}
+        for position in output.prompt_logprobs or ()
+        if position
+    ]
+    sequences = [
+        (
+            seq.token_ids,
+            [{token: found.logprob for token, found in position.items()} for position in seq.logprobs or ()],
+        )
+        for seq in output.outputs
+    ]
+    return [prompt, sequences]
+
+
+LENGTHS = (5, 31, 16, 70, 90, 1, 47, 33, 8, 64, 130, 12)
+MIXED = [
+    (
+        random_prompt(length, VOCAB, seed=2),
+        SamplingParams(
+            n=2 if index % 5 == 4 else 1,
+            temperature=1.0 if index % 2 or index % 5 == 4 else 0.0,
+            seed=index,
+            max_tokens=10,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1 if index % 3 == 0 else None,
+        ),
+        (index % 4) - 1,  # -1: the model alone
+    )
+    for index, length in enumerate(LENGTHS)
+]
+ENGINES: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "few adapters on the device, so that requests wait": {"max_loras": 1, "max_cpu_loras": 2},
+    "few blocks": {"num_gpu_blocks": 14},
+    "few blocks, swapped": {"num_gpu_blocks": 14, "preemption_mode": "swap", "swap_space": 0.01},
+    "small steps": {"max_num_batched_tokens": 23, "max_num_seqs": 5},
+    "offloaded, layer by layer": offloaded(BLOCK, 4, 120, max_num_batched_tokens=40),
+    "offloaded, few blocks": offloaded(BLOCK, 6, 24, max_num_batched_tokens=33, cpu_attention=False),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[Any]]:
+    """What an engine computes for each request of MIXED when it runs alone."""
+    with make_llm(folder) as llm:
+        found = []
+        for prompt, params, index in MIXED:
+            lora_request = None if index < 0 else adapter(folder, index)
+            found += llm.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
+            llm.reset_prefix_cache()
+        return [numbers(output) for output in found]
+
+
+@pytest.mark.parametrize(
+    "name", fast_only(["few adapters on the device, so that requests wait", "offloaded, layer by layer"], ENGINES)
+)
+def test_a_request_has_the_same_bits_alone_and_among_others(name: str, folder: Path, alone: list[list[Any]]) -> None:
+    requests = [None if index < 0 else adapter(folder, index) for _, _, index in MIXED]
+    prompts, params = [prompt for prompt, _, _ in MIXED], [params for _, params, _ in MIXED]
+    with make_llm(folder, **ENGINES[name]) as llm:
+        for _ in range(2):  # then with a warm prefix cache
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+            assert [numbers(output) for output in outputs] == alone
+        if "few blocks" in name:
+            assert llm.engine.scheduler.preemption.stats.total > 0
+        if "layer by layer" in name:
+            assert llm.kv_stats().transfers.h2d_bytes > 0
+
+
+def test_parts_of_a_batch_have_the_same_bits(
+    folder: Path, alone: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch goes through a layer in parts of rows; sequences then begin and end within a part."""
+    monkeypatch.setattr("nanovllm.models.decoder.CPU_CHUNK_ROWS", 13)
+    requests = [None if index < 0 else adapter(folder, index) for _, _, index in MIXED]
+    with make_llm(folder) as llm:
+        outputs = llm.generate(
+            [p for p, _, _ in MIXED], [p for _, p, _ in MIXED], use_tqdm=False, lora_request=requests
+        )
+        assert [numbers(output) for output in outputs] == alone
+
+
+def test_the_model_alone_computes_as_without_lora(folder: Path) -> None:
+    prompts = [random_prompt(length, VOCAB, seed=5) for length in (3, 40)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+    with LLM(folder / "model", dtype="float32", device="cpu", **RESIDENT) as llm:
+        expected = [numbers(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+    with make_llm(folder) as llm:
+        lora_requests = [None, None, adapter(folder, 0), adapter(folder, 1)]
+        outputs = llm.generate([*prompts, *prompts], params, use_tqdm=False, lora_request=lora_requests)
+        assert [numbers(output) for output in outputs[:2]] == expected
+        assert all(numbers(output) not in expected for output in outputs[2:])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_are_near_the_merged_model(dtype: str, folder: Path, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "merged", seed=3)
+    merge_adapter(model, folder / "a0")
+    model.save_pretrained(tmp_path / "merged")
+    prompt = random_prompt(60, VOCAB, seed=1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    with LLM(tmp_path / "merged", dtype="float32", device="cpu", **RESIDENT) as llm:
+        (expected,) = llm.generate(prompt, params, use_tqdm=False)
+    with make_llm(folder, dtype=dtype) as llm:
+        (found,) = llm.generate(prompt, params, use_tqdm=False, lora_request=adapter(folder, 0))
+    pairs = zip(numbers(found)[0], numbers(expected)[0], strict=True)
+    errors = [abs(mine[token] - theirs[token]) for mine, theirs in pairs for token in theirs if token in mine]
+    assert len(errors) == 59 and sum(errors) / len(errors) < (0.2 if dtype == "bfloat16" else 0.03)
+
+
+def test_beam_search_is_that_of_the_merged_model(folder: Path, tmp_path: Path) -> None:
+    prompts = [{"prompt_token_ids": random_prompt(length, VOCAB, seed=1)} for length in (9, 30)]
+    params = BeamSearchParams(beam_width=3, max_tokens=7, ignore_eos=True)
+    expected = []
+    for index in range(2):
+        model = make_checkpoint(tmp_path / "merged", seed=3)
+        merge_adapter(model, folder / f"a{index}")
+        model.save_pretrained(tmp_path / "merged")
+        with LLM(tmp_path / "merged", dtype="float32", device="cpu", **RESIDENT) as llm:
+            expected.append([beam.tokens for beam in llm.beam_search(prompts[index], params)[0].sequences])
+    with make_llm(folder, max_num_seqs=8) as llm:
+        found = llm.beam_search(prompts, params, lora_request=[adapter(folder, 0), adapter(folder, 1)])
+        assert [[beam.tokens for beam in output.sequences] for output in found] == expected
+
+
+def test_the_prefix_cache_is_keyed_by_adapter(folder: Path) -> None:
+    prompt = random_prompt(50, VOCAB, seed=8)
+    with make_llm(folder) as llm:
+
+        def cached(lora_request: LoRARequest | None) -> int:
+            (output,) = llm.generate(prompt, greedy(2), use_tqdm=False, lora_request=lora_request)
+            return output.num_cached_tokens
+
+        users = [None, adapter(folder, 0), adapter(folder, 1)]
+        assert [cached(user) for user in users] == [0, 0, 0]
+        assert [cached(user) for user in users] == [48, 48, 48]
+
+
+def test_changed_files_are_another_adapter(folder: Path, tmp_path: Path) -> None:
+    """Requests see what the files hold when they are added, and share no KV block with those before."""
+    model = make_checkpoint(tmp_path / "model", seed=3)
+    shutil.copytree(folder / "a0", tmp_path / "mine")
+    prompt, mine = random_prompt(40, VOCAB, seed=1), LoRARequest("mine", 7, str(tmp_path / "mine"))
+    with make_llm(folder, max_loras=1) as llm:
+        first, other = (
+            llm.generate(prompt, greedy(6), use_tqdm=False, lora_request=adapter(folder, index))[0] for index in (0, 1)
+        )
+        outputs = [llm.generate(prompt, greedy(6), use_tqdm=False, lora_request=mine)[0]]
+        write_adapter(tmp_path / "mine", adapter_tensors(model, TARGETS[1], 3, seed=2), 3)  # a1
+        outputs.append(llm.generate(prompt, greedy(6), use_tqdm=False, lora_request=mine)[0])
+    assert [numbers(output) for output in outputs] == [numbers(first), numbers(other)]
+    assert outputs[1].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_files_that_vanish_end_their_requests_alone(folder: Path, tmp_path: Path, offload: bool) -> None:
+    """The error has the reason, the others go on, and what was computed without the adapter is not cached."""
+    shutil.copytree(folder / "a0", tmp_path / "mine")
+    arguments = offloaded(BLOCK, 4, 60, max_num_batched_tokens=32) if offload else {}
+    prompt, other = random_prompt(70, VOCAB, seed=1), random_prompt(20, VOCAB, seed=2)
+    mine = LoRARequest("mine", 1, str(tmp_path / "mine"))
+    with make_llm(folder, **arguments) as llm:
+        expected = token_ids(llm, other, greedy(5))
+        llm.engine.add_request("mine", prompt, greedy(5), lora_request=mine)
+        llm.engine.add_request("other", other, greedy(5))
+        (tmp_path / "mine" / "adapter_model.safetensors").rename(tmp_path / "away")
+        finished: dict[str, RequestOutput] = {}
+        while llm.engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in llm.engine.step() if output.finished}
+        assert finished["mine"].outputs[0].finish_reason == "error"
+        assert "the adapter 'mine' cannot be loaded: " in str(finished["mine"].error)
+        assert "has no adapter_model.safetensors" in str(finished["mine"].error)
+        assert [finished["other"].outputs[0].token_ids] == expected
+        (tmp_path / "away").rename(tmp_path / "mine" / "adapter_model.safetensors")  # with the same stamp
+        (again,) = llm.generate(prompt, greedy(5), use_tqdm=False, lora_request=mine)
+        assert again.num_cached_tokens == 0
+        (copy,) = llm.generate(prompt, greedy(5), use_tqdm=False, lora_request=LoRARequest("a0", 2, str(folder / "a0")))
+        assert again.outputs[0].token_ids == copy.outputs[0].token_ids
+
+
+def test_adapters_count_when_the_cache_is_sized(folder: Path) -> None:
+    with make_llm(folder, num_gpu_blocks=-1) as llm:
+        memory, manager = llm.engine.runner.sizing.memory, llm.engine.runner._adapters
+        assert isinstance(manager, LoRAManager)
+        assert memory.adapter_bytes == manager._slots.nbytes > 0
+        rows = sum(sum(shape) for _, shape in _linear_shapes(folder))
+        assert memory.adapter_bytes >= 3 * 8 * rows * 4
+    with pytest.raises(
+        ConfigError, match=r"^max_loras=1000000, max_lora_rank=32768: adapters take .* GiB .*lower them"
+    ):
+        make_llm(folder, max_loras=10**6, max_lora_rank=2**15)
+
+
+def _linear_shapes(folder: Path) -> list[tuple[str, tuple[int, int]]]:
+    from nanovllm.lora.sizing import modules_of
+    from nanovllm.models.hf_config import load_decoder_spec
+
+    return list(modules_of(load_decoder_spec(str(folder / "model"), {})).items())
+
+
+def test_rows_of_the_few_row_kernels_go_to_the_other_kernels(folder: Path) -> None:
+    """One row with an adapter keeps its batch from the layer of C++ that computes rows without one."""
+    with make_llm(folder) as llm:
+        layer = llm.engine.runner.model.layers[0]
+        assert layer.few_rows is not None
+        calls: list[int] = []
+        finish, take = layer.few_rows.finish_, layer.few_rows.takes
+
+        class Counted:
+            takes, project = staticmethod(take), staticmethod(layer.few_rows.project)
+
+            @staticmethod
+            def finish_(x: torch.Tensor, attended: torch.Tensor) -> None:
+                calls.append(x.shape[0])
+                finish(x, attended)
+
+        layer.few_rows = Counted()  # type: ignore[assignment]
+        token_ids(llm, [1, 2, 3], greedy(3))
+        assert calls == [3, 1, 1]
+        llm.generate([1, 2, 3], greedy(3), use_tqdm=False, lora_request=adapter(folder, 0))
+        assert calls == [3, 1, 1]
+
+
+def test_vllms_example_of_several_adapters(folder: Path) -> None:
+    """vLLM's examples/offline_inference/multilora_inference.py, with other names of model and adapters."""
+
+    def create_test_prompts(lora_path: str) -> list[tuple[list[int], SamplingParams, LoRARequest | None]]:
+        return [
+            (random_prompt(10, VOCAB, 1), SamplingParams(temperature=0.0, logprobs=1, max_tokens=12), None),
+            (
+                random_prompt(11, VOCAB, 2),
+                SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2, max_tokens=12),
+                None,
+            ),
+            (
+                random_prompt(12, VOCAB, 3),
+                SamplingParams(temperature=0.0, logprobs=1, max_tokens=12),
+                LoRARequest("sql-lora", 1, lora_path),
+            ),
+            (
+                random_prompt(12, VOCAB, 3),
+                SamplingParams(temperature=0.0, logprobs=1, max_tokens=12),
+                LoRARequest("sql-lora2", 2, lora_path),
+            ),
+        ]
+
+    engine_args = EngineArgs(
+        model=str(folder / "model"),
+        enable_lora=True,
+        max_loras=1,
+        max_lora_rank=8,
+        max_cpu_loras=2,
+        max_num_seqs=256,
+        device="cpu",
+        num_gpu_blocks=64,
+    )
+    engine = LLMEngine.from_engine_args(engine_args)
+    test_prompts = create_test_prompts(str(folder / "a0"))
+    request_id, finished = 0, dict[str, RequestOutput]()
+    while test_prompts or engine.has_unfinished_requests():
+        if test_prompts:
+            prompt, sampling_params, lora_request = test_prompts.pop(0)
+            engine.add_request(str(request_id), prompt, sampling_params, lora_request=lora_request)
+            request_id += 1
+        for request_output in engine.step():
+            if request_output.finished:
+                finished[request_output.request_id] = request_output
+    engine.close()
+    assert len(finished) == 4
+    assert finished["2"].outputs[0].token_ids == finished["3"].outputs[0].token_ids
+    assert finished["2"].lora_request.lora_name == "sql-lora"
+
+
+def test_one_adapter_for_all_and_one_for_each(folder: Path, tmp_path: Path) -> None:
+    prompts = [random_prompt(length, VOCAB, seed=5) for length in (3, 40)]
+    with make_llm(folder) as llm:
+        one = llm.generate(prompts, greedy(4), use_tqdm=False, lora_request=adapter(folder, 1))
+        each = llm.generate(prompts, greedy(4), use_tqdm=False, lora_request=[adapter(folder, 1)] * 2)
+        streamed = [
+            output for output in llm.stream(prompts, greedy(4), lora_request=adapter(folder, 1)) if output.finished
+        ]
+        found = sorted(streamed, key=lambda output: len(output.prompt_token_ids))
+        assert list(map(numbers, one)) == list(map(numbers, each)) == list(map(numbers, found))

@@ -1,0 +1,201 @@
+"""A rank that dies, raises, hangs or is suspended ends the engine, soon, with its error, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import greedy, random_prompt, token_ids
+from rank_failures import VARIABLE, run_failing_rank
+
+from nanovllm import LLM
+from nanovllm.distributed import launch
+from nanovllm.errors import EngineError, ModelError
+
+MOST_SECONDS = 10.0
+ARGUMENTS = {"tensor_parallel_size": 2, "kvcache_block_size": 16, "num_gpu_blocks": 40}
+WORDS = {
+    "kill": "rank {rank} was killed by signal 9",
+    "raise": "rank {rank} has failed: injected (LookupError)",
+    "stop": "rank {rank} has been suspended for 5 s",
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path)
+    return path
+
+
+def rank_pids() -> set[int]:
+    """Children of this process that are ranks; zombies count as ended."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            status, command = (entry / "stat").read_text(), (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        state, parent = status.rpartition(")")[2].split()[:2]
+        if int(parent) == os.getpid() and b"spawn_main" in command and state != "Z":
+            found.add(int(entry.name))
+    return found
+
+
+def listening_sockets() -> set[str]:
+    """Sockets of this process that listen on a TCP port."""
+    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    listening = {fields[9] for fields in lines if fields[3] == "0A"}
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(descriptor))
+        except OSError:
+            continue
+    return {inode for inode in listening if f"socket:[{inode}]" in own}
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    shared, sockets, ranks = set(os.listdir("/dev/shm")), listening_sockets(), rank_pids()
+    yield
+    assert rank_pids() == ranks
+    assert listening_sockets() == sockets
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["load", "prefill", "decode"])
+@pytest.mark.parametrize("way", WORDS)
+def test_a_failing_rank_ends_the_engine(
+    way: str, phase: str, rank: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "time"
+    monkeypatch.setenv(VARIABLE, f"{rank},{phase},{way},{file}")
+    monkeypatch.setattr(launch, "run_rank", run_failing_rank)
+    with pytest.raises(EngineError) as caught:
+        if phase == "load":
+            LLM(model_dir, **ARGUMENTS)
+        else:
+            llm = LLM(model_dir, **ARGUMENTS)
+            token_ids(llm, random_prompt(20, 199, 0), greedy(8))
+    seconds = time.time() - float(file.read_text())
+    print(f"{way} of rank {rank} in {phase}: {seconds:.2f} s")
+    assert seconds < MOST_SECONDS
+    assert WORDS[way].format(rank=rank) in str(caught.value)
+    if way == "raise":
+        assert "LookupError: injected" in causes(caught.value)
+    if phase != "load":
+        with pytest.raises(EngineError, match="the engine has ended: make a new LLM"):
+            token_ids(llm, random_prompt(20, 199, 0), greedy(8))
+        llm.close()
+
+
+def causes(error: BaseException | None) -> str:
+    """The error with all that caused it."""
+    return "" if error is None else f"{error}\n{causes(error.__cause__)}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hanging_rank_ends_the_engine(
+    rank: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, patience = tmp_path / "time", 3.0
+    monkeypatch.setenv(VARIABLE, f"{rank},decode,hang,{file}")
+    monkeypatch.setattr(launch, "run_rank", run_failing_rank)
+    llm = LLM(model_dir, distributed_timeout_seconds=patience, **ARGUMENTS)
+    with pytest.raises(EngineError, match=rf"rank {rank} has not answered for 3 s"):
+        token_ids(llm, random_prompt(20, 199, 0), greedy(8))
+    assert time.time() - float(file.read_text()) < patience + MOST_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_rank_cannot_read_is_a_model_error(
+    rank: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{rank},load,damaged,{tmp_path / 'time'}")
+    monkeypatch.setattr(launch, "run_rank", run_failing_rank)
+    with pytest.raises(ModelError, match="truncated or damaged") as caught:
+        LLM(model_dir, **ARGUMENTS)
+    assert "ModelError" in causes(caught.value.__cause__)
+
+
+ENGINE = """
+import sys
+from nanovllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, kvcache_block_size=16, num_gpu_blocks=40)
+    print(*(rank.process.pid for rank in llm.engine.runner._ranks), flush=True)
+    if sys.argv[2] == "idle":
+        input()
+    while True:
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True), use_tqdm=False)
+        llm.reset_prefix_cache()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_ranks_end_with_the_process_of_the_engine(state: str, model_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(model_dir), state], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        pids = [int(pid) for pid in engine.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.5)
+        engine.send_signal(signal.SIGKILL)
+        engine.wait()
+    deadline = time.monotonic() + MOST_SECONDS
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+UNGUARDED = """
+import sys
+from nanovllm import LLM
+LLM(sys.argv[1], tensor_parallel_size=2, kvcache_block_size=16, num_gpu_blocks=40)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_so(model_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, str(script), str(model_dir)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "needs `if __name__ == '__main__':` around it" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_is_left")
+def test_two_engines_in_one_process(model_dir: Path) -> None:
+    prompt = random_prompt(20, 199, 0)
+    with LLM(model_dir, **ARGUMENTS) as one, LLM(model_dir, **ARGUMENTS) as other:
+        assert token_ids(one, prompt, greedy(8)) == token_ids(other, prompt, greedy(8))
+        one.close()
+        assert token_ids(other, prompt, greedy(3))

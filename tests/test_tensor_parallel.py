@@ -1,0 +1,222 @@
+"""Tensor parallelism with two ranks on the CPU: the tokens are one rank's and Transformers', to the bit repeatable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
+from rank_processes import kept_rank_processes
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.group import _sum_in_order
+from nanovllm.errors import ConfigError
+from nanovllm.models.sharding import shard
+
+RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
+VOCAB = 199
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank_processes() -> Iterator[None]:
+    with kept_rank_processes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, kv_heads=2, heads=4, layers=3)
+    return path
+
+
+def two_ranks(path: Path, **arguments: Any) -> LLM:
+    return LLM(path, tensor_parallel_size=2, **arguments)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [random_prompt(length, VOCAB, length) for length in lengths]
+
+
+# ---- the division of a decoder
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("group", [1, 2, 7])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: int, num_ranks: int) -> None:
+    heads = kv_heads * group
+    if num_ranks > heads:
+        with pytest.raises(ConfigError, match=rf"tensor_parallel_size={num_ranks}: .*{heads} query heads"):
+            shard(heads, kv_heads, 16, 96, 199, 0, num_ranks)
+        return
+    try:
+        shards = [shard(heads, kv_heads, 16, 96, 199, rank, num_ranks) for rank in range(num_ranks)]
+    except ConfigError:  # 3 KV heads of 2 query heads on 8 ranks, say: a KV head would have more ranks than queries
+        assert any(
+            [rank * kv_heads // num_ranks for rank in range(num_ranks)].count(head) > group for head in range(kv_heads)
+        )
+        return
+    assert [head for each in shards for head in each.heads] == list(range(heads))
+    assert [row for each in shards for row in each.vocab] == list(range(199))
+    for each in shards:
+        assert {head // group for head in each.heads} == set(each.kv_heads)
+        assert len(each.heads) % len(each.kv_heads) == 0
+        own_group = len(each.heads) // len(each.kv_heads)
+        assert [each.kv_heads[i // own_group] for i in range(len(each.heads))] == [h // group for h in each.heads]
+        assert len(each.kv_heads) <= each.most_kv_heads
+
+
+def test_a_sum_goes_through_the_ranks_in_order_in_fp32() -> None:
+    parts = torch.tensor([[1.0], [2.0**-9], [2.0**-9], [-1.0]], dtype=torch.bfloat16)
+    assert _sum_in_order(parts.clone()).item() == 2.0**-8  # in bfloat16, 1 + 2^-9 is 1
+    one, tiny = torch.tensor([1e8]), torch.tensor([1.0])
+    assert _sum_in_order(torch.stack([one, -one, tiny])).item() == 1.0
+    assert _sum_in_order(torch.stack([one, tiny, -one])).item() == 0.0
+
+
+# ---- tokens
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "one KV head on both ranks": {"family": "qwen3", "kv_heads": 1, "tie": True},
+    "a KV head for each rank": {"family": "qwen2", "kv_heads": 2},
+    "unequal ranks": {
+        "family": "llama",
+        "kv_heads": 3,
+        "heads": 6,
+        "hidden": 96,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "two KV heads for each rank": {"family": "mistral", "kv_heads": 4, "sliding_window": 24, "intermediate": 97},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, **CHECKPOINTS[name])
+    given = prompts(33, 48, 7)
+    expected = [greedy_reference(model, prompt, 10) for prompt in given]
+    for arguments in (RESIDENT, offloaded(16, 4, 60, max_num_batched_tokens=32)):
+        with two_ranks(tmp_path, **arguments) as llm:
+            assert token_ids(llm, given, greedy(10)) == expected
+            assert token_ids(llm, given, greedy(10)) == expected  # from the prefix cache
+
+
+@pytest.mark.parametrize(
+    "arguments, params",
+    [
+        ({**RESIDENT, "num_gpu_blocks": 12, "preemption_mode": "recompute"}, greedy(40)),
+        ({**RESIDENT, "num_gpu_blocks": 12, "preemption_mode": "swap", "swap_space": 0.01}, greedy(40)),
+        (offloaded(16, 4, 9, preemption_mode="swap", swap_space=0.01), greedy(40)),
+        (RESIDENT, SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)),
+        (RESIDENT, SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12, ignore_eos=True)),
+    ],
+    ids=["recompute", "swap", "swap under offload", "sampling", "beam search"],
+)
+def test_tokens_are_those_of_one_rank(arguments: dict[str, Any], params: SamplingParams, model_dir: Path) -> None:
+    found = []
+    for size in (1, 2):
+        with LLM(model_dir, tensor_parallel_size=size, **arguments) as llm:
+            outputs = llm.generate(prompts(30, 45, 52), params, use_tqdm=False)
+            found.append([[sequence.token_ids for sequence in output.outputs] for output in outputs])
+            if "preemption_mode" in arguments:
+                metrics = llm.metrics()
+                assert metrics.preemptions_by_swap + metrics.preemptions_by_recompute > 0
+    assert found[0] == found[1]
+
+
+def logprobs_of(llm: LLM, given: list[list[int]]) -> list[list[tuple[int, float]]]:
+    """Tokens and the bits of their log-probabilities, of prompt and output."""
+    params = replace(greedy(12), logprobs=2, prompt_logprobs=1)
+    found = []
+    for output in llm.generate(given, params, use_tqdm=False):
+        positions = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+        found.append([(token, logprob.logprob) for each in positions if each for token, logprob in each.items()])
+    return found
+
+
+def test_results_do_not_depend_on_memory_budget_batch_or_chunks(model_dir: Path) -> None:
+    given = prompts(90, 61, 17)
+    found = []
+    for arguments in (
+        RESIDENT,
+        offloaded(16, 4, 60, max_num_batched_tokens=32),
+        offloaded(16, 9, 60, cpu_attention=False, max_num_batched_tokens=50),
+        offloaded(16, 6, 40, max_num_seqs=2),
+    ):
+        with two_ranks(model_dir, **arguments) as llm:
+            found.append(logprobs_of(llm, given))
+            llm.reset_prefix_cache()
+            found.append([logprobs_of(llm, [prompt])[0] for prompt in given])
+    assert all(each == found[0] for each in found)
+
+
+# ---- the engine around it
+
+
+def test_placeholder_weights_are_those_of_one_rank(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family="llama", attention_bias=True, mlp_bias=True)
+    found = []
+    for size in (1, 2):
+        with LLM(tmp_path, tensor_parallel_size=size, load_format="dummy", seed=3, **RESIDENT) as llm:
+            found.append(token_ids(llm, prompts(20), greedy(20)))
+    assert found[0] == found[1]
+
+
+def test_blocks_are_sized_from_memory_alike_on_all_ranks(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, kv_heads=3, heads=6, hidden=96)
+    with two_ranks(tmp_path, enable_cpu_offload=True, kvcache_block_size=16, max_model_len=200, max_num_seqs=3) as llm:
+        stats = llm.kv_stats()
+        assert stats.num_gpu_blocks > 4 and stats.bytes_per_block == 2 * 16 * 16 * 4 * 2
+        assert len(token_ids(llm, prompts(150), greedy(5))[0]) == 5
+        assert llm.plan().kv.num_gpu_blocks == stats.num_gpu_blocks
+        assert llm.get_world_size() == 2
+
+
+def test_logits_processors_run_in_the_process_of_the_engine(model_dir: Path) -> None:
+    seen: list[int] = []
+
+    def only(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(len(output_ids))
+        logits[:] = float("-inf")
+        logits[len(output_ids) + 5] = 0.0
+        return logits
+
+    def failing(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        raise LookupError("no such word")
+
+    with two_ranks(model_dir, **RESIDENT) as llm:
+        ways = [replace(greedy(4), logits_processors=[each]) for each in (only, failing)]
+        first, second = llm.generate(prompts(9, 9), ways, use_tqdm=False)
+    assert first.outputs[0].token_ids == [5, 6, 7, 8] and seen == [0, 1, 2, 3]
+    assert "no such word (LookupError)" in str(second.error)
+
+
+def test_steps_are_watched_and_logs_come_to_the_engine(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shares: list[float] = []
+    with caplog.at_level(logging.INFO, "nanovllm"), two_ranks(model_dir, **RESIDENT) as llm:
+        llm.watch_steps(shares.append)
+        token_ids(llm, prompts(9), greedy(2))
+        assert shares == [0.0, 1 / 3, 2 / 3] * 2
+    assert sum("longest prompt:" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_interrupted_step_leaves_the_engine_usable(model_dir: Path) -> None:
+    with two_ranks(model_dir, **RESIDENT) as llm:
+        expected = token_ids(llm, prompts(40), greedy(5))
+
+        def interrupt(share: float) -> None:
+            raise KeyboardInterrupt
+
+        llm.watch_steps(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            token_ids(llm, prompts(40), greedy(5))
+        llm.watch_steps(None)
+        assert token_ids(llm, prompts(40), greedy(5)) == expected
