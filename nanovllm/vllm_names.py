@@ -235,12 +235,11 @@ ENGINE_ARGUMENTS = _table(
         {
             "quantization_config": CONFIG,
             "allow_deprecated_quantization": (False, True),
-            "calculate_kv_scales": OFF,
         },
     ),
     (
-        "K and V are stored in the dtype of the model, which keeps results exact",
-        {"kv_cache_dtype": ("auto",), "kv_cache_dtype_skip_layers": (None, [])},
+        "all layers store K and V in kv_cache_dtype, with scales that each token brings with it",
+        {"calculate_kv_scales": OFF, "kv_cache_dtype_skip_layers": (None, [])},
     ),
     (
         "long prompts are always computed in chunks of at most max_num_batched_tokens tokens",
