@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (["--model", "{model}", "--temprature", "1", "x"], "'--temprature': did you mean --temperature?"),
         (["--model", "{model}", "--zzzz"], "see nanovllm generate --help"),
-        (["--model", "{model}", "--kv-cache-tipe", "auto"], "see nanovllm generate --help"),  # near to none
+        (["--model", "{model}", "--kv-cache-tipe", "auto"], "'--kv-cache-tipe': did you mean --kv-cache-dtype?"),
         (["--model", "{model}", "x", "--quantization", "awq"], "quantization='awq': the checkpoint is not quantized"),
         (["--model", "{model}", "x", "--no-enable-chunked-prefill"], "enable_chunked_prefill=False: not supported"),
         (["--model", "{model}", "x", "--cpu-offload-gb", "4"], "cpu_offload_gb=4: not supported: weights stay"),
