@@ -122,6 +122,7 @@ class Expand {
     }
 
     // A weight is 2^-9 * (2048 * high + low), integers of at most 8 and 11 bits, which count as two weights of the same input.
+    // low is not negative, so rounding is relative to the weight's size plus 8.
     template <class Target>
     static void fp8(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
         to.template begin<0>();

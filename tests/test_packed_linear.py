@@ -92,8 +92,15 @@ def input_errors(x: Tensor) -> Tensor:
 
 
 def offsets(weight: PackedWeight) -> Tensor:
-    """fp64 [out, in]: at most how large a weight is before its minimum or zero is taken from it."""
+    """fp64 [out, in]: at most how large the two numbers are that a weight is the sum of, if it is one.
+
+    A weight with a minimum or zero is the sum of that and the rest; one of fp8 the sum of an integer times 4 and one
+    times 2^-9 that is never negative, together at most 8 more, times the scale.
+    """
     dense = dequantize(weight).double().abs()
+    if weight.scheme == "fp8":
+        assert weight.scales is not None
+        return dense + 8 * weight.scales.double().abs().max()
     largest = {"q4_1": 15, "q4_k": 15, "q5_k": 31, "int4": 15, "int8": 128}
     if weight.scheme not in largest or (weight.scheme.startswith("int") and weight.zeros is None):
         return dense
