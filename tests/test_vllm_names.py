@@ -159,8 +159,8 @@ def test_engine_args_are_a_dataclass_of_all_names(tmp_path: Path) -> None:
 def test_engine_args_refuse_unknown_names_at_once_and_values_when_they_are_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown engine argument 'max_model_length': did you mean 'max_model_len'"):
         EngineArgs(model=str(tmp_path), max_model_length=64)
-    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8': not supported"):
-        EngineArgs(model=str(tmp_path), kv_cache_dtype="fp8").create_engine_config()
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: not supported"):
+        EngineArgs(model=str(tmp_path), pipeline_parallel_size=2).create_engine_config()
 
 
 def test_flags_of_engine_args(tmp_path: Path) -> None:
