@@ -59,7 +59,7 @@ def test_every_type_gives_the_tokens_of_transformers(tmp_path: Path, kind: Any) 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie": True, "attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 24},
-    "qwen2": {"tie": True},
+    "qwen2": {"tie": True, "sliding_window": 24, "max_window_layers": 0},
     "qwen3": {"head_dim": 32},
 }
 

@@ -17,7 +17,7 @@ import numpy as np
 from nanovllm.errors import ModelError, quoted
 from nanovllm.gguf.fields import Metadata
 from nanovllm.gguf.header import GgufHeader, read_header
-from nanovllm.gguf.tokenizer import PREFIX, end_token_ids, token_id
+from nanovllm.gguf.tokenizer import end_token_ids
 from nanovllm.model_files.json_fields import TEXT, Field, integer
 from nanovllm.models.config_fields import NETWORK_FIELDS, ROPE_FIELDS
 
@@ -108,7 +108,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
     if ends := end_token_ids(metadata):
         fields["eos_token_id"] = ends
-    return {"architectures": [architecture], "model_type": model_type, **fields, "bos_token_id": _bos(metadata)}
+    return {"architectures": [architecture], "model_type": model_type, **fields}
 
 
 def generation_fields(path: Path) -> dict[str, Any]:
@@ -220,7 +220,3 @@ def _dtype(header: GgufHeader) -> str:
     matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) == 2]
     counts = Counter(tensor.type.name for tensor in matrices)
     return DTYPES.get(counts.most_common(1)[0][0] if counts else "F32", "bfloat16")
-
-
-def _bos(metadata: Metadata) -> int | None:
-    return token_id(metadata, "bos") if f"{PREFIX}tokens" in metadata else None
