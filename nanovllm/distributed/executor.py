@@ -86,6 +86,7 @@ class TensorParallelExecutor:
         load_decoder_spec(config.model, config.hf_overrides).of_rank(0, self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
+        self._interrupted = False  # while a step runs, and after an exception until its result was received
         self._deadline: float | None = None  # for the next message of the first rank
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
@@ -110,22 +111,12 @@ class TensorParallelExecutor:
         """Run one step on all ranks. Raises EngineError if a rank fails, and from then on."""
         if self._error is not None:
             raise EngineError(str(self._error)) from self._error.__cause__
+        if self._interrupted:
+            self._result(None)
         self._step += 1
         self._send(Execute(self._step, _without_processors(batch), self._on_layer is not None))
-        self._deadline = None
-        for rank, message in self._messages():
-            if rank.index == 0 and isinstance(message, Done) and message.step == self._step:
-                assert message.result is not None and message.stats is not None and message.busy is not None
-                self._stats, self._busy = message.stats, message.busy
-                return message.result
-            if (isinstance(message, Done) and message.step == self._step) or rank.index == 0:
-                # Others that have finished wait for the first rank, which is also at work while it sends messages.
-                self._deadline = time.monotonic() + self._patience
-            if isinstance(message, Progress):
-                self._report(message)
-            elif isinstance(message, Process):
-                rank.channel.send(_processed(batch, message))
-        raise AssertionError("messages end with an error only")
+        self._interrupted = True
+        return self._result(batch)
 
     def advise(self, num_tokens: int) -> Advice:
         return self.sizing.advice(num_tokens)
@@ -205,13 +196,8 @@ class TensorParallelExecutor:
             elif isinstance(message, Ready):
                 ready += 1
                 if rank.index == 0:
-                    self.spec, self.dtype, self.sizing, self.plan = (
-                        message.spec,
-                        message.dtype,
-                        message.sizing,
-                        message.plan,
-                    )
-                    self.num_swap_blocks, self._stats = message.num_swap_blocks, message.stats
+                    self.spec, self.dtype, self._stats = message.spec, message.dtype, message.stats
+                    self.sizing, self.plan, self.num_swap_blocks = message.sizing, message.plan, message.num_swap_blocks
                 if ready == self._size:
                     return
 
@@ -224,6 +210,33 @@ class TensorParallelExecutor:
         except Exception:
             self._on_layer = None
             logger.exception("the function that watches the steps has failed, and is not called again")
+
+    def _result(self, batch: Batch | None) -> StepResult:
+        """Wait for the result of the step in progress. batch: of the step; None if it was interrupted."""
+        self._deadline = None
+        for rank, message in self._messages():
+            if isinstance(message, Done) and message.step == self._step:
+                if rank.index == 0:
+                    assert message.result is not None and message.stats is not None and message.busy is not None
+                    self._stats, self._busy, self._interrupted = message.stats, message.busy, False
+                    return message.result
+                self._deadline = time.monotonic() + self._patience
+            elif rank.index == 0 and self._deadline is not None:  # a rank that says something does not hang
+                self._deadline = time.monotonic() + self._patience
+            if isinstance(message, Progress) and batch is not None:
+                self._report(message)
+            elif isinstance(message, Process):
+                self._process(rank, batch, message)
+        raise AssertionError("messages end with an error only")
+
+    def _process(self, rank: Rank, batch: Batch | None, message: Process) -> None:
+        """Apply logits processors and answer the rank, also if the caller's function is interrupted."""
+        answer = Processed(None, RuntimeError("the step was interrupted"))
+        try:
+            if batch is not None:
+                answer = _processed(batch, message)
+        finally:
+            rank.channel.send(answer)
 
     # ---- failures
 

@@ -32,7 +32,7 @@ class CollectiveError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run a step. Steps are counted, since the result of an interrupted one comes during the next."""
+    """Run a step. Steps are counted, since only the first rank's end of a step is awaited."""
 
     step: int
     batch: Batch
