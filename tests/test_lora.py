@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from engines import greedy, offloaded, random_prompt, recorded_batches, token_ids
+from engines import greedy, greedy_reference, offloaded, random_prompt, recorded_batches, token_ids
 from fast import fast_only
 from graph_devices import PROMPTS, CapturingDevice, use_graphs
 from graph_devices import arguments as graph_arguments
@@ -172,6 +172,28 @@ def test_beam_search_is_that_of_the_merged_model(folder: Path, tmp_path: Path) -
     with make_llm(folder, max_num_seqs=8) as llm:
         found = llm.beam_search(prompts, params, lora_request=[adapter(folder, 0), adapter(folder, 1)])
         assert [[beam.tokens for beam in output.sequences] for output in found] == expected
+
+
+@pytest.mark.parametrize(
+    "family, targets",
+    [
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("qwen3_moe", ALL[:4]),
+        pytest.param("mixtral", ALL[:4], marks=pytest.mark.slow),
+    ],
+)
+def test_merged_projections_and_experts(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """The projections of a Phi-3, and the attention of a mixture of experts; its experts take no adapters."""
+    model = make_checkpoint(tmp_path / "model", family)
+    mine = make_adapter(tmp_path / "a", model, 1, targets, rank=4, lora_alpha=4)
+    prompt = random_prompt(40, VOCAB, seed=1)
+    expected = [greedy_reference(model, prompt, 8)]
+    merge_adapter(model, tmp_path / "a")
+    expected.append(greedy_reference(model, prompt, 8))
+    assert expected[0] != expected[1]
+    with make_llm(tmp_path) as llm:
+        outputs = llm.generate([prompt] * 2, greedy(8), use_tqdm=False, lora_request=[None, mine])
+        assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_the_prefix_cache_is_keyed_by_adapter(folder: Path) -> None:
