@@ -10,6 +10,8 @@ on the machine affects all of them alike:
     resident   offload with every block on the device: the code path of offload with nothing to copy
     offload    --device-share of the blocks on the device, the others on the host
 
+With --kv-cache-dtype, offload also takes turns with itself with K and V in the model's dtype.
+
 The last one runs twice: prefilled in the order that the planner chooses, and chunk by chunk. Ratios compare runs of the
 same round. A traced run then measures how much of the copies computation hid and what computation waited for. On a GPU,
 a run under torch's profiler measures the time in which no kernel ran. Unless --decode-steps is 0, decode follows by the
@@ -49,6 +51,7 @@ from benchmarks.plotting import load_pyplot
 from benchmarks.presets import OFFLOAD, parse_with_preset
 from benchmarks.report import mib, peak_device_bytes, peak_rss_bytes, plain, print_facts, print_row, write_json
 from benchmarks.shapes import Shape, open_shape
+from nanovllm.config import KV_CACHE_DTYPES
 
 
 def is_right(result: Result, device: str, cpu_attention: bool) -> bool:
@@ -111,6 +114,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-len", type=positive, nargs="+", default=[4096, 8192], help="tokens; several are run in turn")
     no_cpu = "all host blocks of a decode step go over the link; decode by share is left out"
     add("--no-cpu-attention", action="store_true", help=no_cpu)
+    stored = "K and V of all engines but model-dtype, which is compared with in addition (default: %(default)s)"
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=stored)
     add("--device-share", type=share, default=Fraction(1, 8), help="KV blocks on the device (default: %(default)s)")
     add("--against", nargs="+", choices=OTHERS, default=list(OTHERS), help="what to compare with (default: all)")
     add_run_options(parser, output_len=17, repeats=2)

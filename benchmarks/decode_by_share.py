@@ -87,9 +87,8 @@ class Decoding:
         self._steps = steps
         stats, spec = llm.kv_stats(), work.shape.spec
         self._resident_blocks = stats.resident_blocks
-        self.layout = KVLayout(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize
-        )
+        sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
+        self.layout = KVLayout.of(work.kv_cache_dtype, *sizes)
         self._most_tokens = cpu_attention_query_len(spec.num_heads, spec.num_kv_heads)
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         llm.engine.add_request("decode", None, params, prompt)

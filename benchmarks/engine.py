@@ -34,6 +34,7 @@ class Work:
     max_num_batched_tokens: int
     device: str | None
     seed: int
+    kv_cache_dtype: str = "auto"
 
     @classmethod
     def of(cls, shape: Shape, args: argparse.Namespace, prompt_len: int, output_len: int, num_prompts: int = 1) -> Work:
@@ -47,6 +48,7 @@ class Work:
             max_num_batched_tokens=args.max_num_batched_tokens,
             device=args.device,
             seed=args.seed,
+            kv_cache_dtype=getattr(args, "kv_cache_dtype", "auto"),  # not every benchmark has the option
         )
 
     @property
@@ -59,7 +61,7 @@ class Work:
         return max(total, MIN_GPU_BLOCKS)
 
     def open(self, **placement: Any) -> LLM:
-        """An engine for the work. `placement`: engine arguments for the memory of its blocks."""
+        """An engine for the work. `placement`: engine arguments for the memory of its blocks, and their dtype."""
         return LLM(
             self.shape.path,
             load_format=self.shape.load_format,
@@ -72,7 +74,7 @@ class Work:
             enable_prefix_caching=False,
             seed=self.seed,
             swap_space=0,  # nothing is swapped, and allocating pinned memory takes seconds
-            **placement,
+            **{"kv_cache_dtype": self.kv_cache_dtype, **placement},
         )
 
     def on_device(self) -> dict[str, Any]:

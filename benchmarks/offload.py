@@ -27,7 +27,13 @@ from nanovllm.layerwise_prefill.plan import Sizing
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
 OFFLOAD, CHUNK_MAJOR = "offload", "offload, chunk-major"
-OTHERS = {"on-device": "on device", "resident": "resident", "chunk-major": CHUNK_MAJOR}  # as in the options
+MODEL_DTYPE = "offload, KV in the model's dtype"
+OTHERS = {
+    "on-device": "on device",
+    "resident": "resident",
+    "chunk-major": CHUNK_MAJOR,
+    "model-dtype": MODEL_DTYPE,
+}  # as in the options
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class Variant:
 
     llm: LLM
     layerwise_memory: LayerwiseMemory  # for layer-by-layer prefill
+    kv_cache_dtype: str
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -116,8 +123,8 @@ def take_turns(variants: dict[str, Variant], prompt: list[int], args: argparse.N
 def traffic_of(offload: Variant, work: Work) -> Traffic:
     """The transfers of the last run, their prediction, and their rates."""
     stats, spec = offload.llm.kv_stats(), work.shape.spec
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
-
+    sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
+    layout = KVLayout.of(offload.kv_cache_dtype, *sizes)
     resident, chunk = stats.resident_blocks, work.max_num_batched_tokens
     steps = Sizing(0).prefill_steps(stats.block_size, resident, work.prompt_len, chunk, offload.layerwise_memory)
 
@@ -187,7 +194,12 @@ def measure(args: argparse.Namespace, shape: Shape, prompt_len: int, device: str
         prefill_gflop_s=shape.prefill_operations(prompt_len) / prompt_len * prefill.median / 1e9,
         overlap=overlaps(Timeline.read(trace), args.output_len - 1),
         kernel_gaps=gaps,
-        outputs_equal=all(tokens == offload.tokens[0] for v in variants.values() for tokens in v.tokens),
+        outputs_equal=all(
+            tokens == offload.tokens[0]
+            for v in variants.values()
+            if v.kv_cache_dtype == offload.kv_cache_dtype
+            for tokens in v.tokens
+        ),
         as_predicted=all(
             moved.without_cpu_attention == traffic[name].predicted for name in traffic for moved in variants[name].moved
         ),
@@ -201,14 +213,22 @@ def open_variants(
 ) -> dict[str, Variant]:
     """Engines with the same weights, open until `stack` closes; `placement` is the offloaded one's."""
     names = {OTHERS[name] for name in against}
-    placements = {"on device": work.on_device(), "resident": work.resident(), OFFLOAD: placement}
+    placements = {
+        "on device": work.on_device(),
+        "resident": work.resident(),
+        OFFLOAD: placement,
+        MODEL_DTYPE: {**placement, "kv_cache_dtype": "auto"},
+    }
+    if work.kv_cache_dtype == "auto":
+        names -= {MODEL_DTYPE}  # is the same engine
     variants = {}
     for name, arguments in placements.items():
         if name in {*names, OFFLOAD}:
             llm = stack.enter_context(work.open(**arguments))
-            variants[name] = Variant(llm, llm.kv_stats().layerwise_memory)
+            kv_cache_dtype = arguments.get("kv_cache_dtype", work.kv_cache_dtype)
+            variants[name] = Variant(llm, llm.kv_stats().layerwise_memory, kv_cache_dtype)
     if CHUNK_MAJOR in names:
-        variants[CHUNK_MAJOR] = Variant(variants[OFFLOAD].llm, NO_LAYERWISE)
+        variants[CHUNK_MAJOR] = Variant(variants[OFFLOAD].llm, NO_LAYERWISE, work.kv_cache_dtype)
     return variants
 
 

@@ -137,6 +137,7 @@ class Smoke:
     def kernels(self) -> dict[str, Check]:
         """The Triton kernels against the plain versions, which run on the CPU."""
         from nanovllm.ops import triton_packed, triton_rows
+        from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
         from nanovllm.ops.triton_merge import merge_parts_triton
 
         def store() -> None:
@@ -186,6 +187,17 @@ class Smoke:
             drawn = triton_rows.draw(*(x.to(self.device) for x in (scores, tokens, starts)))
             assert drawn.tolist() == [500 * row for row in range(ROWS)], drawn
 
+        def experts() -> None:
+            x, weights = self.random(ROWS, 96), self.random(3, 80, 96)
+            rows, ends = torch.tensor([0, 2, 4, 1, 4]), torch.tensor([1, 1, 5])
+            y = grouped_linear(x, weights, ends.to(self.device), rows.to(self.device))
+            expected = torch.cat([x[:1].cpu().float() @ weights[0].cpu().float().T,
+                                  x[rows[1:]].cpu().float() @ weights[2].cpu().float().T])  # fmt: skip
+            expect_close(y.cpu().float(), expected, 0.3)
+            entries, shares = torch.tensor([[0, 4], [3, 1]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+            summed = weighted_sum(y, entries.to(self.device), shares.to(self.device))
+            expect_close(summed.cpu().float(), (y.cpu().float()[entries] * shares[..., None]).sum(1), 0.2)
+
         def packed() -> None:
             codes = torch.randint(0, 256, (96, 64), dtype=torch.uint8)
             scales, zeros = torch.rand(96, 4).half() / 16, torch.randint(0, 16, (96, 4), dtype=torch.uint8)
@@ -209,6 +221,7 @@ class Smoke:
             "heads": heads,
             "silu_and_mul": activation,
             "draw": draw,
+            "experts": experts,
         }
 
     def random(self, *shape: int) -> Tensor:

@@ -55,8 +55,8 @@ void check_sequences(const attention::Batch& batch, int64_t tokens, int64_t bloc
 
 // q, out and lse are addresses; strides are (token, head) in elements. `blocks` is the address of int64 block
 // addresses, `sequences` of int64 [sequence_count, 7] in the order of attention::Sequence.
-void attend(const std::string& isa, const std::string& dtype, uintptr_t q, std::pair<int64_t, int64_t> q_strides,
-            uintptr_t out, std::pair<int64_t, int64_t> out_strides, uintptr_t lse,
+void attend(const std::string& isa, const std::string& dtype, const std::string& kv_dtype, uintptr_t q,
+            std::pair<int64_t, int64_t> q_strides, uintptr_t out, std::pair<int64_t, int64_t> out_strides, uintptr_t lse,
             std::pair<int64_t, int64_t> lse_strides, uintptr_t blocks, int64_t block_count, uintptr_t sequences,
             int64_t sequence_count, int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,
             int64_t window, float scale, bool carry, int threads) {
@@ -77,6 +77,7 @@ void attend(const std::string& isa, const std::string& dtype, uintptr_t q, std::
     batch.head_dim = head_dim;
     batch.block_size = block_size;
     batch.element_bytes = type == DType::fp32 ? 4 : 2;
+    batch.format = nanovllm::kv_format_of(kv_dtype, dtype);
     batch.window = window;
     batch.scale = scale;
     batch.carry = carry;
@@ -89,11 +90,12 @@ void attend(const std::string& isa, const std::string& dtype, uintptr_t q, std::
 
 PYBIND11_MODULE(_cpu_attention, m) {
     m.doc() = "Attention of query rows over KV blocks on the CPU.";
-    m.def("attend", &attend, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("q"), py::arg("q_strides"),
-          py::arg("out"), py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("blocks"),
+    m.def("attend", &attend, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("kv_dtype"), py::arg("q"),
+          py::arg("q_strides"), py::arg("out"), py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("blocks"),
           py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"), py::arg("tokens"), py::arg("heads"),
           py::arg("kv_heads"), py::arg("head_dim"),
           py::arg("block_size"), py::arg("window"), py::arg("scale"), py::arg("carry"), py::arg("threads"));
     attention::bind_tasks(m, &check_sequences);
     attention::bind_steps(m, &check_sequences);
+    attention::bind_kv8(m);
 }

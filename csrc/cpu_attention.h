@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu_attention_kv8.h"
 #include "cpu_elements.h"
 #include "cpu_isa.h"
 
@@ -34,8 +35,10 @@ struct QueryRows {
 
 // The keys and values of one sequence as one KV head sees them.
 struct KeyBlocks {
-    const int64_t* blocks;  // base addresses of consecutive blocks, each [2, kv_heads, block_size, head_dim]
+    const int64_t* blocks;  // base addresses of consecutive blocks, each [2, kv_heads, block_size] rows
     int block_size, head_dim;
+    KvFormat format;
+    int64_t row_bytes;
     int64_t k_offset, v_offset;  // bytes from a block's base to this head's first key and first value
     int64_t first_position;      // of the first key of blocks[0]
     int64_t kv_end;              // keys at positions >= kv_end are not written
@@ -60,7 +63,7 @@ struct Task {
 
 // The same two functions for each instruction set and KV dtype.
 struct Kernel {
-    size_t (*workspace_bytes)(int rows, int head_dim);
+    size_t (*workspace_bytes)(int rows, int head_dim, KvFormat format);
     // Runs a task. `workspace` is 64-byte aligned.
     void (*run)(const Task& task, void* workspace);
     // Merges the partial states of tiles [tile_begin, tile_end) of a task whose tiles were run into `partials`.
@@ -98,7 +101,8 @@ struct Batch {
     const Sequence* sequences;
     int64_t sequence_count;
     int heads, kv_heads, head_dim, block_size;
-    int element_bytes;
+    int element_bytes;  // of q
+    KvFormat format;
     int64_t window;
     float scale;
     bool carry;

@@ -12,9 +12,10 @@ template <class X>
 struct Workspace {
     uint32_t *query, *keys, *values, *probabilities;
     float *scores, *output, *lse, *maximum, *sum, *old_weight, *tile_weight;
+    typename X::T *plain_keys, *plain_values;  // of a tile that is stored in 8 bits
     size_t bytes = 0;
 
-    Workspace(void* base, int rows, int head_dim) : base_(static_cast<char*>(base)) {
+    Workspace(void* base, int rows, int head_dim, KvFormat format) : base_(static_cast<char*>(base)) {
         const int padded = round_up(rows, 16), panel = X::kVectors * X::W;
         take(query, size_t(rows) * (head_dim / X::kStep));
         take(keys, size_t(round_up(kTileKeys, panel)) * (head_dim / X::kStep));
@@ -27,6 +28,9 @@ struct Workspace {
         take(sum, padded);
         take(old_weight, padded);
         take(tile_weight, padded);
+        const size_t elements = format == KvFormat::plain ? 0 : size_t(kTileKeys) * head_dim;
+        take(plain_keys, elements);
+        take(plain_values, elements);
     }
 
   private:
@@ -45,7 +49,9 @@ class TileKernel {
     static constexpr int kPanel = X::kVectors * X::W;  // columns of a packed panel
 
   public:
-    static size_t workspace_bytes(int rows, int head_dim) { return Workspace<X>(nullptr, rows, head_dim).bytes; }
+    static size_t workspace_bytes(int rows, int head_dim, KvFormat format) {
+        return Workspace<X>(nullptr, rows, head_dim, format).bytes;
+    }
 
     static void run(const Task& task, void* workspace) {
         TileKernel kernel(task, workspace);
@@ -89,7 +95,7 @@ class TileKernel {
           words_(task.keys.head_dim / X::kStep),
           panels_((task.keys.head_dim + kPanel - 1) / kPanel),
           scale2_(task.scale * kLog2E),
-          work_(workspace, rows_, head_dim_) {}
+          work_(workspace, rows_, head_dim_, task.keys.format) {}
 
     void pack_queries() {
         const auto& r = task_.rows;
@@ -137,10 +143,10 @@ class TileKernel {
         return {first.begin / X::W * X::W, round_up(last.end, X::W)};
     }
 
-    const T* first_element(int64_t tile, int64_t plane_offset) const {
+    const char* first_row(int64_t tile, int64_t plane_offset) const {
         const auto& k = task_.keys;
         const int64_t per_block = k.tiles_per_block(), start = tile % per_block * kTileKeys;
-        return reinterpret_cast<const T*>(k.blocks[tile / per_block] + plane_offset) + start * head_dim_;
+        return reinterpret_cast<const char*>(k.blocks[tile / per_block] + plane_offset) + start * k.row_bytes;
     }
 
     void enter_tile(int64_t tile) {
@@ -148,15 +154,37 @@ class TileKernel {
         const int64_t block = tile / k.tiles_per_block(), start = tile % k.tiles_per_block() * kTileKeys;
         tile_position_ = k.first_position + block * k.block_size + start;
         tile_keys_ = smaller(smaller(kTileKeys, k.block_size - start), k.kv_end - tile_position_);
-        key_ = first_element(tile, k.k_offset);
-        value_ = first_element(tile, k.v_offset);
         const int64_t next = tile + 1 < task_.tile_end ? tile + 1 : tile;
-        next_key_ = first_element(next, k.k_offset);
-        next_value_ = first_element(next, k.v_offset);
+        const char *keys = first_row(tile, k.k_offset), *next_keys = first_row(next, k.k_offset);
+        const char *values = first_row(tile, k.v_offset), *next_values = first_row(next, k.v_offset);
+        if (k.format == KvFormat::plain) {
+            key_ = reinterpret_cast<const T*>(keys);
+            value_ = reinterpret_cast<const T*>(values);
+            next_key_ = reinterpret_cast<const T*>(next_keys);
+            next_value_ = reinterpret_cast<const T*>(next_values);
+        } else {  // the prefetches of the products then go to the workspace, where they cost nothing
+            key_ = next_key_ = widen_tile(keys, next_keys, work_.plain_keys);
+            value_ = next_value_ = widen_tile(values, next_values, work_.plain_values);
+        }
         ahead_keys_ = {reinterpret_cast<const char*>(next_key_)};
         ahead_values_ = {reinterpret_cast<const char*>(next_value_)};
         packed_keys_ = 0;
         packed_values_ = false;
+    }
+
+    // Rows of 8-bit elements as the queries' dtype, each element rounded once; asks for the next tile's rows meanwhile.
+    const T* widen_tile(const char* rows, const char* next_rows, T* to) const {
+        const int64_t row_bytes = task_.keys.row_bytes;
+        const bool is_int8 = task_.keys.format == KvFormat::int8;
+        for (int key = 0; key < tile_keys_; ++key, rows += row_bytes, next_rows += row_bytes) {
+            prefetch(next_rows, int(row_bytes));
+            T* row = to + int64_t(key) * head_dim_;
+            if (is_int8)
+                dequantize<Int8>(rows, head_dim_, row);
+            else
+                dequantize<E4m3>(rows, head_dim_, row);
+        }
+        return to;
     }
 
     void place_results(int64_t tile) {

@@ -29,8 +29,8 @@ struct Pool {
 class PagedStep {
   public:
     // slots: int64 [tokens], block * block_size + offset; blocks: int64, as the sequences [sequence_count, 7] name them.
-    PagedStep(SequenceCheck check, const std::string& isa, const std::string& dtype, const Pool& pool,
-              const Batch& batch, std::vector<int64_t> slots, std::vector<int64_t> blocks,
+    PagedStep(SequenceCheck check, const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
+              const Pool& pool, const Batch& batch, std::vector<int64_t> slots, std::vector<int64_t> blocks,
               std::vector<Sequence> sequences, int threads)
         : kernel_(kernel_of(isa_of(isa), dtype_of(dtype))), dtype_(dtype), pool_(pool), batch_(batch),
           slots_(std::move(slots)), blocks_(std::move(blocks)), sequences_(std::move(sequences)), threads_(threads) {
@@ -43,6 +43,7 @@ class PagedStep {
         batch_.sequences = sequences_.data();
         batch_.sequence_count = int64_t(sequences_.size());
         batch_.element_bytes = dtype_of(dtype) == DType::fp32 ? 4 : 2;
+        batch_.format = kv_format_of(kv_dtype, dtype);
         check(batch_, tokens(), int64_t(blocks_.size()));
         const int64_t row = int64_t(batch.heads) * batch.head_dim;
         out_.resize(size_t(tokens() * row));
@@ -92,15 +93,27 @@ class PagedStep {
     }
 
     void store(int64_t layer, const char* k, const char* v) const {
-        const int64_t head = int64_t(batch_.head_dim) * batch_.element_bytes, heads = head * batch_.block_size;
+        const int64_t head = int64_t(batch_.head_dim) * batch_.element_bytes;
+        const int64_t row = kv_row_bytes(batch_.format, batch_.head_dim, batch_.element_bytes);
+        const int64_t rows = row * batch_.block_size;
         char* const base = pointer<char>(pool_.address) + layer * pool_.layer_stride;
         for (const int64_t slot : slots_) {
-            char* target = base + slot / batch_.block_size * pool_.block_stride + slot % batch_.block_size * head;
-            for (int i = 0; i < batch_.kv_heads; ++i, target += heads, k += head, v += head) {
-                std::memcpy(target, k, size_t(head));
-                std::memcpy(target + batch_.kv_heads * heads, v, size_t(head));
+            char* target = base + slot / batch_.block_size * pool_.block_stride + slot % batch_.block_size * row;
+            for (int i = 0; i < batch_.kv_heads; ++i, target += rows, k += head, v += head) {
+                store_row(k, target);
+                store_row(v, target + batch_.kv_heads * rows);
             }
         }
+    }
+
+    void store_row(const char* from, char* to) const {
+        if (batch_.format == KvFormat::plain) {
+            std::memcpy(to, from, size_t(batch_.head_dim) * batch_.element_bytes);
+            return;
+        }
+        with_element(dtype_, [&](auto element) {
+            quantize_row(batch_.format, reinterpret_cast<const decltype(element)*>(from), batch_.head_dim, to);
+        });
     }
 };
 
@@ -114,8 +127,8 @@ std::vector<T> copied(uintptr_t address, int64_t count) {
 
 void bind_steps(py::module_& m, SequenceCheck check_sequences) {
     py::class_<PagedStep>(m, "PagedStep", "Arguments of a step's attention over a pool of blocks.")
-        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype, uintptr_t pool,
-                                        int64_t layer_stride, int64_t block_stride, int64_t layers, int64_t pool_blocks,
+        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype,
+                                        const std::string& kv_dtype, uintptr_t pool, int64_t layer_stride, int64_t block_stride, int64_t layers, int64_t pool_blocks,
                                         uintptr_t slots, int64_t tokens, uintptr_t blocks, int64_t block_count,
                                         uintptr_t sequences, int64_t sequence_count, int heads, int kv_heads,
                                         int head_dim, int block_size, int64_t window, float scale, int threads) {
@@ -127,12 +140,13 @@ void bind_steps(py::module_& m, SequenceCheck check_sequences) {
                  batch.window = window;
                  batch.scale = scale;
                  return std::make_unique<PagedStep>(
-                     check_sequences, isa, dtype, Pool{pool, layer_stride, block_stride, layers, pool_blocks}, batch,
+                     check_sequences, isa, dtype, kv_dtype,
+                     Pool{pool, layer_stride, block_stride, layers, pool_blocks}, batch,
                      copied<int64_t>(slots, tokens), copied<int64_t>(blocks, block_count),
                      copied<Sequence>(sequences, sequence_count), threads);
              }),
-             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("pool"), py::arg("layer_stride"),
-             py::arg("block_stride"), py::arg("layers"), py::arg("pool_blocks"), py::arg("slots"), py::arg("tokens"),
+             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("kv_dtype"), py::arg("pool"),
+             py::arg("layer_stride"), py::arg("block_stride"), py::arg("layers"), py::arg("pool_blocks"), py::arg("slots"), py::arg("tokens"),
              py::arg("blocks"), py::arg("block_count"), py::arg("sequences"), py::arg("sequence_count"),
              py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
              py::arg("scale"), py::arg("threads"))

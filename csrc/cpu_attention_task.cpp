@@ -160,11 +160,12 @@ Batch batch_of(uintptr_t q, Strides q_strides, uintptr_t out, Strides out_stride
     return batch;
 }
 
-std::shared_ptr<Prepared> prepare(SequenceCheck check_sequences, const std::string& isa, const std::string& dtype, Batch batch,
-                                  const std::vector<CallTable>& tables, int64_t tokens) {
+std::shared_ptr<Prepared> prepare(SequenceCheck check_sequences, const std::string& isa, const std::string& dtype,
+                                  const std::string& kv_dtype, Batch batch, const std::vector<CallTable>& tables, int64_t tokens) {
     auto prepared = std::make_shared<Prepared>();
     const DType type = nanovllm::dtype_of(dtype);
     batch.element_bytes = type == DType::fp32 ? 4 : 2;
+    batch.format = kv_format_of(kv_dtype, dtype);
     prepared->kernel = &kernel_of(isa_of(isa), type);
     prepared->batch = batch;
     prepared->tokens = tokens;
@@ -190,8 +191,8 @@ void bind_tasks(py::module_& m, SequenceCheck check_sequences) {
              "Let go of data that was taken and will not be run.")
         .def("failure", &LayerTask::failure, "What went wrong when it ran, or None.");
     py::class_<Prepared, std::shared_ptr<Prepared>>(m, "HostAttention", "Arguments of a step's attention.")
-        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype, uintptr_t q, Strides q_strides,
-                             uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
+        .def(py::init([check_sequences](const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
+                             uintptr_t q, Strides q_strides, uintptr_t out, Strides out_strides, uintptr_t lse, Strides lse_strides,
                              const std::vector<CallTable>& calls, int64_t tokens, int heads, int kv_heads,
                              int head_dim, int block_size, int64_t window, float scale, int threads,
                              int64_t read_bytes, std::shared_ptr<Meter> meter) {
@@ -202,14 +203,14 @@ void bind_tasks(py::module_& m, SequenceCheck check_sequences) {
                  batch.block_size = block_size;
                  batch.window = window;
                  batch.scale = scale;
-                 auto prepared = prepare(check_sequences, isa, dtype, batch, calls, tokens);
+                 auto prepared = prepare(check_sequences, isa, dtype, kv_dtype, batch, calls, tokens);
                  prepared->threads = threads;
                  prepared->read_bytes = read_bytes;
                  prepared->meter = std::move(meter);
                  return prepared;
              }),
-             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("q"), py::arg("q_strides"), py::arg("out"),
-             py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("calls"), py::arg("tokens"),
+             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("kv_dtype"), py::arg("q"), py::arg("q_strides"),
+             py::arg("out"), py::arg("out_strides"), py::arg("lse"), py::arg("lse_strides"), py::arg("calls"), py::arg("tokens"),
              py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("block_size"), py::arg("window"),
              py::arg("scale"), py::arg("threads"), py::arg("read_bytes"), py::arg("meter"))
         .def("task", [](const std::shared_ptr<Prepared>& prepared, int64_t block_offset) {

@@ -19,4 +19,7 @@ void bind_tasks(pybind11::module_& m, SequenceCheck check_sequences);
 // Adds the class PagedStep, which has nothing to do with tasks (cpu_attention_step.cpp).
 void bind_steps(pybind11::module_& m, SequenceCheck check_sequences);
 
+// Adds quantize_rows (cpu_attention_kv8.cpp).
+void bind_kv8(pybind11::module_& m);
+
 }  // namespace nanovllm::attention

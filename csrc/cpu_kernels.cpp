@@ -10,6 +10,6 @@ PYBIND11_MODULE(_cpu_kernels, m) {
     m.def("instruction_sets", &nanovllm::instruction_sets, "Instruction sets that this machine runs, best first.");
     nanovllm::define_linear(m);
     nanovllm::define_rows(m);
-    nanovllm::define_layer(m);
     nanovllm::define_packed(m);
+    nanovllm::define_layer(m);
 }

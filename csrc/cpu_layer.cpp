@@ -8,16 +8,21 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <variant>
+#include <vector>
 
 #include "cpu_addresses.h"
 #include "cpu_kernels.h"
 #include "cpu_linear.h"
+#include "cpu_packed.h"
 #include "cpu_rows.h"
 
 namespace py = pybind11;
 namespace linear = nanovllm::linear;
+namespace packed = nanovllm::packed;
 namespace rows = nanovllm::rows;
 using nanovllm::Address;
+using nanovllm::DType;
 using nanovllm::pointer;
 using nanovllm::rows_at;
 
@@ -37,18 +42,62 @@ class Scratch {
     int64_t size_;
 };
 
-struct Linear {
-    uintptr_t weight, bias;  // bias: 0 where there is none
+struct DenseWeight {
+    uintptr_t address;
     int64_t in, out;
+};
 
-    Linear(uintptr_t weight, uintptr_t bias, int64_t in, int64_t out) : weight(weight), bias(bias), in(in), out(out) {
-        if (in < 1 || out < 1) throw std::invalid_argument("A product needs inputs and outputs.");
+struct Kernels {
+    const linear::Kernel& dense;
+    const packed::Kernel& packed;
+    DType dtype;
+    int threads;
+};
+
+// Weights one below the other.
+class Linear {
+  public:
+    using Part = std::variant<DenseWeight, packed::Weight>;
+
+    Linear(std::vector<Part> parts, uintptr_t bias) : parts_(std::move(parts)), bias_(bias) {
+        for (const Part& part : parts_)
+            std::visit([&](const auto& weight) {
+                if (weight.in < 1 || weight.out < 1 || (in > 0 && weight.in != in))
+                    throw std::invalid_argument("A product needs inputs, the same for all its weights, and outputs.");
+                in = weight.in, out += weight.out;
+            }, part);
+        if (out == 0) throw std::invalid_argument("A product needs weights.");
     }
 
     template <class T>
-    void run(const linear::Kernel& kernel, rows::Rows<const T> x, rows::Rows<T> y, int64_t count, int threads) const {
-        linear::run({x.data, pointer<const void>(weight), pointer<const void>(bias), y.data, x.stride, y.stride, count,
-                     in, out}, kernel, threads);
+    void run(const Kernels& kernels, rows::Rows<const T> x, rows::Rows<T> y, int64_t count) const {
+        const T* bias = pointer<const T>(bias_);
+        for (const Part& part : parts_)
+            std::visit([&](const auto& weight) {
+                multiply(kernels, weight, x, bias, y, count);
+                y.data += weight.out;
+                if (bias) bias += weight.out;
+            }, part);
+    }
+
+    int64_t in = 0, out = 0;
+
+  private:
+    std::vector<Part> parts_;
+    uintptr_t bias_;  // 0 where there is none
+
+    template <class T>
+    static void multiply(const Kernels& kernels, const DenseWeight& weight, rows::Rows<const T> x, const T* bias,
+                         rows::Rows<T> y, int64_t count) {
+        linear::run({x.data, pointer<const void>(weight.address), bias, y.data, x.stride, y.stride, count, weight.in,
+                     weight.out}, kernels.dense, kernels.threads);
+    }
+
+    template <class T>
+    static void multiply(const Kernels& kernels, const packed::Weight& weight, rows::Rows<const T> x, const T* bias,
+                         rows::Rows<T> y, int64_t count) {
+        packed::run({weight, kernels.dtype, x.data, bias, y.data, x.stride, y.stride, count}, kernels.packed,
+                    kernels.threads);
     }
 };
 
@@ -61,8 +110,8 @@ class Layer {
   public:
     Layer(const std::string& isa, std::string dtype, Norms norms, Linear qkv, Linear o, Linear gate_up, Linear down,
           int64_t head_dim)
-        : kernel_(linear::kernel_of(nanovllm::isa_of(isa), nanovllm::dtype_of(dtype))), dtype_(std::move(dtype)),
-          norms_(norms), qkv_(qkv), o_(o), gate_up_(gate_up), down_(down), head_dim_(head_dim) {}
+        : isa_(nanovllm::isa_of(isa)), dtype_(std::move(dtype)), norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)),
+          gate_up_(std::move(gate_up)), down_(std::move(down)), head_dim_(head_dim) {}
 
     void project(const Address& x, const Address& cos, const Address& sin, const Address& q, const Address& k,
                  const Address& v, int64_t count, int64_t q_heads, int64_t kv_heads, int threads) const {
@@ -73,7 +122,7 @@ class Layer {
             const Scratch<T> normed(count, qkv_.in), heads(count, qkv_.out);
             rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, pointer<const T>(norms_.input), normed, count, qkv_.in,
                                norms_.eps}, threads);
-            qkv_.run<T>(kernel_, normed, heads, count, threads);
+            qkv_.run<T>(kernels(threads), normed, heads, count);
             rows::place_heads<T>({heads, pointer<const T>(norms_.heads), rows_at<const float>(cos),
                                   rows_at<const float>(sin), rows_at<T>(q), rows_at<T>(k), rows_at<T>(v), count,
                                   q_heads, kv_heads, head_dim_, norms_.eps}, threads);
@@ -88,22 +137,27 @@ class Layer {
             const rows::Rows<T> residual = rows_at<T>(x);
             const Scratch<T> projected(count, o_.out), normed(count, o_.out), gates(count, gate_up_.out),
                 activated(count, down_.in);
-            o_.run<T>(kernel_, rows_at<const T>(attended), projected, count, threads);
+            o_.run<T>(kernels(threads), rows_at<const T>(attended), projected, count);
             rows::rms_norm<T>({residual, projected, pointer<const T>(norms_.post), normed, count, o_.out, norms_.eps},
                               threads);
-            gate_up_.run<T>(kernel_, normed, gates, count, threads);
+            gate_up_.run<T>(kernels(threads), normed, gates, count);
             rows::silu_and_mul<T>({gates, activated, count, down_.in}, threads);
-            down_.run<T>(kernel_, activated, projected, count, threads);
+            down_.run<T>(kernels(threads), activated, projected, count);
             rows::add<T>({residual, projected, count, o_.out}, threads);
         });
     }
 
   private:
-    const linear::Kernel& kernel_;
+    nanovllm::Isa isa_;
     std::string dtype_;
     Norms norms_;
     Linear qkv_, o_, gate_up_, down_;
     int64_t head_dim_;
+
+    Kernels kernels(int threads) const {
+        const DType dtype = nanovllm::dtype_of(dtype_);
+        return {linear::kernel_of(isa_, dtype), packed::kernel_of(isa_), dtype, threads};
+    }
 };
 
 }  // namespace
@@ -111,9 +165,11 @@ class Layer {
 namespace nanovllm {
 
 void define_layer(py::module_& m) {
+    py::class_<DenseWeight>(m, "DenseWeight")
+        .def(py::init([](uintptr_t address, int64_t in, int64_t out) { return DenseWeight{address, in, out}; }),
+             py::kw_only(), py::arg("address"), py::arg("in_features"), py::arg("out_features"));
     py::class_<Linear>(m, "Linear")
-        .def(py::init<uintptr_t, uintptr_t, int64_t, int64_t>(), py::kw_only(), py::arg("weight"), py::arg("bias"),
-             py::arg("in_features"), py::arg("out_features"));
+        .def(py::init<std::vector<Linear::Part>, uintptr_t>(), py::kw_only(), py::arg("parts"), py::arg("bias"));
     py::class_<Norms>(m, "Norms")
         .def(py::init([](uintptr_t input, uintptr_t heads, uintptr_t post, float eps) {
                  return Norms{input, heads, post, eps};

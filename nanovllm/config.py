@@ -34,6 +34,7 @@ FLAGS = (
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 EXECUTOR_BACKENDS = ("uni", "mp", "external_launcher")
 PreemptionMode = Literal["recompute", "swap"]
@@ -60,6 +61,8 @@ class EngineConfig:
     num_gpu_blocks: the KV memory of the device, ring slots and resident blocks together. On the CPU, the device is a
         bounded arena. -1 sizes it from memory.
     num_cpu_blocks: the host pool, used with `enable_cpu_offload`. -1 sizes it from memory.
+    kv_cache_dtype: "auto" stores K and V in the model's dtype; "int8" and "fp8" (also "fp8_e4m3") in one byte an
+        element, with an fp32 scale for each token and KV head: `ops.kv_quantization` has the formula.
     kvcache_block_size: None means 256 without offload; with offload `kvcache.block_size` picks from 256 to 4096.
     cpu_attention: in decode steps, the CPU attends to a share of the host blocks while the others are copied to the
         device. Only used with offload.
@@ -97,6 +100,7 @@ class EngineConfig:
     model: str
     device: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 512
     max_num_batched_tokens: int = 16384
@@ -148,6 +152,7 @@ class EngineConfig:
         _require(is_option, "batch_invariant", "must be None, True or False", invariant)
         _require_choice("device", self.device, (None, *DEVICES))
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _require_choice("load_format", self.load_format, LOAD_FORMATS)
         _require_choice("preemption_mode", self.preemption_mode, (None, *PREEMPTION_MODES))
         method = self.quantization

@@ -132,7 +132,7 @@ ENGINE_ARGUMENTS = _table(
         {"numa_bind": OFF, "numa_bind_nodes": UNSET, "numa_bind_cpus": UNSET},
     ),
     (
-        "mixtures of experts are not among the model families",
+        "all experts of a model are on one device, and their kernels are chosen by the device",
         {
             "enable_return_routed_experts": OFF,
             "enable_expert_parallel": OFF,
@@ -235,12 +235,11 @@ ENGINE_ARGUMENTS = _table(
         {
             "quantization_config": CONFIG,
             "allow_deprecated_quantization": (False, True),
-            "calculate_kv_scales": OFF,
         },
     ),
     (
-        "K and V are stored in the dtype of the model, which keeps results exact",
-        {"kv_cache_dtype": ("auto",), "kv_cache_dtype_skip_layers": (None, [])},
+        "all layers store K and V in kv_cache_dtype, with scales that each token brings with it",
+        {"calculate_kv_scales": OFF, "kv_cache_dtype_skip_layers": (None, [])},
     ),
     (
         "long prompts are always computed in chunks of at most max_num_batched_tokens tokens",
@@ -449,7 +448,7 @@ SAMPLING_PARAMETERS = _table(
     ),
     ("the engine does not parse reasoning", {"thinking_token_budget": (None, -1)}),
     ("repetition_penalty and frequency_penalty act against repetition", {"repetition_detection": UNSET}),
-    ("mixtures of experts are not among the model families", {"routed_experts_prompt_start": (0,)}),
+    ("outputs do not say which experts a token had", {"routed_experts_prompt_start": (0,)}),
     ("prompt_logprobs scores tokens that are given", {"trace_decode_token_ids": UNSET}),
     ("it is structured_outputs now", {"guided_decoding": UNSET}),
 )

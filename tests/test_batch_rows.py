@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nanovllm.batch.rows import Row, RowFormat, RowRequest
+from nanovllm.batch.router import prefix_hashes
+from nanovllm.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
 from nanovllm.errors import RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -46,6 +50,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "not JSON": ({"messages": "hello"}, "messages is text that is not JSON"),
     "parameters": ({"prompt": "a", "sampling_params": 5}, "sampling_params must be an object, got 5"),
     "a misspelling": ({"prompt": "a", "sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
+    "an id": ({"prompt_token_ids": 5}, "prompt_token_ids must be a list of token ids, got 5"),
     "tools": ({"prompt": "a", "tools": []}, "tools is for a chat template: give messages"),
 }
 
@@ -55,6 +60,23 @@ def test_bad_rows(case: str) -> None:
     columns, sentence = BAD_ROWS[case]
     with pytest.raises(RequestError, match=sentence):
         request(columns)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), VALUES), max_size=3)
+NAMES = st.sampled_from(sorted(USED_COLUMNS))
+
+
+@settings(max_examples=150, deadline=None)
+@given(columns=st.dictionaries(NAMES, VALUES, max_size=3), messages=MESSAGES | VALUES)
+def test_any_row_makes_a_request_or_an_error(columns: dict[str, Any], messages: Any) -> None:
+    with suppress(RequestError):
+        found = request(columns if "prompt" in columns else {**columns, "messages": messages})
+        assert prefix_hashes(found.prefix_parts()) is not None and found.num_characters >= 0
 
 
 # ---- OpenAI's batch files

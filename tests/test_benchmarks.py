@@ -120,6 +120,21 @@ def test_cpu_linear_measures_every_projection(model: Path) -> None:
             assert 0 < result[name]["low"] <= result[name]["median"] <= result[name]["high"]
 
 
+def test_cpu_packed_measures_every_scheme(tmp_path: Path) -> None:
+    from nanovllm.ops.packed_weights import SCHEMES
+
+    output = tmp_path / "packed.json"
+    sizes = ["--in-features", "512", "--out-features", "40", "--rows", "1", "99", "--rounds", "2"]
+    assert main_of("benchmarks.cpu_packed")([*sizes, "--output-json", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert set(report["machine"]) >= MACHINE_FIELDS
+    assert [(r["scheme"], r["rows"]) for r in report["results"]] == [(s, rows) for s in SCHEMES for rows in (1, 99)]
+    for result in report["results"]:
+        assert result["weight_bytes"] >= 40 * 512 // 2
+        for name in ("packed_seconds", "dense_seconds", "read_gb_s"):
+            assert 0 < result[name]["low"] <= result[name]["median"] <= result[name]["high"]
+
+
 # ---- plan accuracy
 
 

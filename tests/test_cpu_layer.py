@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_cases import input_multiple, random_weight
 from torch import Tensor
 
 from nanovllm.layers.linear import linear
+from nanovllm.ops import _cpu_kernels
 from nanovllm.ops.cpu_kernels import MAX_LAYER_ROWS, FewRowLayer, few_row_layer
+from nanovllm.ops.packed_weights import kernel_weight, packed_linear
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
@@ -35,6 +39,10 @@ def weights(seed: int, *, bias: bool, qk_norm: bool) -> tuple[tuple, tuple]:
         (bf16(seed + 3 + i, *shape), bf16(seed + 9 + i, shape[0]) if bias else None) for i, shape in enumerate(shapes)
     )
     return norms, products
+
+
+def in_parts(products: tuple) -> list:
+    return [([weight], bias) for weight, bias in products]
 
 
 def in_dtype(dtype: torch.dtype, tensors: Any) -> Any:
@@ -90,7 +98,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @given(st.integers(0, 2**30), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
 def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_norm: bool, dtype: torch.dtype) -> None:
     norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm))
-    layer = few_row_layer(norms, products, EPS, HEAD_DIM)
+    layer = few_row_layer(norms, in_parts(products), EPS, HEAD_DIM)
     assert layer is not None
     rows = rows_of(seed + 20, tokens)
     rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}
@@ -101,7 +109,7 @@ def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_
 
 def test_weights_that_are_written_later_count() -> None:
     norms, products = weights(0, bias=False, qk_norm=True)
-    layer = few_row_layer(norms, products, EPS, HEAD_DIM)
+    layer = few_row_layer(norms, in_parts(products), EPS, HEAD_DIM)
     assert layer is not None
     rows = rows_of(1, 3)
     before = in_two_calls(layer, rows)
@@ -112,7 +120,7 @@ def test_weights_that_are_written_later_count() -> None:
 
 def test_rows_that_are_not_taken() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
-    layer = few_row_layer(norms, products, EPS, HEAD_DIM)
+    layer = few_row_layer(norms, in_parts(products), EPS, HEAD_DIM)
     assert layer is not None
     assert not layer.takes(bf16(0, MAX_LAYER_ROWS + 1, HIDDEN))
     assert not layer.takes(bf16(0, 1, HIDDEN).float())
@@ -123,4 +131,53 @@ def test_rows_that_are_not_taken() -> None:
 def test_there_is_none_for_weights_that_the_kernels_do_not_take() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
     for cast in (lambda weight: weight.double(), lambda weight: weight.to("meta")):
-        assert few_row_layer(norms, tuple((cast(weight), bias) for weight, bias in products), EPS, HEAD_DIM) is None
+        casted = tuple((cast(weight), bias) for weight, bias in products)
+        assert few_row_layer(norms, in_parts(casted), EPS, HEAD_DIM) is None
+    without = [*in_parts(products)[:3], (None, None)]
+    assert few_row_layer(norms, without, EPS, HEAD_DIM) is None
+
+
+PACKED = ("q4_k", "q6_k", "q8_0", "int4 zeros", "fp8 channel")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**20), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.sampled_from(DTYPES))
+def test_packed_weights_give_the_bits_of_the_operators(seed: int, tokens: int, bias: bool, dtype: torch.dtype) -> None:
+    """The first product has a packed and a dense weight, one below the other, as a file with several types has."""
+    norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=True))
+    packed = []
+    for i, (weight, _) in enumerate(products):
+        fitting = [variant for variant in PACKED if weight.shape[1] % input_multiple(variant) == 0]
+        packed.append(random_weight(fitting[(seed + i) % len(fitting)], *weight.shape, seed).in_panels())
+    split = 64
+    parts = [[kernel_weight(weight)] for weight in packed]
+    first = packed[0].rows(slice(0, split)).in_panels()
+    parts[0] = [kernel_weight(first), products[0][0][split:]]
+    layer = few_row_layer(norms, [(of, b) for of, (_, b) in zip(parts, products, strict=True)], EPS, HEAD_DIM)
+    assert layer is not None
+    rows = rows_of(seed + 20, tokens)
+    rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}
+
+    def product(i: int, x: Tensor) -> Tensor:
+        weight, b = products[i]
+        if i:
+            return packed_linear(x, packed[i], b)
+        low, high = (None, None) if b is None else (b[:split], b[split:])
+        return torch.cat((packed_linear(x, first, low), linear(x, weight[split:], high)), dim=1)
+
+    before, heads, after = norms
+    q, k, v = empty(rows)
+    projected = product(0, rms_norm(rows["x"], before, EPS)).unflatten(-1, (-1, HEAD_DIM))
+    place_heads(projected, heads, EPS, rows["cos"], rows["sin"], q, k, v)
+    x = rows["x"].clone()
+    normed = add_rms_norm_(x, product(1, rows["attended"]), after, EPS)
+    x += product(3, silu_and_mul(product(2, normed)))
+    for ours, theirs in zip(in_two_calls(layer, rows), (q, k, v, x), strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_refuses_weights_that_do_not_fit_each_other() -> None:
+    one = _cpu_kernels.DenseWeight(address=0, in_features=4, out_features=4)
+    for parts in ([], [one, _cpu_kernels.DenseWeight(address=0, in_features=5, out_features=4)]):
+        with pytest.raises(ValueError, match="A product needs"):
+            _cpu_kernels.Linear(parts=parts, bias=0)

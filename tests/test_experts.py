@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint, refusal
-from engines import greedy, logits_by_request, offloaded, random_prompt, token_ids
+from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, token_ids
+from graph_devices import CapturingDevice, use_graphs
+from graph_devices import arguments as graph_arguments
+from lora_helpers import adapter_tensors, make_adapter, merge_adapter, write_adapter
+from plans import parameter_bytes
+from quantized_checkpoints import quantize, write_dequantized
 from safetensors.torch import load_file, save_file
 from test_models import assert_same_logits, random_prompts, reference, run
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -23,6 +29,7 @@ from nanovllm.engine.profiling import activation_peak
 from nanovllm.errors import ConfigError
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.experts import Experts
+from nanovllm.lora.adapter_files import read_adapter
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -239,3 +246,65 @@ def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "mixtral")
     message = refusal(lambda: load_decoder_spec(tmp_path).of_rank(0, 2), ConfigError)
     assert "tensor_parallel_size=2: the experts of a MixtralForCausalLM are not divided" in message
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    tensors = adapter_tensors(model, ("q_proj",))
+    spec = load_decoder_spec(tmp_path / "model")
+    assert len(read_adapter(write_adapter(tmp_path / "good", tensors), spec, 8).modules) == 2
+    name = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_{}.weight"
+    tensors |= {name.format("A"): torch.zeros(4, 64), name.format("B"): torch.zeros(48, 4)}
+    path = write_adapter(tmp_path / "bad", tensors)
+    assert "experts and routers are not adapted" in refusal(lambda: read_adapter(path, spec, 8))
+
+
+def test_adapters_of_attention_equal_merged_ones(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "mixtral", seed=3)
+    request = make_adapter(tmp_path / "adapter", model, targets=("q_proj", "v_proj", "o_proj"))
+    prompts = [random_prompt(length, 199, seed=6) for length in (5, 40)]
+    plain = [greedy_reference(model, prompt, 8) for prompt in prompts]
+    merge_adapter(model, tmp_path / "adapter")
+    expected = [greedy_reference(model, prompt, 8) for prompt in prompts]
+    assert expected != plain
+    with LLM(tmp_path / "model", dtype="float32", enable_lora=True, num_gpu_blocks=40) as llm:
+        outputs = llm.generate(prompts, greedy(8), use_tqdm=False, lora_request=request)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert token_ids(llm, prompts, greedy(8)) == plain
+
+
+# ---- quantized
+
+
+@pytest.mark.parametrize("variant", ["awq-32", "fp8"])
+def test_quantized_experts(tmp_path: Path, variant: str) -> None:
+    """Each expert is a matrix of the format. The router stays in plain numbers."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", hidden=128, intermediate=256, experts=4)
+    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
+    spec = load_decoder_spec(path)
+    decoder = load_model(path, spec, torch.float32, CPU)
+    experts = decoder.layers[1].mlp
+    assert isinstance(experts, Experts) and experts.gate_up.dense is None
+    assert spec.weight_bytes(4) == parameter_bytes(decoder)
+    model = AutoModelForCausalLM.from_pretrained(write_dequantized(path, tmp_path / "dequantized"))
+    prompts = random_prompts(199)
+    for ours, theirs in zip(run(decoder, prompts, (0.4,)), reference(model, prompts), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+    found = []
+    for arguments in ({"num_gpu_blocks": 40, "kvcache_block_size": 16}, offloaded(16)):
+        with LLM(path, dtype="float32", **arguments) as llm:
+            found.append(token_ids(llm, [random_prompt(40, 199, seed=3)], greedy(5)))
+    assert found[0] == found[1]
+
+
+# ---- CUDA graphs
+
+
+def test_no_graphs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "dense", "qwen3")
+    make_checkpoint(tmp_path / "experts", "qwen3_moe")
+    use_graphs(monkeypatch, CapturingDevice(), rows=True)
+    for name, recorded in (("dense", True), ("experts", False)):
+        with LLM(tmp_path / name, **graph_arguments("full steps")) as llm:
+            assert (llm._runner._graphs is not None) is recorded
+            assert token_ids(llm, [[1, 2, 3]], greedy(3))

@@ -70,6 +70,22 @@ def used(recent: list[int], number: int, most: int, keep: Sequence[int]) -> bool
     return found
 
 
+def test_an_interrupted_load_leaves_its_slot_free(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=setup.config.model, enable_lora=True, max_loras=2)
+    manager = LoRAManager(setup.model, config)
+    manager.begin_step(setup.adapters[:1])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("nanovllm.lora.weights.PackedAdapter.weights_in", interrupt)
+            manager.begin_step(setup.adapters[1:2])
+    assert manager.begin_step(setup.adapters[1:3]) == {}
+    assert sorted(manager.on_device) == [2, 3]
+
+
 STEPS = st.lists(st.lists(st.integers(1, NUM_ADAPTERS), max_size=3, unique=True), max_size=12)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ from transformers import PreTrainedModel
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.engine import sides
-from nanovllm.errors import ConfigError, RequestError
+from nanovllm.errors import ConfigError, ModelError, RequestError
+from nanovllm.lora.adapter_files import read_adapter
 from nanovllm.lora.request import LoRARequest
+from nanovllm.lora.weights import read_packed
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_model
 
 Tensors = dict[str, Tensor]
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -265,3 +270,28 @@ def test_a_huge_config_is_refused_without_being_read(
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps({**config, "revision": "x" * (65 << 20)}))
     check_refused(llm, LoRARequest("a", 1, str(path), load_inplace=True), "a JSON file of a model has at most")
+
+
+def test_mutated_files_are_refused_or_read(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Bytes of the config or of the header of the tensors are changed, cut or repeated: no other error comes out."""
+    spec = load_decoder_spec(str(model[0]), {})
+    decoder = load_model(model[0], spec, torch.float32, torch.device("cpu"))
+    path, random = write_adapter(tmp_path / "a", adapter_tensors(model[1], ["q_proj"])), Random(1)
+    original = {name: (path / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    refused = 0
+    for _ in range(400):
+        name = random.choice(list(original))
+        content = bytearray(original[name])
+        for _ in range(random.randrange(1, 4)):
+            at = random.randrange(min(len(content), 900))
+            new = bytes(random.choice(b'0123456789{}[]",:-eE \0\xff') for _ in range(random.randrange(3)))
+            content[at : at + random.randrange(3)] = new
+        (path / name).write_bytes(bytes(content[: random.choice([len(content), len(content), random.randrange(900)])]))
+        try:
+            read_packed(read_adapter(path, spec, 8), decoder)
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 1500
+        (path / name).write_bytes(original[name])
+    assert 200 < refused < 400
+    read_packed(read_adapter(path, spec, 8), decoder)

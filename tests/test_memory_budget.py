@@ -20,9 +20,12 @@ LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)
 ALL_RESIDENT = 24  # more blocks than the prompts and their answers fill, ring included
 
 
-def logits_of_run(model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int, way: str) -> tuple[Tensor, bool]:
+def logits_of_run(
+    model_dir: Path, dtype: str, num_gpu_blocks: int, num_prompts: int, way: str, kv_cache_dtype: str = "auto"
+) -> tuple[Tensor, bool]:
     """All logits, `[sampled rows, vocab]`, per request; and whether prefill ran layer by layer."""
     arguments = offloaded(BLOCK, num_gpu_blocks, 40, max_num_batched_tokens=CHUNK, cpu_attention=False)
+    arguments["kv_cache_dtype"] = kv_cache_dtype
     with LLM(model_dir, dtype=dtype, **arguments) as llm:
         set_prefill(llm, way)
         layerwise_memory = watch_layerwise(llm)
@@ -36,21 +39,26 @@ def sorted_logits(llm: LLM, num_prompts: int) -> Tensor:
     return torch.stack([logits[key] for key in sorted(logits)])
 
 
-WIDE, LARGE_HEADS = ("float32", 32, 3), ("bfloat16", 128, 3)  # dtype, head_dim, layers
-MODELS = (WIDE, LARGE_HEADS, ("bfloat16", 32, 1), ("float32", 24, 2))  # 24: torch's operator
+# dtype, head_dim, layers, kv_cache_dtype
+WIDE, LARGE_HEADS = ("float32", 32, 3, "auto"), ("bfloat16", 128, 3, "auto")
+INT8, FP8 = ("bfloat16", 64, 2, "int8"), ("float32", 32, 3, "fp8")
+TORCH = (("float32", 24, 2, "auto"), ("float32", 24, 2, "int8"))  # its operator takes heads of 24
+MODELS = (WIDE, LARGE_HEADS, INT8, FP8, ("bfloat16", 32, 1, "auto"), *TORCH)
 
 
-@pytest.mark.parametrize(("model", "num_prompts"), fast_products([(WIDE, 3), (LARGE_HEADS, 1)], MODELS, (1, 3)))
+@pytest.mark.parametrize(
+    ("model", "num_prompts"), fast_products([(WIDE, 3), (LARGE_HEADS, 1), (INT8, 1)], MODELS, (1, 3))
+)
 def test_logits_are_bit_identical_for_every_device_budget(
-    tmp_path: Path, model: tuple[str, int, int], num_prompts: int
+    tmp_path: Path, model: tuple[str, int, int, str], num_prompts: int
 ) -> None:
-    dtype, head_dim, layers = model
+    dtype, head_dim, layers, stored = model
     make_checkpoint(tmp_path, vocab=VOCAB, dtype=dtype, head_dim=head_dim, layers=layers)
-    resident, is_layerwise = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major")
+    resident, is_layerwise = logits_of_run(tmp_path, dtype, ALL_RESIDENT, num_prompts, "layer-major", stored)
     assert torch.isfinite(resident.float()).all() and not is_layerwise, "there is nothing to save"
     for num_gpu_blocks in range(4, ALL_RESIDENT):
         for way in PREFILL_WAYS if num_gpu_blocks % 4 == 0 else ("layer-major",):
-            streamed, is_layerwise = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts, way)
+            streamed, is_layerwise = logits_of_run(tmp_path, dtype, num_gpu_blocks, num_prompts, way, stored)
             assert torch.equal(streamed, resident), f"num_gpu_blocks={num_gpu_blocks}, {way}"
             if num_gpu_blocks == 4:
                 assert is_layerwise == (way == "layer-major" and head_dim % 16 == 0)

@@ -37,7 +37,7 @@ def table_and_slots() -> tuple[AttentionMetadata, Tensor]:
 
 def step_of(pool: Tensor, window: int | None = None) -> PagedStep:
     table, slots = table_and_slots()
-    step = NativeAttention().paged_step(pool, slots, table, HEADS, 0.2, window)
+    step = NativeAttention().paged_step(pool, slots, table, pool.dtype, HEADS, 0.2, window)
     assert step is not None
     return step
 
@@ -62,7 +62,7 @@ def test_many_rows_go_the_other_way() -> None:
     pool, _, _, _ = tensors(torch.float32)
     table = AttentionMetadata([SequenceMetadata(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
     slots = torch.arange(MAX_STEP_ROWS + 1)
-    assert NativeAttention().paged_step(pool, slots, table, HEADS, 0.2, None) is None
+    assert NativeAttention().paged_step(pool, slots, table, pool.dtype, HEADS, 0.2, None) is None
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -76,8 +76,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="no layer 3"):
         step.attend(LAYERS, q, k, v)
     with pytest.raises(ValueError, match="no slot"):
-        backend.paged_step(pool, slots + BLOCKS * BLOCK_SIZE, table, HEADS, 0.2, None)
+        backend.paged_step(pool, slots + BLOCKS * BLOCK_SIZE, table, pool.dtype, HEADS, 0.2, None)
     with pytest.raises(ValueError, match="no block"):
-        backend.paged_step(pool[:, :3], slots.clamp(max=14), table, HEADS, 0.2, None)
+        backend.paged_step(pool[:, :3], slots.clamp(max=14), table, pool.dtype, HEADS, 0.2, None)
     with pytest.raises(ValueError, match="rows of q"):
-        backend.paged_step(pool, slots[:-1], table, HEADS, 0.2, None)
+        backend.paged_step(pool, slots[:-1], table, pool.dtype, HEADS, 0.2, None)

@@ -181,6 +181,19 @@ def test_logits_are_those_of_transformers_on_the_dequantized_weights(
     assert (torch.tensor(found).double() - expected).abs().max() < LOGPROB_BOUND
 
 
+@pytest.mark.parametrize("variant", ["gptq-64", "awq-128", "pack-quantized-asymmetric", "fp8"])
+def test_the_last_group_may_be_shorter(variant: str, tmp_path: Path) -> None:
+    """Groups of 64 or 128 and blocks of 128 in 96 inputs; 160 in the MLP."""
+    make_checkpoint(tmp_path / "plain", hidden=96, intermediate=160, heads=4, kv_heads=2, head_dim=24, vocab=VOCAB)
+    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
+    expected, decoder = dequantized(path), load(path)
+    for linear in (each for layer in decoder.layers for each in layer.linears):
+        rows = torch.cat([expected[f"{module}.weight"] for module in linear.parts])
+        assert torch.equal(weight_of(linear), rows), linear.parts
+        x = torch.randn(30, linear.in_features, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(linear(x), x @ rows.T, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_of_the_network(dtype: str, quantized: Callable[[str], Path]) -> None:
     prompt = random_prompt(40, VOCAB, 2)
@@ -234,6 +247,17 @@ def test_recall_with_an_eighth_of_the_kv_cache_on_the_device(variant: str, tmp_p
         assert llm.kv_stats().transfers.h2d_copies > 0
     assert len(positions) > 50
     assert answers == [expected_answer(document, position, answer_len) for position in positions]
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Every expert's matrices are quantized; the router is plain."""
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", vocab=VOCAB)
+    path = quantize(tmp_path / "plain", tmp_path / "quantized", "gptq-32-asymmetric")
+    decoder, prompts = load(path), [random_prompt(length, VOCAB, 5) for length in (30, 3)]
+    assert all(weight.dense is None for weight in decoder.layers[0].mlp.weights())
+    assert decoder.weight_bytes == parameter_bytes(decoder)
+    with LLM(path, **SMALL) as llm, LLM(write_dequantized(path, tmp_path / "dequantized"), **SMALL) as reference:
+        assert token_ids(llm, prompts, greedy(6)) == token_ids(reference, prompts, greedy(6))
 
 
 # ---- modules that stay plain

@@ -77,6 +77,19 @@ def test_4k(
     ask_everything(tmp_path, 4096, block, chunk, dtype, way, cpu_attention=cpu_attention)
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype", "way"),
+    fast_products(
+        [("int8", "bfloat16", PREFILL_WAYS[0]), ("fp8", "bfloat16", PREFILL_WAYS[1])],
+        ("int8", "fp8"),
+        ("bfloat16", "float32"),
+        PREFILL_WAYS,
+    ),
+)
+def test_4k_in_8_bits(tmp_path: Path, kv_cache_dtype: str, dtype: str, way: str) -> None:
+    ask_everything(tmp_path, 4096, 64, 700, dtype, way, kv_cache_dtype=kv_cache_dtype)
+
+
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("way", PREFILL_WAYS)
 def test_several_documents_at_once_and_short_requests_between(tmp_path: Path, way: str) -> None:

@@ -143,7 +143,7 @@ def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     new = torch.tensor([s.query_start for s in case.sequences], device=DEVICE)
     rows, k, v = 8, random(8, 2, 32, dtype=dtype, seed=3), random(8, 2, 32, dtype=dtype, seed=4)
     pools = torch.stack([case.pool.nan_to_num(7.0), case.pool])  # the layer is the second
-    geometry = AttentionGeometry(shape.scale, shape.heads, (None, window))
+    geometry = AttentionGeometry(shape.scale, shape.heads, (None, window), dtype)
     tables = DecodeTables(pools, geometry, TritonAttention(), 9, 3000)
     tables.fill([*sequences[::-1], *sequences[:4]], 9)  # a step before
     tables.fill(sequences, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from packed_cases import VARIANTS, random_weight
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, TRITON_MARKS
 
+from nanovllm.ops import packed_weights, triton_packed
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
 from nanovllm.ops.triton_packed import SCHEMES, PackedConfig, packed_config, packed_linear
 
@@ -98,3 +100,14 @@ def test_tiles_fit_the_sizes(rows: int, out_features: int, in_features: int, gro
     assert packed_config(min(rows, 16), out_features, in_features, group) == packed_config(
         1 if rows <= 16 else 16, out_features, in_features, group
     )
+
+
+def test_which_products_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton computes, int4, int8 and fp8 weights go there with one group size; GGUF's types go to torch."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(packed_weights, "use_triton", lambda x: True)
+    monkeypatch.setattr(triton_packed, "packed_linear", lambda *args: calls.append(args))
+    x = torch.empty(3, 256, device="meta")
+    for variant in ("int4 zeros", "int8 channel", "fp8 tensor", "q4_k"):
+        packed_weights.packed_linear(x, random_weight(variant, 32, 256).to("meta"))
+    assert [(call[1], call[5]) for call in calls] == [("int4", 32), ("int8", 256), ("fp8", 256)]

@@ -80,7 +80,12 @@ def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
     [
         ("quantization_config", {"a": 1}, "quantization_config={'a': 1}: not supported: how a checkpoint is quantized"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill=False: not supported: long prompts are always"),
-        ("kv_cache_dtype", "fp8", "kv_cache_dtype='fp8': not supported: K and V are stored in the dtype of the model"),
+        ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype='fp8_e5m2': must be one of auto, fp8, fp8_e4m3, int8"),
+        (
+            "calculate_kv_scales",
+            True,
+            "calculate_kv_scales=True: not supported: all layers store K and V",
+        ),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2: not supported: the engine runs one model"),
         ("fully_sharded_loras", True, "fully_sharded_loras=True: not supported: LoRA adapters apply to"),
         ("cpu_offload_gb", 4, "cpu_offload_gb=4: not supported: weights stay on the device: enable_cpu_offload=True"),

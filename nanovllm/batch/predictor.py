@@ -12,7 +12,7 @@ from nanovllm.batch.inputs import check_pyarrow, python_row
 from nanovllm.batch.replica import Replica, ReplicaSettings
 from nanovllm.batch.results import with_results
 from nanovllm.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
-from nanovllm.errors import EngineError, RequestError, quoted, told
+from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
 
 if TYPE_CHECKING:
     import pyarrow
@@ -70,11 +70,11 @@ class LLMPredictor:
         results, requests = [], []
         for index, columns in enumerate(rows):
             try:
-                request = self._format.request(Row(index, f"row {index}", columns, None))
+                with as_request_error("the row cannot be read"):
+                    request = self._format.request(Row(index, f"row {index}", columns, None))
+                    requests.append(self._seeded(request, columns.get("id")))
             except RequestError as error:
                 results.append(failed_result(index, str(error)))
-                continue
-            requests.append(self._seeded(request, columns.get("id")))
         results += self._replica.add(requests)
         while self._replica.has_work:
             results += self._replica.step()

@@ -147,6 +147,8 @@ class RowFormat:
         if options and messages is None:
             raise RequestError(f"{next(iter(options))} is for a chat template: give messages")
         token_ids = given.get("prompt_token_ids")
+        if token_ids is not None and not isinstance(token_ids, list):
+            raise RequestError(f"prompt_token_ids must be a list of token ids, got {quoted(token_ids)}")
         return RowRequest(index, prompt, token_ids, messages, _params(given), options, given.get("cache_salt"))
 
 

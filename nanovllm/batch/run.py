@@ -16,7 +16,7 @@ from nanovllm.batch.results import ResultDirectory
 from nanovllm.batch.router import Router, WaitingRow, prefix_hashes
 from nanovllm.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
 from nanovllm.engine.progress import Progress
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import EngineError, RequestError, as_request_error
 
 WINDOW = 2  # most rows with a replica, as a multiple of max_num_seqs, so that one is always ready to run
 IDLE = 4  # a replica with fewer than max_num_seqs / IDLE rows has too little to do
@@ -144,12 +144,16 @@ class BatchRun:
                 self._has_read_all = True
                 return
             try:
-                request = self.row_format.request(row)
+                router.add(self._waiting(row))
             except RequestError as error:
                 self._write(row, failed_result(row.index, f"{row.source}: {error}"))
-                continue
-            hashes = prefix_hashes(request.prefix_parts()) if router.by_prefix else ()
-            router.add(WaitingRow(row, request, hashes, request.num_characters))
+
+    def _waiting(self, row: Row) -> WaitingRow:
+        """The row with its request. Raises RequestError, whatever is wrong with it."""
+        with as_request_error("the row cannot be read"):
+            request = self.row_format.request(row)
+            hashes = prefix_hashes(request.prefix_parts()) if self.router.by_prefix else ()
+            return WaitingRow(row, request, hashes, request.num_characters)
 
     # ---- rows to replicas
 

@@ -37,7 +37,8 @@ PROGRESS = "show progress on standard error (default: if that is a terminal)"
 EXAMPLE_OBJECT = '{"top_p": 0.9}'
 HELP = {
     "device": "cpu or cuda (default: cuda if available)",
-    "dtype": "of weights and KV cache: bfloat16, float16 or float32; auto is the checkpoint's",
+    "dtype": "of the model: bfloat16, float16 or float32; auto is the checkpoint's",
+    "kv_cache_dtype": "of K and V: auto is the model's dtype; fp8 (or fp8_e4m3) and int8 halve 16-bit K and V",
     "max_model_len": "longest sequence in tokens; none: what the model's positions and the KV cache allow",
     "max_num_seqs": "sequences in a step",
     "max_num_batched_tokens": "tokens in a step; longer prompts are computed in chunks",

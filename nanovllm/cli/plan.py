@@ -14,6 +14,7 @@ T = TypeVar("T")
 ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "dtype",
     "hf_overrides",
+    "kv_cache_dtype",
     "kvcache_block_size",
     "max_model_len",
     "max_num_batched_tokens",

@@ -32,6 +32,8 @@ from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.ops import select_backend, select_cpu_backend
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.planner.network import Network
@@ -49,7 +51,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
     num_ranks = given.get("tensor_parallel_size", 1)
     spec = spec.of_rank(0, num_ranks) if num_ranks > 1 else spec
-    network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype))
+    network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
     if args.gpu_mem is not None:
         return _plan(args, network, None)
     if args.host_mem is not None:
@@ -141,7 +143,7 @@ def _this_memory(network: Network, config: EngineConfig, device: Device) -> Memo
     remedy = "take a smaller model or dtype, or plan for another machine with --gpu-mem"
     weights = network.weight_bytes * (network.num_ranks if device.shares_host else 1)
     check_fits("the weights take", weights, device.free_memory(), "the device has", remedy)
-    backend = select_backend(device.torch_device, network.spec.head_dim)
+    backend = _backend(network, device)
     if device.torch_device.type == "cpu":
         model = _meta_decoder(network)
         model.chunk_rows = CPU_CHUNK_ROWS
@@ -198,6 +200,12 @@ def _measured(network: Network, sizing: KVSizing, device: Device) -> Rates:
     sizes, config = ProbeSizes(), sizing.config
     dtype: torch.dtype = getattr(torch, network.dtype)
     model = random_model(network.spec, dtype, device, sizes)
-    backend = select_backend(device.torch_device, network.spec.head_dim)
+    backend = _backend(network, device)
     ring_slots, block_size = sizing.plan().split.ring_slots, sizing.layout.block_size
-    return measure_rates(Probe(device, model, backend, block_size, ring_slots, config.max_num_batched_tokens, sizes))
+    chunk = config.max_num_batched_tokens
+    return measure_rates(Probe(device, model, backend, block_size, ring_slots, chunk, sizes, network.kv_cache_dtype))
+
+
+def _backend(network: Network, device: Device) -> AttentionBackend:
+    stored = stored_dtype(network.kv_cache_dtype, getattr(torch, network.dtype))
+    return select_backend(device.torch_device, network.spec.head_dim, stored)

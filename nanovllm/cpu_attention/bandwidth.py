@@ -13,6 +13,7 @@ from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import empty_task
+from nanovllm.ops.kv_quantization import head_dim_of
 from nanovllm.ops.timing import attend_once, call_seconds
 
 _PROBE_BYTES = 32 << 20  # of KV: more than most processor caches hold, and quickly read
@@ -54,8 +55,8 @@ def _seconds_of_attention(
     pool: Tensor, geometry: AttentionGeometry, backend: AttentionBackend, finish: Callable[[], None] = lambda: None
 ) -> float:
     """Seconds of one query token over all of the pool `[blocks, 2, kv_heads, block_size, head_dim]`."""
-    blocks, _, _, block_size, head_dim = pool.shape
-    q = torch.zeros(1, geometry.num_heads, head_dim, dtype=pool.dtype, device=pool.device)
+    blocks, _, _, block_size, _ = pool.shape
+    q = torch.zeros(1, geometry.num_heads, head_dim_of(pool), dtype=geometry.dtype, device=pool.device)
     end = blocks * block_size
     table = AttentionMetadata([SequenceMetadata(0, 1, end - 1, 0, end, range(blocks))])
 

@@ -32,7 +32,7 @@ class ConcurrentCpuAttention:
         self._device = engine.device
         self._geometry = geometry
         self._num_threads = num_threads
-        self._staging = Staging(engine, geometry.num_heads)
+        self._staging = Staging(engine, geometry)
         self._meter = Meter()
         self._prepared: Mapping[int | None, HostAttention] = {}  # of the step, by sliding window
         self._launched = False  # in the current step
@@ -109,10 +109,10 @@ class Staging:
     has queries.
     """
 
-    def __init__(self, engine: OffloadEngine, heads: int) -> None:
+    def __init__(self, engine: OffloadEngine, geometry: AttentionGeometry) -> None:
         self._device = device = engine.device
-        self._heads, self._head_dim = heads, engine.layout.head_dim
-        head_dim, dtype = engine.layout.head_dim, engine.host.dtype
+        self._heads, self._head_dim = heads, head_dim = geometry.num_heads, engine.layout.head_dim
+        dtype = geometry.dtype
         queries = (MAX_CPU_ATTENTION_TOKENS, heads, head_dim)
         partial = (MAX_CPU_ATTENTION_TOKENS * heads * (head_dim + 1) + _GRANULE,)
         self.queries = device.empty("CPU attention queries", queries, dtype)

@@ -10,7 +10,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,11 @@ from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device import Device, Graph
 from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
-from nanovllm.kvcache.block_size import RESIDENT_BLOCK_SIZE
+from nanovllm.kvcache.block_size import layout_of
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
+from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.ops.upload import refill
 
 logger = logging.getLogger(__name__)
@@ -177,9 +178,10 @@ def _scratch_tables(
     spec = model.spec
     if config.enable_cpu_offload:
         return None
-    shape = (2, spec.num_kv_heads, config.kvcache_block_size or RESIDENT_BLOCK_SIZE, spec.head_dim)
-    pool = torch.zeros(shape, dtype=model.dtype, device=model.device).expand(spec.num_layers, 1, *shape)
-    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
+    shape = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads).block_shape
+    dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
+    pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
+    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), model.dtype)
     return _decode_tables(AttendedPool(pool, geometry, backend), max_rows, config.max_model_len or spec.max_model_len)
 
 

@@ -24,6 +24,7 @@ from nanovllm.device.base import CallStream, Device, Event, HostTask, PitchedCop
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 
 GRANULE = 16  # bytes tracked together; the size of every KV row is a multiple
+SMALL_GRANULE = 4  # in memory with elements of one byte, whose rows end with a scale of four
 
 Clock = dict[str, int]
 
@@ -59,8 +60,9 @@ class Memory:
         self._tensor = tensor  # keeps the addresses from being reused
         self.start = tensor.data_ptr()
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
-        self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // GRANULE
-        self.writer = np.zeros(-(-tensor.nbytes // GRANULE), dtype=np.int32)
+        self.granule = SMALL_GRANULE if tensor.element_size() == 1 else GRANULE
+        self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // self.granule
+        self.writer = np.zeros(-(-tensor.nbytes // self.granule), dtype=np.int32)
         self.readers: dict[str, np.ndarray] = {}
 
     def piece(self, granule: int) -> str:
@@ -189,11 +191,12 @@ class OrderingCheck(DeviceWrapper):
             return []
         memory = self._memories[index]
         first = rows.start - memory.start
-        if first >= memory.writer.size * GRANULE:
+        size = memory.granule
+        if first >= memory.writer.size * size:
             return []
-        assert first % GRANULE == rows.width % GRANULE == (rows.pitch % GRANULE if rows.height > 1 else 0) == 0
+        assert first % size == rows.width % size == (rows.pitch % size if rows.height > 1 else 0) == 0
         starts = range(first, first + rows.height * rows.pitch, rows.pitch) if rows.height > 1 else (first,)
-        return [(memory, slice(start // GRANULE, (start + rows.width) // GRANULE)) for start in starts]
+        return [(memory, slice(start // size, (start + rows.width) // size)) for start in starts]
 
     def _require_order(
         self, clock: Clock, access: Access, verb: str, memory: Memory, part: slice, seen: np.ndarray

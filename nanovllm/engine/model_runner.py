@@ -19,10 +19,9 @@ from nanovllm.engine.profiling import measure_memory, reserve_for_adapters
 from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
 from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
-from nanovllm.kvcache.block_size import block_size_of
+from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.kvcache.sizing import smallest
@@ -34,6 +33,7 @@ from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
+from nanovllm.ops.kv_quantization import dtype_name, stored_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +49,13 @@ class ModelRunner:
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
         self._closed = False
-        self._backend = select_backend(self.device.torch_device, self.spec.head_dim)
+        self._kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
+        self._backend = select_backend(self.device.torch_device, self.spec.head_dim, self._kv_dtype)
         logger.info("attention backend: %s", self._backend.name)
         self.model = _load(config, self.spec, self.dtype, self.device, group)
         self.spec = self.model.spec  # of this rank
         keep_batch_invariance(config, self.model, self._backend)
-        token_layer_bytes = 2 * self.spec.most_kv_heads * self.spec.head_dim * self.dtype.itemsize
-        layout = KVLayout(
-            num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.most_kv_heads,
-            head_dim=self.spec.head_dim,
-            block_size=block_size_of(config, token_layer_bytes, self.spec.max_model_len),
-            itemsize=self.dtype.itemsize,
-        )
+        layout = layout_of(config, self.spec, self.dtype.itemsize)
         if group is not None:
             group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
@@ -150,8 +144,8 @@ class ModelRunner:
         """The KV cache of the plan's sizes, and the execution orders other than `ChunkOrder` that it allows."""
         spec, plan, config = self.spec, self.plan, self.sizing.config
         layout = replace(self.sizing.layout, num_kv_heads=spec.num_kv_heads)
-        geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows))
-        device, dtype, backend, num_swap = self.device, self.dtype, self._backend, self.num_swap_blocks
+        geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), self.dtype)
+        device, dtype, backend, num_swap = self.device, self._kv_dtype, self._backend, self.num_swap_blocks
         if not config.enable_cpu_offload:
             return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks, num_swap), []
         engine = OffloadEngine(device, layout, dtype, plan.split, plan.num_cpu_blocks, num_swap, plan.layerwise_memory)
@@ -182,11 +176,12 @@ class ModelRunner:
         host_bytes = plan.num_cpu_blocks * layout.block_bytes
         resident = min(plan.max_model_len, plan.split.resident_blocks * layout.block_size) * layout.token_bytes
         streamed = plan.max_model_len * layout.token_bytes - resident
+        stored = f" in {dtype_name(self._kv_dtype)} with scales" if layout.scale_bytes else ""
         for line in (
             f"# {device} blocks: {plan.num_gpu_blocks}, # {host} blocks: {plan.num_cpu_blocks}; longest prompt: "
             f"{plan.max_model_len} tokens (limit: {self.sizing.longest_limit(plan)})",
-            f"weights {self.model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token; on the "
-            f"device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens and "
+            f"weights {self.model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}; "
+            f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens and "
             f"{plan.split.ring_slots} ring slots, on the host {host_bytes / mib:,.1f} MiB",
             f"of the longest prompt's KV cache {resident / mib:,.1f} MiB stay on the device and {streamed / mib:,.1f} "
             "MiB are on the host",

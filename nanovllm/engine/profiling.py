@@ -7,6 +7,7 @@ counted.
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.forward_context import ForwardContext, KVCache
-from nanovllm.kvcache.block_size import block_size_of
+from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
@@ -29,19 +30,21 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.kv_quantization import stored_dtype
 
 
 class ScratchKVCache:
     """A KV cache of a single block, used as every block of one sequence of max_num_batched_tokens tokens."""
 
     def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
-        spec, tokens, block_size = model.spec, config.max_num_batched_tokens, _block_size(model, config)
+        spec, tokens = model.spec, config.max_num_batched_tokens
+        layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
         self._backend = backend
         self._scale = spec.head_dim**-0.5
         self._windows = spec.sliding_windows
-        shape = (1, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self._pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        blocks = [0] * -(-tokens // block_size)
+        dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
+        self._pool = torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device)
+        blocks = [0] * -(-tokens // layout.block_size)
         self._table = AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, blocks)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -134,13 +137,10 @@ def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     if not sized_from_memory(config):  # no step has more than all blocks hold
         blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
-        tokens, seqs = min(tokens, blocks * _block_size(model, config)), min(seqs, blocks)
+        block_size = layout_of(config, model.spec, model.dtype.itemsize).block_size
+        tokens, seqs = min(tokens, blocks * block_size), min(seqs, blocks)
     what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
     check_fits(what, least_step_bytes(model, tokens, seqs), free, "next to the weights the device has", "lower them")
-
-
-def _block_size(model: Decoder, config: EngineConfig) -> int:
-    return block_size_of(config, 2 * model.spec.kv_size * model.dtype.itemsize, model.spec.max_model_len)
 
 
 def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:

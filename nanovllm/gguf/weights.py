@@ -13,7 +13,8 @@ from torch import Tensor
 from nanovllm.gguf.header import TensorType
 from nanovllm.layers.linear import linear
 from nanovllm.layers.linear_method import NamedSlots, WeightSlot
-from nanovllm.ops.packed_weights import PackedWeight, dequantize, gguf_weight, packed_linear
+from nanovllm.ops.cpu_kernels import WeightPart
+from nanovllm.ops.packed_weights import PackedWeight, dequantize, gguf_weight, kernel_weight, packed_linear
 
 # For random weights. Of each type the bytes of a block that hold fp16 numbers, and their values as a multiple of
 # 1 / sqrt(columns) if all other bytes are random, so that the weights have mean 0 and variance 1 / columns.
@@ -75,6 +76,12 @@ class GgufWeight:
             (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels())
             for sizes, kind, weight in self._groups
         ]
+
+    def kernel_parts(self) -> Sequence[WeightPart] | None:
+        weights = [weight for _, _, weight in self._groups]
+        if any(isinstance(weight, PackedWeight) and weight.panel_outputs is None for weight in weights):
+            return None
+        return [weight if isinstance(weight, Tensor) else kernel_weight(weight) for weight in weights]
 
     def use_torch_products(self) -> None:
         """torch has no products with these types."""

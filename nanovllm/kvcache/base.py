@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nanovllm.forward_context import ForwardContext
@@ -23,6 +24,7 @@ class AttentionGeometry:
     scale: float
     num_heads: int  # query heads
     windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
+    dtype: torch.dtype  # of queries, keys and values; the KV cache may store 8 bits of them
 
 
 @dataclass(frozen=True, slots=True)

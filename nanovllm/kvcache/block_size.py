@@ -1,13 +1,39 @@
-"""Tokens in a KV block where the user names no number. No torch."""
+"""The layout of an engine's KV cache, and the tokens in a block where the user names no number. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Protocol
+
 from nanovllm.config import EngineConfig
+from nanovllm.kvcache.layout import KVLayout
 
 RESIDENT_BLOCK_SIZE = 256  # fine enough for short requests, coarse enough for the work per block
 MOST_OFFLOAD_BLOCK_SIZE = 4096
 LINK_COPY_BYTES = 1 << 20  # a copy of that size takes several times as long as issuing it, on any link of today
 BLOCKS_OF_LONGEST = 128  # a quarter of a request of 1/32 of the longest length
+
+
+class KVHeads(Protocol):
+    """What the layout needs of a model's `DecoderSpec`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def most_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+
+def layout_of(config: EngineConfig, spec: KVHeads, itemsize: int) -> KVLayout:
+    """The layout of the engine's KV cache, on the tensor-parallel rank with the most KV heads.
+
+    itemsize: bytes of one element of the model's dtype.
+    """
+    layout = KVLayout.of(config.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, 1, itemsize)
+    return replace(layout, block_size=block_size_of(config, layout.token_layer_bytes, spec.max_model_len))
 
 
 def block_size_of(config: EngineConfig, token_layer_bytes: int, model_max_len: int) -> int:

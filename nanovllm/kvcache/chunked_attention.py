@@ -28,6 +28,7 @@ from nanovllm.kvcache.step_plan import (
 )
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.merge import merge_states_
+from nanovllm.ops.row_kernels import as_stored
 from nanovllm.ops.triton_support import use_triton
 
 
@@ -109,6 +110,7 @@ class OffloadedKVCache(KVCacheBase):
         Uses up the next ring groups that were announced to the engine: layers must be attended in order, each once a
         step. Raises EngineError otherwise.
         """
+        k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
         window = self._geometry.windows[layer]
         plan, state, cpu_attention = self._plans[window], AttentionState.empty(q), self.cpu_attention
         if cpu_attention is not None:

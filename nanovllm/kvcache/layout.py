@@ -2,12 +2,13 @@
 
 A block is `[2, kv_heads, block_size, head_dim]` for each layer, K before V and heads before tokens. The device pool is
 layer-major, so that one layer's pool is one tensor; the host pool is block-major, so that one layer of one block is
-contiguous for streaming, and so are all layers of a block. A ring slot holds one layer of one block.
+contiguous for streaming, and so are all layers of a block. A ring slot holds one layer of one block. In 8 bits a row of
+head_dim elements ends with its scale (`nanovllm.ops.kv_quantization`): copies move it like any other bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,20 @@ class KVLayout:
     head_dim: int
     block_size: int
     itemsize: int  # bytes of one element
+    scale_bytes: int = 0  # behind the elements of a row; a multiple of itemsize
+
+    @classmethod
+    def of(
+        cls, kv_cache_dtype: str, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, itemsize: int
+    ) -> KVLayout:
+        """The layout for an engine argument; itemsize: bytes of one element of the model's dtype."""
+        plain = cls(num_layers, num_kv_heads, head_dim, block_size, itemsize)
+        return plain if kv_cache_dtype == "auto" else replace(plain, itemsize=1, scale_bytes=4)
 
     @property
     def row_bytes(self) -> int:
         """K or V of one token and one KV head."""
-        return self.head_dim * self.itemsize
+        return self.head_dim * self.itemsize + self.scale_bytes
 
     @property
     def rows_per_token(self) -> int:
@@ -57,7 +67,7 @@ class KVLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
-        return (2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (2, self.num_kv_heads, self.block_size, self.row_bytes // self.itemsize)
 
     def device_pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (self.num_layers, num_blocks, *self.block_shape)

@@ -80,9 +80,9 @@ class PagedKVCache(KVCacheBase):
             for window in set(self._geometry.windows)
         }
         if isinstance(self._backend, NativeAttention):
-            heads, scale = self._geometry.num_heads, self._geometry.scale
+            dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
             self._few_rows = {
-                window: self._backend.paged_step(self._pool, self._slots, table, heads, scale, window)
+                window: self._backend.paged_step(self._pool, self._slots, table, dtype, heads, scale, window)
                 for window, table in self._tables.items()
             }
         return self._slots

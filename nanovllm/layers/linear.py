@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -64,6 +64,9 @@ class DenseWeight:
 
     def finish_loading(self) -> None:
         """The kernels read the plain form as it is."""
+
+    def kernel_parts(self) -> Sequence[Tensor]:
+        return [self.dense]
 
     def use_torch_products(self) -> None:
         self._product = fastest_linear

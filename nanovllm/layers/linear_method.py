@@ -6,13 +6,15 @@ checkpoint brings its own `LinearMethod`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from nanovllm.ops.cpu_kernels import WeightPart
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' codes of the types that convert to any other
 
@@ -85,6 +87,10 @@ class StoredWeight(Protocol):
 
     def finish_loading(self) -> None:
         """Called when all slots are filled: the weight may now be rearranged for its kernels."""
+        ...
+
+    def kernel_parts(self) -> Sequence[WeightPart] | None:
+        """The matrix as the kernels of a whole layer read it on the CPU, one part below the other, or None."""
         ...
 
     def use_torch_products(self) -> None:

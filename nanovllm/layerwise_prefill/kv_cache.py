@@ -24,6 +24,7 @@ from nanovllm.ops.attention import (
     SequenceMetadata,
     first_visible_block,
 )
+from nanovllm.ops.row_kernels import as_stored
 
 
 class LayerwiseKVCache:
@@ -69,7 +70,7 @@ class LayerwiseKVCache:
         state, window, total_len = AttentionState.empty(q), self._geometry.windows[layer], chunk.total_len
         visible = range(self._first_block(chunk, window), self._num_blocks(total_len))
         self._acquire(visible)
-        self._write(layer, chunk, k, v)
+        self._write(layer, chunk, as_stored(k, self._engine.ring.dtype), as_stored(v, self._engine.ring.dtype))
         blocks = ((index, self._block(layer, index)) for index in visible)
         held = (block[:, :, : total_len - index * self._block_size] for index, block in blocks)
         self._engine.device.declare_kernel("attend", reads=held)

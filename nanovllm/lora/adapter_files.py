@@ -86,7 +86,7 @@ def _check_names(path: Path, spec: DecoderSpec, config: AdapterConfig, stored: M
             raise ModelError(f"{path} holds {quoted(name)}: not supported: only lora_A and lora_B are read; {MERGE}.")
         if match[1] not in known and spec.experts is not None and f".{spec.experts.block}." in match[1]:
             raise ModelError(
-                f"{path} holds {quoted(name)}: not supported: routers and experts have no adapters; {MERGE}."
+                f"{path} holds {quoted(name)}: not supported: experts and routers are not adapted; {MERGE}."
             )
         if match[1] not in known:
             raise ModelError(

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.adapter import Adapter
-from nanovllm.errors import ModelError, told
+from nanovllm.errors import ConfigError, ModelError, told
 from nanovllm.lora.adapter_files import read_adapter, stamp_of
 from nanovllm.lora.batch_adapters import BatchAdapters, batch_parts
 from nanovllm.lora.sizing import most_elements
@@ -33,7 +33,6 @@ class LoRAManager:
         self._max_cpu_loras = config.num_cpu_loras
         elements = most_elements(model.spec, config.max_lora_rank)
         self._slots = torch.empty(config.max_loras, elements, dtype=model.dtype, device=model.device)
-        self._free_slots = list(range(config.max_loras))[::-1]
         # Both by the number of the adapter, the least recently used one first.
         self._on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()
         self._on_host: OrderedDict[int, PackedAdapter] = OrderedDict()
@@ -54,7 +53,8 @@ class LoRAManager:
                     packed = self._packed(adapter)
                 except Exception as error:  # of files that have changed, and of other libraries
                     logger.exception("the adapter %r cannot be loaded", adapter.request.lora_name)
-                    sentence = str(error).removesuffix(".") if isinstance(error, ModelError) else told(error)
+                    is_own = isinstance(error, ModelError | ConfigError)
+                    sentence = str(error).removesuffix(".") if is_own else told(error)
                     errors[adapter.number] = f"the adapter {adapter.request.lora_name!r} cannot be loaded: {sentence}"
                 else:
                     self._load(adapter.number, packed)
@@ -76,10 +76,10 @@ class LoRAManager:
         return list(self._on_host)
 
     def _load(self, number: int, packed: PackedAdapter) -> None:
-        if not self._free_slots:
-            _, (slot, _) = self._on_device.popitem(last=False)
-            self._free_slots.append(slot)
-        slot = self._free_slots.pop()
+        if len(self._on_device) == len(self._slots):
+            self._on_device.popitem(last=False)
+        taken = {slot for slot, _ in self._on_device.values()}
+        slot = next(slot for slot in range(len(self._slots)) if slot not in taken)
         memory = self._slots[slot, : packed.elements.numel()]
         memory.copy_(packed.elements)
         self._on_device[number] = (slot, packed.weights_in(memory))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanovllm.engine.adapter import Adapter
-from nanovllm.errors import ModelError, RequestError, quoted
+from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
 from nanovllm.lora.adapter_files import read_adapter, stamp_of
 from nanovllm.lora.request import LoRARequest
 from nanovllm.lora.sizing import reserved
@@ -35,7 +35,7 @@ class AdapterRegistry:
             )
         try:
             return self._find(lora_request)
-        except ModelError as error:
+        except (ModelError, ConfigError) as error:  # ConfigError: the file cannot be mapped
             sentence = str(error).removesuffix(".")
             raise RequestError(f"the adapter {quoted(lora_request.lora_name)} cannot be used: {sentence}") from error
 

@@ -63,8 +63,12 @@ class DecoderLayer:
         if isinstance(self.mlp, Experts):
             return None
         norms = (self.input_norm, self.qk_norm, self.post_norm)
-        products = [(each.weight.dense, each.bias) for each in self.linears]
+        products = [(each.weight.kernel_parts(), each.bias) for each in self.linears]
         return few_row_layer(norms, products, self.spec.rms_norm_eps, self.spec.head_dim)
+
+    def finish_loading(self) -> None:
+        """Called when the weights have the form in which their kernels read them."""
+        self.few_rows = self._few_rows()
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
@@ -228,6 +232,8 @@ class Decoder:
         """Called when all slots are filled: quantized weights may now be rearranged for their kernels."""
         for weight in self._weights():
             weight.finish_loading()
+        for layer in self.layers:
+            layer.finish_loading()
 
     def _weights(self) -> Iterator[StoredWeight]:
         yield self.embedding

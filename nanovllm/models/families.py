@@ -9,8 +9,9 @@ from typing import Any
 
 from nanovllm.errors import ModelError, quoted
 from nanovllm.layers.expert_spec import ExpertSpec
+from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.models.config_fields import COMMON_FIELDS
-from nanovllm.models.rope_config import rope_spec
+from nanovllm.models.rope_config import phi3_rope_spec, rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 ACTIVATIONS = ("silu", "swish")  # two names of one function
@@ -27,7 +28,7 @@ class FamilyFacts:
     mlp_bias: bool = False
     experts: ExpertSpec | None = None
     merged_projections: bool = False
-    partial_rotary: bool = False
+    rope: Callable[[Mapping[str, Any], int, int], RopeSpec] = rope_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _mixtral(config: Any) -> FamilyFacts:
 
 def _phi3(config: Any) -> FamilyFacts:
     windows = (config.sliding_window,) * config.num_hidden_layers
-    return FamilyFacts(windows, merged_projections=True, partial_rotary=True)
+    return FamilyFacts(windows, merged_projections=True, rope=phi3_rope_spec)
 
 
 _WINDOWS_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
@@ -164,7 +165,7 @@ def decoder_spec(family: Family, config: Any) -> DecoderSpec:
         o_bias=facts.o_bias,
         mlp_bias=facts.mlp_bias,
         tie_word_embeddings=config.tie_word_embeddings,
-        rope=rope_spec(config.rope_parameters, config.max_position_embeddings, head_dim, facts.partial_rotary),
+        rope=facts.rope(config.rope_parameters, config.max_position_embeddings, head_dim),
         sliding_windows=facts.sliding_windows,
         max_position_embeddings=config.max_position_embeddings,
         dtype=_dtype_name(config),

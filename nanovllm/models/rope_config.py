@@ -47,13 +47,13 @@ def rope_parameters(
     return found
 
 
-def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int, partial: bool = False) -> RopeSpec:
-    """Read Transformers' standardized `rope_parameters`. Raises ModelError on what is not supported.
+def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
+    """Read Transformers' standardized `rope_parameters`. Raises ModelError on what is not supported."""
+    return _spec_of_kind(parameters, max_position, head_dim, tuple(kind for kind in ROPE_KINDS if kind != "longrope"))
 
-    partial: whether the family can rotate a part of a head's features.
-    """
-    if not partial:
-        return _spec_of_kind(parameters, max_position, head_dim)
+
+def phi3_rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
+    """The same for Phi-3, which may rotate only the first features of a head, and has kinds of its own."""
     rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     if rotary_dim % 2 or not rotary_dim:
         raise ModelError(
@@ -61,12 +61,14 @@ def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int, p
             f"{head_dim} features of a head; it must be an even number above 0."
         )
     rotating_all = {**parameters, "partial_rotary_factor": None}
-    spec = _spec_of_kind(rotating_all, max_position, rotary_dim)
+    spec = _spec_of_kind(rotating_all, max_position, rotary_dim, ("default", "longrope"))
     return spec if rotary_dim == head_dim else replace(spec, rotary_dim=rotary_dim)
 
 
-def _spec_of_kind(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
-    kind = _kind(parameters)
+def _spec_of_kind(
+    parameters: Mapping[str, Any], max_position: int, head_dim: int, supported: tuple[str, ...]
+) -> RopeSpec:
+    kind = _kind(parameters, supported)
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ModelError(
             f"rope_parameters: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; "
@@ -91,12 +93,12 @@ def _spec_of_kind(parameters: Mapping[str, Any], max_position: int, head_dim: in
     return RopeSpec(kind, theta, factor, original_max_position=max_position)
 
 
-def _kind(parameters: Mapping[str, Any]) -> RopeKind:
+def _kind(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> RopeKind:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     for known in get_args(RopeKind):
-        if kind == known:
+        if kind == known and known in supported:
             return known
-    raise ModelError(f"RoPE kind {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}.")
+    raise ModelError(f"RoPE kind {kind!r} is not supported; supported: {', '.join(supported)}.")
 
 
 def _positive(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:

@@ -6,6 +6,7 @@ def attend(
     *,
     isa: str,
     dtype: str,
+    kv_dtype: str,
     q: int,
     q_strides: tuple[int, int],
     out: int,
@@ -30,6 +31,20 @@ def attend(
 
     Raises ValueError for sequences whose rows or blocks lie outside of what is given.
     """
+
+def quantize_rows(
+    *,
+    dtype: str,
+    kv_dtype: str,
+    x: int,
+    strides: tuple[int, int],
+    rows: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    threads: int,
+) -> None:
+    """Rows [tokens, heads, head_dim + 4] of x, whose strides are (token, head), both as addresses."""
 
 class Meter:
     """What tasks have read so far, and in what time."""
@@ -58,6 +73,7 @@ class HostAttention:
         *,
         isa: str,
         dtype: str,
+        kv_dtype: str,
         q: int,
         q_strides: tuple[int, int],
         out: int,
@@ -87,6 +103,7 @@ class PagedStep:
         *,
         isa: str,
         dtype: str,
+        kv_dtype: str,
         pool: int,
         layer_stride: int,
         block_stride: int,

@@ -91,8 +91,12 @@ def store_kv(
 ) -> None:
     """Strides in bytes, of k and v (token, head). Raises ValueError for a slot outside of the blocks."""
 
+class DenseWeight:
+    def __init__(self, *, address: int, in_features: int, out_features: int) -> None: ...
+
 class Linear:
-    def __init__(self, *, weight: int, bias: int, in_features: int, out_features: int) -> None: ...
+    def __init__(self, *, parts: list[DenseWeight | PackedWeight], bias: int) -> None:
+        """Weights one below the other. ValueError if their inputs differ."""
 
 class Norms:
     def __init__(self, *, input: int, heads: int, post: int, eps: float) -> None: ...

@@ -20,6 +20,13 @@ from nanovllm.ops.cpu_attention import NativeAttention, supports_head_dim
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
 from nanovllm.ops.kernel_config import tuned_entry
+from nanovllm.ops.kv_quantization import (
+    SCALE_BYTES,
+    dequantize_rows,
+    dtype_name,
+    has_scales,
+    quantize_rows_torch,
+)
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_support import triton_runs
@@ -29,11 +36,14 @@ logger = logging.getLogger(__name__)
 CHECK_BOUND = 2e-2  # largest error of output and LSE against fp64, for bf16 inputs of size 1
 
 
-def select_backend(torch_device: torch.device, head_dim: int) -> AttentionBackend:
-    """The backend for a device. Raises ConfigError if none computes correct results."""
+def select_backend(
+    torch_device: torch.device, head_dim: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> AttentionBackend:
+    """The backend for a device and KV blocks of kv_dtype. Raises ConfigError if none computes correct results."""
     if torch_device.type == "cpu":
         return select_cpu_backend(head_dim)
-    return first_right(cuda_backends(torch_device, head_dim), torch_device, head_dim)
+    backends = cuda_backends(torch_device, head_dim, kv_dtype)
+    return first_right(backends, torch_device, head_dim, kv_dtype)
 
 
 def select_cpu_backend(head_dim: int, num_threads: int | None = None) -> AttentionBackend:
@@ -56,13 +66,26 @@ def row_attention(backend: AttentionBackend) -> RowAttention | None:
     return backend if isinstance(backend, RowAttention) else None
 
 
-def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]:
-    """The available backends on a CUDA device, the preferred one first."""
+def cuda_backends(
+    device: torch.device, head_dim: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> list[AttentionBackend]:
+    """The available backends on a CUDA device for KV blocks of kv_dtype, the preferred one first.
+
+    Raises ConfigError for 8-bit blocks that none reads: the libraries know no scale for each token.
+    """
     own: AttentionBackend | None = None
     if triton_runs():
         from nanovllm.ops.triton_attention import TritonAttention
 
         own = TritonAttention()
+    if has_scales(kv_dtype):
+        if own is None or head_dim % SCALE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype={dtype_name(kv_dtype)!r}: on a GPU only the Triton kernels read 8-bit KV, and head_dim"
+                f" must be a multiple of {SCALE_BYTES}: Triton {'runs' if own else 'does not run'} here and head_dim is"
+                f" {head_dim}, so use kv_cache_dtype='auto'"
+            )
+        return [own]
     flash: list[AttentionBackend] = [
         FlashAttention(name, kernel, own) for name, kernel in flash_kernels(device, head_dim).items()
     ]
@@ -79,12 +102,17 @@ def cuda_backends(device: torch.device, head_dim: int) -> list[AttentionBackend]
     return [*preferred, *rest, CudnnAttention(cudnn_attention, own)]
 
 
-def first_right(backends: Iterable[AttentionBackend], device: torch.device, head_dim: int) -> AttentionBackend:
+def first_right(
+    backends: Iterable[AttentionBackend],
+    device: torch.device,
+    head_dim: int,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> AttentionBackend:
     """The first backend that agrees with the reference; a warning names each rejected backend."""
     tried = []
     for backend in backends:
         try:
-            difference = difference_from_reference(backend, device, head_dim)
+            difference = difference_from_reference(backend, device, head_dim, kv_dtype)
         except Exception as error:  # a library built for another torch or GPU may fail in any way
             logger.warning("attention backend %s is not used because it fails: %s", backend.name, error)
         else:
@@ -98,7 +126,9 @@ def first_right(backends: Iterable[AttentionBackend], device: torch.device, head
     )
 
 
-def difference_from_reference(backend: AttentionBackend, device: torch.device, head_dim: int) -> float:
+def difference_from_reference(
+    backend: AttentionBackend, device: torch.device, head_dim: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> float:
     """Largest error of output or LSE in prefill, of complete and partial blocks, and decode; NaN counts as infinite."""
     if isinstance(backend, CudnnAttention):
         backend = backend.for_every_block()
@@ -113,7 +143,9 @@ def difference_from_reference(backend: AttentionBackend, device: torch.device, h
     pool = torch.randn(4, 2, kv_heads, block_size, head_dim, generator=generator).to(device, torch.bfloat16)
     q = torch.randn(many + 1 + whole, heads, head_dim, generator=generator).to(device, torch.bfloat16)
     state = AttentionState.empty(q)
-    backend.attend(q, pool, AttentionMetadata(sequences), state, scale, None)
+    stored = quantize_rows_torch(pool, kv_dtype) if has_scales(kv_dtype) else pool
+    pool = dequantize_rows(stored, torch.float32) if has_scales(kv_dtype) else pool
+    backend.attend(q, stored, AttentionMetadata(sequences), state, scale, None)
     worst = 0.0
     for s in sequences:
         k, v = pool[list(s.block_table)].permute(1, 0, 3, 2, 4).reshape(2, -1, kv_heads, head_dim)[:, : s.kv_end]

@@ -1,6 +1,7 @@
 """Attention on the CPU in C++ over KV blocks where they are: exact, resumable and bit-reproducible.
 
-A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address.
+A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address; in 8
+bits its rows end with a scale (`ops.kv_quantization`), and the kernel widens a tile of them to q's dtype in the cache.
 Calls that continue from each other's (out, LSE) give the same bits as one call over all blocks. The bits depend on the
 instruction set and the block size, but not on block addresses, chunking, the number of threads or the batch.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from nanovllm.ops import _cpu_attention
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose
+from nanovllm.ops.kv_quantization import dtype_name, head_dim_of
 
 Meter = _cpu_attention.Meter
 
@@ -41,12 +43,14 @@ def attend_batch(
     lse: Tensor,
     window: int = 0,
     carry: bool = False,
+    kv_dtype: torch.dtype | None = None,
     isa: str | None = None,
     num_threads: int | None = None,
 ) -> None:
     """Attend the rows of many sequences, each over its own blocks, in one call.
 
-    q: [tokens, heads, head_dim] bf16, fp16 or fp32, the dtype of the blocks; head_dim a multiple of 16.
+    q: [tokens, heads, head_dim] bf16, fp16 or fp32; head_dim a multiple of 16.
+    kv_dtype: of the blocks: int8 or float8_e4m3fn; None is q's.
     blocks: int64 [n], addresses of KV blocks of all sequences, which must stay alive.
     rows: int64 [sequences, 7], as `AttentionMetadata.rows`.
     out: fp32 [tokens, heads, head_dim]; lse: fp32 [heads, tokens], natural log. Rows of no sequence are not written;
@@ -73,6 +77,7 @@ def attend_batch(
     _cpu_attention.attend(
         isa=choose(isa),
         dtype=KERNEL_DTYPES[q.dtype],
+        kv_dtype=dtype_name(kv_dtype or q.dtype),
         q=q.data_ptr(),
         q_strides=(q.stride(0), q.stride(1)),
         out=out.data_ptr(),
@@ -141,20 +146,28 @@ class NativeAttention:
             lse=state.lse,
             window=window or 0,
             carry=True,
+            kv_dtype=pool.dtype,
             num_threads=self._num_threads,
         )
 
     def paged_step(
-        self, pool: Tensor, slots: Tensor, table: AttentionMetadata, heads: int, scale: float, window: int | None
+        self,
+        pool: Tensor,
+        slots: Tensor,
+        table: AttentionMetadata,
+        dtype: torch.dtype,
+        heads: int,
+        scale: float,
+        window: int | None,
     ) -> PagedStep | None:
         """Attention of each layer of a step in one call per layer; None for more than MAX_STEP_ROWS rows.
 
         pool: [layers, blocks, 2, kv_heads, block_size, head_dim], each block contiguous; slots: int64 [rows], the
-        slot mapping of the new K/V without -1; heads: query heads.
+        slot mapping of the new K/V without -1; dtype: of the queries; heads: query heads.
         """
         if len(slots) > MAX_STEP_ROWS:
             return None
-        return PagedStep(pool, slots, table, heads, scale, window, self._num_threads or torch.get_num_threads())
+        return PagedStep(pool, slots, table, dtype, heads, scale, window, self._num_threads or torch.get_num_threads())
 
 
 class PagedStep:
@@ -165,17 +178,20 @@ class PagedStep:
         pool: Tensor,
         slots: Tensor,
         table: AttentionMetadata,
+        dtype: torch.dtype,
         heads: int,
         scale: float,
         window: int | None,
         num_threads: int,
     ) -> None:
-        layers, blocks, _, kv_heads, block_size, head_dim = pool.shape
-        self._pool, self._rows = pool, len(slots)
+        layers, blocks, _, kv_heads, block_size, _ = pool.shape
+        head_dim = head_dim_of(pool)
+        self._pool, self._rows, self._dtype = pool, len(slots), dtype
         self._shapes = ((self._rows, heads, head_dim), (self._rows, kv_heads, head_dim))
         self._step = _cpu_attention.PagedStep(
             isa=choose(),
-            dtype=KERNEL_DTYPES[pool.dtype],
+            dtype=KERNEL_DTYPES[dtype],
+            kv_dtype=dtype_name(pool.dtype),
             pool=pool.data_ptr(),
             layer_stride=pool.stride(0) * pool.element_size(),
             block_stride=pool.stride(1) * pool.element_size(),
@@ -199,12 +215,12 @@ class PagedStep:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [rows, kv_heads, head_dim], attend, and write the output into q [rows, heads, head_dim].
 
-        All three must be contiguous and of the pool's dtype.
+        All three must be contiguous and of the queries' dtype.
         """
-        if (q.shape, k.shape, v.shape) != (self._shapes[0], self._shapes[1], self._shapes[1]) or not (
-            q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and q.dtype == k.dtype == self._pool.dtype
-        ):
-            raise ValueError(f"q, k and v must be contiguous of shapes {self._shapes} and {self._pool.dtype}.")
+        shapes = (self._shapes[0], self._shapes[1], self._shapes[1])
+        dense = all(x.is_contiguous() and x.dtype == self._dtype for x in (q, k, v))
+        if (q.shape, k.shape, v.shape) != shapes or not dense:
+            raise ValueError(f"q, k and v must be contiguous of shapes {self._shapes} and {self._dtype}.")
         self._step.attend(layer, q.data_ptr(), k.data_ptr(), v.data_ptr())
         return q
 
@@ -231,7 +247,7 @@ class HostAttention:
         read_bytes: int,
         meter: Meter,
     ) -> None:
-        """q: [tokens, heads, head_dim] in the dtype of pool; pool: [blocks, 2, kv_heads, block_size, head_dim], each
+        """q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each
         block contiguous; each layer has an offset in it. All memory must stay valid until the tasks have run.
 
         read_bytes: KV bytes that a task reads. Raises ValueError for an unsupported head size, and for metadata outside
@@ -245,6 +261,7 @@ class HostAttention:
         self._prepared = _cpu_attention.HostAttention(
             isa=choose(),
             dtype=KERNEL_DTYPES[q.dtype],
+            kv_dtype=dtype_name(pool.dtype),
             q=q.data_ptr(),
             q_strides=(q.stride(0), q.stride(1)),
             out=state.out.data_ptr(),

@@ -301,7 +301,9 @@ def _misfit(rule: str, **tensors: Tensor | None) -> ValueError:
 # ---- a decoder layer for few rows
 
 
-Product = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
+# A matrix as the kernels read it: rows in the network's dtype, or packed, valid as long as its tensors live.
+WeightPart = Tensor | _cpu_kernels.PackedWeight
+Product = tuple[Sequence[WeightPart], Tensor | None]  # the parts of the weight, one below the other; bias [out]
 
 
 class FewRowLayer:
@@ -319,11 +321,11 @@ class FewRowLayer:
         head_dim: int,
     ) -> None:
         """norms: weights of the input norm [hidden], of the q and k norm [heads, head_dim] or None, and of the norm
-        after attention [hidden]; products: qkv, o, gate and up, down. All dense and of one dtype."""
+        after attention [hidden]; products: qkv, o, gate and up, down. All tensors are dense and of one dtype."""
         self._tensors = (norms, products)
-        self._hidden = products[0][0].shape[1]
-        self._dtype = products[0][0].dtype
         before, heads, after = norms
+        self._hidden = before.shape[0]
+        self._dtype = before.dtype
         self._layer = _cpu_kernels.Layer(
             isa=choose(),
             dtype=KERNEL_DTYPES[self._dtype],
@@ -350,24 +352,32 @@ class FewRowLayer:
 
 def few_row_layer(
     norms: tuple[Tensor, Tensor | None, Tensor],
-    products: Sequence[tuple[Tensor | None, Tensor | None]],
+    products: Sequence[tuple[Sequence[WeightPart] | None, Tensor | None]],
     eps: float,
     head_dim: int,
 ) -> FewRowLayer | None:
-    """The layer of these tensors, or None if a weight is None, is not on the CPU or has another dtype."""
+    """The layer of these tensors, or None if a weight is None, or they are not on the CPU or of another dtype."""
+    norm = norms[0]
+    if not norm.is_cpu or norm.dtype not in KERNEL_DTYPES:
+        return None
     supported = [
-        (weight, bias)
-        for weight, bias in products
-        if weight is not None and weight.is_cpu and weight.dtype in KERNEL_DTYPES
+        (parts, bias)
+        for parts, bias in products
+        if parts is not None
+        and all(not isinstance(part, Tensor) or (part.is_cpu and part.dtype == norm.dtype) for part in parts)
     ]
     return FewRowLayer(norms, supported, eps, head_dim) if len(supported) == len(products) else None
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> _cpu_kernels.Linear:
-    out_features, in_features = weight.shape
-    return _cpu_kernels.Linear(
-        weight=weight.data_ptr(), bias=_address(bias), in_features=in_features, out_features=out_features
-    )  # fmt: skip
+def _product(parts: Sequence[WeightPart], bias: Tensor | None) -> _cpu_kernels.Linear:
+    return _cpu_kernels.Linear(parts=[_dense_or_packed(part) for part in parts], bias=_address(bias))
+
+
+def _dense_or_packed(part: WeightPart) -> _cpu_kernels.DenseWeight | _cpu_kernels.PackedWeight:
+    if not isinstance(part, Tensor):
+        return part
+    out_features, in_features = part.shape
+    return _cpu_kernels.DenseWeight(address=part.data_ptr(), in_features=in_features, out_features=out_features)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from nanovllm.ops import cpu_kernels, torch_rows
-from nanovllm.ops.triton_support import triton_runs
+from nanovllm.ops.kv_quantization import has_scales, quantize_rows
+from nanovllm.ops.triton_support import triton_runs, use_triton
 
 
 class RowKernels(Protocol):
@@ -110,11 +112,26 @@ def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
     return kernels_for(scores, 2).draw(scores, tokens, starts)
 
 
+def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """K or V `[tokens, kv_heads, head_dim]` as rows of KV blocks of `dtype`: x itself, or in 8 bits with scales."""
+    if not has_scales(dtype):
+        return x
+    if use_triton(x):
+        from nanovllm.ops.triton_kv import quantize_rows_triton
+
+        return quantize_rows_triton(x, dtype)
+    return quantize_rows(x, dtype)
+
+
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write K and V of each token to its slot of the pool; tokens with slot -1 are skipped.
 
-    pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous; k, v: [tokens, kv_heads, head_dim], rows
-    and heads may be strided; slots: int64 [tokens], the slot mapping block * block_size + offset, no slot twice.
+    pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous, in 8 bits with rows of head_dim elements
+    and a scale; k, v: [tokens, kv_heads, head_dim], rows and heads may be strided; slots: int64 [tokens], the slot
+    mapping block * block_size + offset, no slot twice.
     """
+    if has_scales(pool.dtype):  # from here on bytes
+        k, v = (as_stored(x, pool.dtype).view(torch.uint8) for x in (k, v))
+        pool = pool.view(torch.uint8)
     kernels: RowKernels = cpu_kernels if pool.is_cpu else kernels_for(pool, 5)  # on the CPU: any dtype
     kernels.store_kv(pool, k, v, slots)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.kv_quantization import dequantize_rows, has_scales
 from nanovllm.ops.merge import merge_states_
 
 _MASK_ELEMENTS = 1 << 21  # limit on the elements of an explicit mask; rows are split to stay below it
@@ -29,7 +30,9 @@ class TorchAttention:
                 first = seq.first_position + index * block_size
                 keys = min(block_size, seq.kv_end - first)
                 if keys > 0:
-                    _attend_block(q, seq, pool[block, :, :, :keys], first, state, scale, window)
+                    held = pool[block, :, :, :keys]
+                    held = dequantize_rows(held, q.dtype) if has_scales(pool.dtype) else held
+                    _attend_block(q, seq, held, first, state, scale, window)
 
 
 def _attend_block(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.ops.attention import AttentionState, DeviceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, decode_config_on, padded
+from nanovllm.ops.triton_kv import as_bytes, load_scales, scales_of, stored_format, widen_elements
 from nanovllm.ops.triton_merge import merge_rows
 
 PARTITION = 512  # keys; doubled until a block has at most MAX_PARTS partitions
@@ -55,6 +56,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     block_stride,
     kv_stride,
     head_stride,
+    scales_ptr,
+    row_size,
     PARTS: tl.constexpr,
     PARTITION: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -63,6 +66,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Program (worker and row tile, KV head, sequence): softmax sums of up to BLOCK_R rows, one partition at a time,
     from the worker's own on in steps of `workers`.
@@ -103,21 +107,25 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             oldest = query_position + (tile * BLOCK_R) // group - window + 1
             begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
         block = tl.load(blocks_ptr + tl.load(sequence + 2) + index).to(tl.int64)
-        keys = pool_ptr + block * block_stride + kv_head * head_stride
+        keys_at = block * block_stride + kv_head * head_stride
+        keys = pool_ptr + keys_at
         acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         top = tl.full([BLOCK_R], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_R], tl.float32)
         for start in range(begin, end, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
-            at = n[:, None] * head_dim + column[None, :]
+            at = n[:, None] * row_size + column[None, :]
             mask = (n < end)[:, None] & column_mask[None, :]
-            k = tl.load(keys + at, mask=mask, other=0.0)
-            v = tl.load(keys + kv_stride + at, mask=mask, other=0.0)
+            k = widen_elements(tl.load(keys + at, mask=mask, other=0), q.dtype, FORMAT)
+            v = widen_elements(tl.load(keys + kv_stride + at, mask=mask, other=0), q.dtype, FORMAT)
             distance = position[:, None] - (first + n)[None, :]
             visible = (distance >= 0) & (n < end)[None, :]
             if HAS_WINDOW:
                 visible = visible & (distance < window)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+            if FORMAT:
+                scales = scales_ptr + (keys_at + n * row_size + head_dim) // 4
+                scores *= load_scales(scales, n < end, q.dtype, FORMAT)[None, :]
             if HAS_SLOPES:
                 scores -= slope[:, None] * distance
             scores = tl.where(visible, scores, float("-inf"))
@@ -126,6 +134,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             weights = tl.exp2(scores - base[:, None])
             keep = tl.exp2(top - base)
             total = total * keep + tl.sum(weights, 1)
+            if FORMAT:
+                weights *= load_scales(scales + kv_stride // 4, n < end, q.dtype, FORMAT)[None, :]
             acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             top = new_top
         at = ((part - first_part) * total_rows + rows_before + token) * heads + head
@@ -205,7 +215,8 @@ def decode_(
 ) -> None:
     """Merge attention of the table's sequences with few query rows into `state`, in place.
 
-    q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
+    q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous; in 8 bits
+    its rows end with a scale, by which a key's score or a value's weight is multiplied.
     alibi_slopes: fp32 [heads]; a key at distance d from its query loses slope * d of its score (Press, Smith and Lewis,
     "Train Short, Test Long", 2022).
     """
@@ -226,12 +237,12 @@ def decode_(
         count = min(blocks_at_once, group.max_blocks - first)
         workers = max(1, min(count * parts, MAX_PROGRAMS // (row_tiles * kv_heads * len(group))))
         _decode_kernel[(workers * row_tiles, kv_heads, len(group))](
-            q, pool, group.rows, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
+            q, as_bytes(pool), group.rows, table.blocks, q if alibi_slopes is None else alibi_slopes, acc, top, total,
             first * parts, count * parts, workers, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
-            scale, window or 0, *q.stride()[:2], *pool.stride()[:3],
+            scale, window or 0, *q.stride()[:2], *pool.stride()[:3], scales_of(pool), pool.shape[4],
             PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
             BLOCK_N=min(config.keys, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
-            HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype),
+            HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype), FORMAT=stored_format(pool.dtype),
             num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(group.max_rows, heads, len(group))](

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanovllm.ops.attention import AttentionState, DeviceMetadata
 from nanovllm.ops.kernel_config import PrefillConfig, padded, prefill_config_on
 from nanovllm.ops.triton_decode import dot_precision
+from nanovllm.ops.triton_kv import as_bytes, load_scales, scales_of, stored_format, widen_elements
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -38,6 +39,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     lse,
     q,
     head_ptr,
+    scales_ptr,
     block_at,
     block,
     index,
@@ -51,6 +53,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     window,
     column,
     head_dim,
+    row_size,
     block_size,
     block_stride,
     kv_stride,
@@ -61,6 +64,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     BRANCH: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Online softmax over `tiles` tiles of keys from key `begin` of block `index` on; returns the state and where it
     ended. Unless MASKED, every row sees all of the keys.
@@ -71,14 +75,16 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     """
     for _ in range(tiles):
         n = begin + tl.arange(0, BLOCK_N)
-        k_at = head_ptr + block.to(tl.int64) * block_stride + n[:, None] * head_dim + column[None, :]
+        start = block.to(tl.int64) * block_stride
+        k_at = head_ptr + start + n[:, None] * row_size + column[None, :]
         inside = (n < tl.minimum(block_size, limit - first))[:, None]
         if MASKED:
-            k = tl.load(k_at, mask=inside & (column < head_dim)[None, :], other=0.0)
+            k = tl.load(k_at, mask=inside & (column < head_dim)[None, :], other=0)
         elif PADDED:
-            k = tl.load(k_at, mask=(column < head_dim)[None, :], other=0.0)
+            k = tl.load(k_at, mask=(column < head_dim)[None, :], other=0)
         else:
             k = tl.load(k_at)
+        k = widen_elements(k, q.dtype, FORMAT)
         factor = tl.full([BLOCK_M], 1.0, tl.float32)
         if new_block:
             factor, lse = _end_of_block(top, total, lse, position, first - block_size, block_size, window, HAS_WINDOW)
@@ -86,6 +92,9 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             if BRANCH:
                 acc *= factor[:, None]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if FORMAT:
+            scales = scales_ptr + (start + n * row_size + head_dim) // 4
+            scores *= load_scales(scales, n < tl.minimum(block_size, limit - first), q.dtype, FORMAT)[None, :]
         if not BRANCH:
             acc *= factor[:, None]
         if MASKED:
@@ -100,11 +109,15 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(weights, 1)
         if MASKED:
-            v = tl.load(k_at + kv_stride, mask=inside & (column < head_dim)[None, :], other=0.0)
+            v = tl.load(k_at + kv_stride, mask=inside & (column < head_dim)[None, :], other=0)
         elif PADDED:
-            v = tl.load(k_at + kv_stride, mask=(column < head_dim)[None, :], other=0.0)
+            v = tl.load(k_at + kv_stride, mask=(column < head_dim)[None, :], other=0)
         else:
             v = tl.load(k_at + kv_stride)
+        v = widen_elements(v, q.dtype, FORMAT)
+        if FORMAT:
+            held = n < tl.minimum(block_size, limit - first)
+            weights *= load_scales(scales + kv_stride // 4, held, q.dtype, FORMAT)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
         top = new_top
         begin += BLOCK_N
@@ -140,6 +153,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     out_head_stride,
     lse_head_stride,
     lse_token_stride,
+    scales_ptr,
+    row_size,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -148,6 +163,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     BRANCH: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Program (row tile, head, sequence): BLOCK_M query rows of one head over all blocks of their sequence.
 
@@ -175,6 +191,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_at, mask=token < query_len, other=float("-inf"))
     top, total = lse * LOG2E, tl.where(lse == float("-inf"), 0.0, 1.0)
     head_ptr = pool_ptr + head // group * kv_head_stride
+    head_scales = scales_ptr
+    if FORMAT:
+        head_scales += head // group * kv_head_stride // 4
     block_at = blocks_ptr + tl.load(sequence + 2)
     index, begin = 0, 0
     if HAS_WINDOW:  # tiles that lie before every row's window are left out
@@ -192,14 +211,14 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             seen_by_all = tl.maximum(tl.minimum(limit, lowest + 1) - first, 0) // BLOCK_N
             tiles -= seen_by_all
             acc, top, total, lse, block, index, begin, first, new_block = _attend_tiles(
-                acc, top, total, lse, q, head_ptr, block_at, block, index, begin, first, new_block, seen_by_all,
-                limit, position, scale * LOG2E, window, column, head_dim, block_size, block_stride, kv_stride,
-                BLOCK_M, BLOCK_N, False, HAS_WINDOW, PADDED, BRANCH, PRECISION,
+                acc, top, total, lse, q, head_ptr, head_scales, block_at, block, index, begin, first, new_block,
+                seen_by_all, limit, position, scale * LOG2E, window, column, head_dim, row_size, block_size,
+                block_stride, kv_stride, BLOCK_M, BLOCK_N, False, HAS_WINDOW, PADDED, BRANCH, PRECISION, FORMAT,
             )  # fmt: skip
         acc, top, total, lse, block, index, begin, first, new_block = _attend_tiles(
-            acc, top, total, lse, q, head_ptr, block_at, block, index, begin, first, new_block, tiles,
-            limit, position, scale * LOG2E, window, column, head_dim, block_size, block_stride, kv_stride,
-            BLOCK_M, BLOCK_N, True, HAS_WINDOW, PADDED, BRANCH, PRECISION,
+            acc, top, total, lse, q, head_ptr, head_scales, block_at, block, index, begin, first, new_block, tiles,
+            limit, position, scale * LOG2E, window, column, head_dim, row_size, block_size, block_stride,
+            kv_stride, BLOCK_M, BLOCK_N, True, HAS_WINDOW, PADDED, BRANCH, PRECISION, FORMAT,
         )  # fmt: skip
         last = tl.where(new_block, first - block_size, first)
         factor, lse = _end_of_block(
@@ -224,7 +243,8 @@ def prefill_(
 ) -> None:
     """Carry `state` on over the table's sequences with many query rows, in place.
 
-    q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous.
+    q: [tokens, heads, head_dim]; pool: [blocks, 2, kv_heads, block_size, head_dim], each block contiguous; in 8 bits
+    its rows end with a scale.
     """
     group, (_, heads, head_dim) = table.many, q.shape
     if not len(group):
@@ -232,10 +252,11 @@ def prefill_(
     config = config or prefill_config_on(q.device, head_dim, q.dtype)
     padded_dim = padded(head_dim)
     _prefill_kernel[(triton.cdiv(group.max_rows, config.rows), heads, len(group))](
-        q, pool, group.rows, table.blocks, state.out, state.lse, heads // pool.shape[2], head_dim, pool.shape[3],
-        scale, window or 0, *q.stride()[:2], *pool.stride()[:3], *state.out.stride()[:2], *state.lse.stride(),
+        q, as_bytes(pool), group.rows, table.blocks, state.out, state.lse, heads // pool.shape[2], head_dim,
+        pool.shape[3], scale, window or 0, *q.stride()[:2], *pool.stride()[:3], *state.out.stride()[:2],
+        *state.lse.stride(), scales_of(pool), pool.shape[4],
         BLOCK_M=config.rows, BLOCK_N=config.keys, BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
         EVEN=pool.shape[3] % config.keys == 0, PADDED=padded_dim != head_dim, BRANCH=config.branch,
-        PRECISION=dot_precision(q.dtype),
+        PRECISION=dot_precision(q.dtype), FORMAT=stored_format(pool.dtype),
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, SequenceMetadata
+from nanovllm.ops.kv_quantization import has_scales, head_dim_of, quantize_rows_torch, stored_dtype
 from nanovllm.ops.timing import attend_once, call_seconds
 from nanovllm.ops.upload import upload
 from nanovllm.planner.machine import Link, Rates
@@ -62,6 +63,7 @@ class Probe:
     ring_slots: int
     chunk: int  # prompt tokens in a step
     sizes: ProbeSizes = ProbeSizes()
+    kv_cache_dtype: str = "auto"
 
     @property
     def layout(self) -> KVLayout:
@@ -74,7 +76,12 @@ class Probe:
 
     @property
     def network(self) -> Network:
-        return Network(self.model.spec, str(self.model.dtype).removeprefix("torch."))
+        return Network(self.model.spec, str(self.model.dtype).removeprefix("torch."), self.kv_cache_dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of KV blocks."""
+        return stored_dtype(self.kv_cache_dtype, self.model.dtype)
 
     @property
     def rows(self) -> int:
@@ -194,7 +201,7 @@ def _attention_seconds(probe: Probe, rows: int, keys: int, *, in_ring_groups: bo
     """Attention of the last `rows` of `keys` positions in one layer."""
     layout, model = probe.layout, probe.model
     blocks = range(-(-keys // layout.block_size))
-    pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), model.dtype))
+    pool = _written(probe.device.empty("measured KV blocks", (len(blocks), *layout.block_shape), probe.stored_dtype))
     q = torch.randn(rows, model.spec.num_heads, layout.head_dim, device=model.device).to(model.dtype)
 
     def metadata(group: Sequence[int]) -> AttentionMetadata:
@@ -213,7 +220,7 @@ def _resident_step(probe: Probe, rows: int) -> float:
         kv_cache: KVCacheBase = _offloaded_cache(probe, probe.layout, resident_blocks=blocks, host_blocks=0)
     else:
         geometry = _geometry(probe)
-        kv_cache = PagedKVCache(probe.device, probe.layout, probe.model.dtype, geometry, probe.backend, blocks)
+        kv_cache = PagedKVCache(probe.device, probe.layout, probe.stored_dtype, geometry, probe.backend, blocks)
     return probe.seconds(lambda: _step(probe, kv_cache, rows, range(blocks)))
 
 
@@ -332,7 +339,7 @@ def _block_read_seconds(probe: Probe) -> float:
 def _offloaded_cache(probe: Probe, layout: KVLayout, resident_blocks: int, host_blocks: int) -> OffloadedKVCache:
     split = DeviceSplit(probe.ring_slots, resident_blocks)
     groups = probe.group_slots  # as in the engine, though the blocks may be smaller here
-    engine = OffloadEngine(probe.device, layout, probe.model.dtype, split, host_blocks, group_slots=groups)
+    engine = OffloadEngine(probe.device, layout, probe.stored_dtype, split, host_blocks, group_slots=groups)
     for memory in (engine.resident, engine.ring, engine.host):
         _written(memory)
     return OffloadedKVCache(engine, _geometry(probe), probe.backend, 0)
@@ -340,9 +347,10 @@ def _offloaded_cache(probe: Probe, layout: KVLayout, resident_blocks: int, host_
 
 def _written(memory: Tensor) -> Tensor:
     """The memory, filled. Memory that was never written would be read as one cached page of zeros."""
-    return memory.copy_(memory[:1].clone().normal_())
+    some = torch.randn(*memory[:1].shape[:-1], head_dim_of(memory), device=memory.device)
+    return memory.copy_(quantize_rows_torch(some, memory.dtype) if has_scales(memory.dtype) else some)
 
 
 def _geometry(probe: Probe) -> AttentionGeometry:
     spec = probe.model.spec
-    return AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, spec.sliding_windows)
+    return AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, spec.sliding_windows, probe.model.dtype)

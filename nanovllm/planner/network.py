@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nanovllm.config import DTYPES, EngineConfig
+from nanovllm.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
 from nanovllm.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.block_size import block_size_of
@@ -58,25 +58,27 @@ class Network:
 
     spec: DecoderSpec
     dtype: str
+    kv_cache_dtype: str = "auto"  # as the engine's argument
 
     @classmethod
-    def of(cls, spec: DecoderSpec, dtype: str) -> Network:
+    def of(cls, spec: DecoderSpec, dtype: str, kv_cache_dtype: str = "auto") -> Network:
         """`dtype` as the engine takes it: a name, or "auto" for the checkpoint's."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
         name = spec.dtype if dtype == "auto" else dtype
         assert name in DTYPE_NAMES
-        return cls(spec, name)
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r}: must be one of {', '.join(KV_CACHE_DTYPES)}")
+        return cls(spec, name, kv_cache_dtype)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight, and of an element of K and V."""
+        """Bytes of a weight, and of an element of K and V unless they are stored in 8 bits."""
         return ITEMSIZES[self.dtype]
 
     def block_size(self, config: EngineConfig) -> int:
         """Tokens in a KV block of an engine with these arguments."""
-        spec = self.spec
-        return block_size_of(config, 2 * spec.most_kv_heads * spec.head_dim * self.itemsize, spec.max_model_len)
+        return block_size_of(config, self.layout(1).token_layer_bytes, self.spec.max_model_len)
 
     @property
     def num_ranks(self) -> int:
@@ -85,7 +87,9 @@ class Network:
 
     def layout(self, block_size: int) -> KVLayout:
         spec = self.spec
-        return KVLayout(spec.num_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize)
+        return KVLayout.of(
+            self.kv_cache_dtype, spec.num_layers, spec.most_kv_heads, spec.head_dim, block_size, self.itemsize
+        )
 
     # ---- weights
 
@@ -135,7 +139,7 @@ class Network:
         """Bytes of K and V that the new rows see, each counted once per layer."""
         total = context_len + query_len
         tokens = sum(min(total, (window or total) + query_len - 1) for window in self.spec.sliding_windows)
-        return tokens * 2 * self.spec.kv_size * self.itemsize
+        return tokens * self.layout(1).token_layer_bytes
 
     def transfers(
         self,
@@ -148,7 +152,7 @@ class Network:
         """`predict_transfers`, with each layer's own window and its best share of CPU attention."""
         total = TransferCount()
         for window, num_layers in Counter(self.spec.sliding_windows).items():
-            layout = KVLayout(num_layers, self.spec.num_kv_heads, self.spec.head_dim, block_size, self.itemsize)
+            layout = replace(self.layout(block_size), num_layers=num_layers)
             use = cpu_attention.use(layout, resident_blocks, context_len, window) if cpu_attention is not None else None
             total += predict_transfers(layout, resident_blocks, context_len, query_len, window, use)
         return total

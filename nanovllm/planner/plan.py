@@ -169,7 +169,7 @@ def _mean_decode(model: StepModel, contexts: range) -> Prediction:
 
 def engine_plan(spec: DecoderSpec, dtype: str, sizing: KVSizing, kv: KVPlan, rates: Rates | None) -> Plan:
     """The plan of an engine that exists, whose KV memory is `kv`."""
-    return Plan(Network(spec, dtype), sizing, rates or Rates(), kv)
+    return Plan(Network(spec, dtype, sizing.config.kv_cache_dtype), sizing, rates or Rates(), kv)
 
 
 def make_plan(network: Network, sizing: KVSizing, rates: Rates) -> Plan:

@@ -131,7 +131,7 @@ class StepModel:
         products = sum(self._matrix_seconds(length, rates.compute) for length in lengths)
         operations, cpu = net.attention_operations(step.begin, query_len), 0.0
         if not self.placement.one_processor:  # on one processor, CPU attention takes the same operations
-            cpu_keys = moved.cpu_attention_bytes // (2 * net.spec.kv_size * net.itemsize)
+            cpu_keys = moved.cpu_attention_bytes // net.layout(1).token_layer_bytes
             operations = max(0, operations - 4 * net.spec.q_size * query_len * cpu_keys)
             cpu = self._cpu_attention_seconds(moved)
         # Attention to resident blocks needs no slot either, but is short compared with a chunk's products.

@@ -33,6 +33,8 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "num_gpu_blocks": plan.kv.num_gpu_blocks,
     }
+    if config.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if plan.network.num_ranks > 1:
         arguments["tensor_parallel_size"] = plan.network.num_ranks
     if config.enable_cpu_offload:
@@ -57,6 +59,7 @@ def plan_json(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
             "dtype": plan.network.dtype,
             "tensor_parallel_size": plan.network.num_ranks,
             "weight_bytes": plan.network.weight_bytes,
+            "kv_cache_dtype": plan.network.kv_cache_dtype,
             "kv_bytes_per_token": plan.sizing.layout.token_bytes,
             "max_model_len": plan.sizing.model_max_len,
         },
@@ -152,7 +155,8 @@ def _memory(plan: Plan) -> list[str]:
     rows.append(_row("KV cache on the device", show_bytes(plan.device_kv_bytes), note + ring))
     if plan.sizing.config.enable_cpu_offload:
         rows.append(_row("KV cache on the host", show_bytes(plan.host_kv_bytes), f"{kv.num_cpu_blocks:,} blocks"))
-    rows.append(_row("KV cache of a token", show_bytes(layout.token_bytes)))
+    in_8_bits = f"{plan.network.kv_cache_dtype} with scales" if layout.scale_bytes else ""
+    rows.append(_row("KV cache of a token", show_bytes(layout.token_bytes), in_8_bits))
     note = f"tokens; limit: {plan.longest_limit}; the device alone holds {plan.device_tokens:,}"
     return [*rows, _row("longest prompt", f"{kv.max_model_len:,}", note)]
 

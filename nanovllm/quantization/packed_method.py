@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,7 +20,8 @@ from nanovllm.layers.linear_method import (
     WeightSlot,
     dense_tensors,
 )
-from nanovllm.ops.packed_weights import PackedWeight, dequantize, packed_linear
+from nanovllm.ops.cpu_kernels import WeightPart
+from nanovllm.ops.packed_weights import PackedWeight, dequantize, kernel_weight, packed_linear
 from nanovllm.quantization.config_fields import Modules
 
 Scheme = Literal["int4", "int8", "fp8"]
@@ -128,6 +129,9 @@ class QuantizedWeight:
     def finish_loading(self) -> None:
         self.packed = self.packed.in_panels()
 
+    def kernel_parts(self) -> Sequence[WeightPart] | None:
+        return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
+
     def use_torch_products(self) -> None:
         """There is no product of torch for packed weights."""
 
@@ -185,6 +189,11 @@ class StackedWeights:
     def finish_loading(self) -> None:
         for weight in self._weights:
             weight.finish_loading()
+
+    def kernel_parts(self) -> Sequence[WeightPart] | None:
+        found = [weight.kernel_parts() for weight in self._weights]
+        known = [parts for parts in found if parts is not None]
+        return [part for parts in known for part in parts] if len(known) == len(found) else None
 
     def use_torch_products(self) -> None:
         for weight in self._weights:

@@ -1,0 +1,86 @@
+// K and V in 8 bits. A row, K or V of one token and one KV head, is head_dim elements of a byte and then the row's scale,
+// an unaligned fp32; the value of an element is element * scale. A row's bytes depend on the row alone.
+//
+// Quantised: scale = max |x| / kLargest, and at least the smallest normal number, so that the quotients x / scale do not
+// exceed kLargest; each is rounded to the nearest element, ties to even. A row with a NaN gets a NaN for its scale.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "cpu_elements.h"
+
+namespace nanovllm {
+
+enum class KvFormat : int { plain, int8, fp8 };  // plain: elements of the queries' dtype, without scales
+
+constexpr int kScaleBytes = sizeof(float);
+
+// The names are PyTorch's: of the blocks' dtype and of the queries'.
+inline KvFormat kv_format_of(const std::string& kv_dtype, const std::string& dtype) {
+    if (kv_dtype == "int8") return KvFormat::int8;
+    if (kv_dtype == "float8_e4m3fn") return KvFormat::fp8;
+    if (kv_dtype == dtype) return KvFormat::plain;
+    throw std::invalid_argument("Queries of " + dtype + " do not attend to KV blocks of " + kv_dtype + ".");
+}
+
+inline int64_t kv_row_bytes(KvFormat format, int head_dim, int element_bytes) {
+    return format == KvFormat::plain ? int64_t(head_dim) * element_bytes : head_dim + kScaleBytes;
+}
+
+struct Int8 {
+    static constexpr float kLargest = 127.0f;
+
+    // Adding 1.5 * 2^23 rounds to a whole number, whose two's complement is in the low bits of the sum.
+    static uint8_t narrow(float x) { return uint8_t(bits_of(x + 12582912.0f)); }
+    static __attribute__((always_inline)) float widen(uint8_t element) { return float(int8_t(element)); }
+};
+
+// Four bits of exponent with bias 7 and three of fraction. Below 2^-6 numbers are multiples of 2^-9.
+struct E4m3 {
+    static constexpr float kLargest = 448.0f;
+
+    static uint8_t narrow(float x) {
+        const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffff;
+        const uint32_t normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - (120u << 3);
+        const uint32_t subnormal = bits_of(widen_scalar(magnitude) * 512.0f + 12582912.0f);
+        return uint8_t((magnitude < (121u << 23) ? subnormal : normal) & 0x7f) | uint8_t(bits >> 24 & 0x80);
+    }
+    static __attribute__((always_inline)) float widen(uint8_t element) {
+        const uint32_t magnitude = element & 0x7f, normal = (magnitude << 20) + (120u << 23);
+        const uint32_t subnormal = bits_of(float(int(magnitude)) * 0x1p-9f);
+        const uint32_t small = magnitude < 8 ? ~0u : 0u;  // a mask, since a branch would not become vectors
+        return widen_scalar((subnormal & small) | (normal & ~small) | uint32_t(element & 0x80) << 24);
+    }
+};
+
+template <class Element, class T>
+inline __attribute__((always_inline)) void quantize(const T* x, int head_dim, char* row) {
+    uint32_t largest = 0;  // bits of magnitudes are in the order of the magnitudes, and NaN is above all
+    for (int d = 0; d < head_dim; ++d) {
+        const uint32_t magnitude = bits_of(widen_scalar(x[d])) & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const float wanted = widen_scalar(largest) / Element::kLargest, scale = wanted < 0x1p-126f ? 0x1p-126f : wanted;
+    for (int d = 0; d < head_dim; ++d) row[d] = char(Element::narrow(widen_scalar(x[d]) / scale));
+    std::memcpy(row + head_dim, &scale, sizeof(scale));
+}
+
+// Writes the row of x [head_dim].
+template <class T>
+void quantize_row(KvFormat format, const T* x, int head_dim, char* row) {
+    if (format == KvFormat::int8) return quantize<Int8>(x, head_dim, row);
+    quantize<E4m3>(x, head_dim, row);
+}
+
+template <class Element, class T>
+inline __attribute__((always_inline)) void dequantize(const char* __restrict row, int head_dim, T* __restrict x) {
+    float scale;
+    std::memcpy(&scale, row + head_dim, sizeof(scale));
+#pragma omp simd
+    for (int d = 0; d < head_dim; ++d) x[d] = narrow_scalar<T>(Element::widen(uint8_t(row[d])) * scale);
+}
+
+}  // namespace nanovllm
