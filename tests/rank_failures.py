@@ -46,17 +46,17 @@ def _before(function: Callable[..., Any], fail: Callable[[], None]) -> Callable[
 
 
 def _fail_in_step(step: int, fail: Callable[[], None]) -> None:
-    """Fail in the last layer of a step, between two sums over the ranks."""
-    mlp, calls = DecoderLayer._mlp, []
+    """Fail in the last layer of a step, where the other ranks wait for a sum."""
+    finish_, calls = DecoderLayer.finish_, []
 
     def failing(self: DecoderLayer, *args: Any) -> Any:
         if self.index == self.spec.num_layers - 1:
             calls.append(self)
             if len(calls) == step:
                 fail()
-        return mlp(self, *args)
+        return finish_(self, *args)
 
-    DecoderLayer._mlp = failing  # type: ignore[method-assign]
+    DecoderLayer.finish_ = failing  # type: ignore[method-assign]
 
 
 def _raise() -> None:
