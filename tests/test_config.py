@@ -32,6 +32,7 @@ DEFAULTS = {
     "long_prefill_token_threshold": 0,
     "preemption_mode": None,
     "swap_space": None,
+    "kv_cache_dtype": "auto",
     "load_format": "auto",
     "quantization": None,
     "enable_lora": False,
@@ -105,6 +106,7 @@ NOT_INTS: list[Any] = [1.5, 8.0, "8", True, [8], math.nan]
 REFUSED: dict[str, tuple[str, list[Any]]] = {
     "device": ("must be one of None, cpu, cuda", ["gpu", "cuda:0", "", 0]),
     "dtype": ("must be one of auto, bfloat16, float16, float32", ["int8", "fp16", None, "torch.float16"]),
+    "kv_cache_dtype": ("must be one of auto, fp8, fp8_e4m3, int8", ["fp8_e5m2", "", None, 8]),
     "load_format": ("must be one of auto, safetensors, gguf, dummy", ["pt", None, ""]),
     "quantization": ("must be None or text", [4, True, ["awq"]]),
     "max_model_len": ("must be a whole number of at least 1", [0, -2, *NOT_INTS]),
