@@ -37,6 +37,7 @@ from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.lora.request import LoRARequest
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
+from nanovllm.ops.kv_quantization import LARGEST, quantize_rows_torch
 from nanovllm.ops.merge import merge_states_torch_
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
@@ -137,7 +138,9 @@ class Smoke:
     def kernels(self) -> dict[str, Check]:
         """The Triton kernels against the plain versions, which run on the CPU."""
         from nanovllm.ops import triton_packed, triton_rows
+        from nanovllm.ops.triton_attention import TritonAttention
         from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
+        from nanovllm.ops.triton_kv import quantize_rows_triton
         from nanovllm.ops.triton_merge import merge_parts_triton
 
         def store() -> None:
@@ -213,8 +216,19 @@ class Smoke:
                     y = triton_packed.packed_linear(x, weight.scheme, *on_device, weight.group_size)
                     expect_close(y.cpu(), x.cpu().double() @ dequantize(weight).double().T, 4e-2)
 
+        def kv_in_8_bits() -> None:
+            x = self.random(ROWS, KV_HEADS, HEAD_DIM)
+            for dtype in LARGEST:
+                rows = quantize_rows_triton(x, dtype).cpu().view(torch.uint8)
+                assert torch.equal(rows, quantize_rows_torch(x.cpu(), dtype).view(torch.uint8)), dtype
+                if self.device == "cuda":  # the interpreter's products of bf16 are wrong
+                    backend, device = TritonAttention(), torch.device(self.device)
+                    difference = difference_from_reference(backend, device, HEAD_DIM, dtype)
+                    assert difference <= CHECK_BOUND, (dtype, difference)
+
         return {
             "packed_linear": packed,
+            "kv_in_8_bits": kv_in_8_bits,
             "store_kv": store,
             "merge": merge,
             "norms": norms,
