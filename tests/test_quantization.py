@@ -411,7 +411,9 @@ DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "changes", "says"), DAMAGED, ids=str)
+@pytest.mark.parametrize(
+    ("variant", "changes", "says"), DAMAGED, ids=[f"{variant}-{says[-1]}" for variant, _, says in DAMAGED]
+)
 def test_tensors_that_do_not_fit_are_named(
     variant: str, changes: dict[str, Any], says: list[str], copy: Callable[[str], Path]
 ) -> None:
