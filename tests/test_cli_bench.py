@@ -72,7 +72,7 @@ def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str], monk
         (["--repeats", "x"], "'x' is not a whole number"),
         (["--warmup", "-1"], "--warmup: '-1' is not a whole number of at least 0"),
         (["--temperature", "1"], "unknown argument '--temperature'"),
-        (["--load-format", "gguf"], "load_format='gguf': must be one of"),
+        (["--load-format", "pt"], "load_format='pt': must be one of"),
     ],
 )
 def test_refusals_cost_one_sentence(

@@ -68,7 +68,7 @@ def _load(model: Path) -> None:
     spec = load_decoder_spec(model)
     decoder = load_model(model, spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
     layer = decoder.layers[0]
-    assert layer.down(torch.ones(1, spec.intermediate_size)).shape == (1, spec.hidden_size)
+    assert layer.mlp.down(torch.ones(1, spec.intermediate_size)).shape == (1, spec.hidden_size)
     assert layer.qkv(torch.ones(1, spec.hidden_size)).shape == (1, spec.q_size + 2 * spec.kv_size)
 
 
