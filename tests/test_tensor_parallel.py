@@ -140,10 +140,11 @@ def test_three_ranks_sum_large_tensors_in_parts(tmp_path: Path) -> None:
         ({**RESIDENT, "num_gpu_blocks": 12, "preemption_mode": "recompute"}, greedy(40)),
         ({**RESIDENT, "num_gpu_blocks": 12, "preemption_mode": "swap", "swap_space": 0.01}, greedy(40)),
         (offloaded(16, 4, 9, preemption_mode="swap", swap_space=0.01), greedy(40)),
+        (offloaded(16, 4, 60, kv_cache_dtype="int8"), greedy(40)),
         (RESIDENT, SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)),
         (RESIDENT, SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=12, ignore_eos=True)),
     ],
-    ids=["recompute", "swap", "swap under offload", "sampling", "beam search"],
+    ids=["recompute", "swap", "swap under offload", "8-bit KV", "sampling", "beam search"],
 )
 def test_tokens_are_those_of_one_rank(arguments: dict[str, Any], params: SamplingParams, model_dir: Path) -> None:
     found = []
