@@ -21,8 +21,8 @@ EXTENSIONS = {  # module -> (sources, tests that exercise it)
         ("test_cpu_attention.py", "test_host_attention.py", "test_paged_step.py"),
     ),
     "nanovllm/ops/_cpu_kernels": (
-        ("cpu_kernels.cpp", "cpu_linear*.cpp", "cpu_rows*.cpp", "cpu_layer.cpp"),
-        ("test_cpu_linear.py", "test_cpu_rows.py", "test_cpu_layer.py"),
+        ("cpu_kernels.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp", "cpu_layer.cpp"),
+        ("test_cpu_linear.py", "test_cpu_rows.py", "test_cpu_layer.py", "test_packed_linear.py"),
     ),
 }
 FLAGS = [
