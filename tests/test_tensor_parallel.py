@@ -106,6 +106,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "two KV heads for each rank": {"family": "mistral", "kv_heads": 4, "sliding_window": 24, "intermediate": 97},
+    "norms of sums over the ranks": {"family": "gemma3", "kv_heads": 1, "tie": True, "sliding_window": 24},
 }
 
 
