@@ -99,7 +99,7 @@ FAST = ("GGUF, LoRA, int8", "experts, int8, samples", "Gemma 3 in GPTQ, LoRA, in
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
-        *(pytest.param(name, ("chunks", "offloaded"), id=f"{name}, two ways") for name in FAST),
+        *(pytest.param(name, ("offloaded",), id=f"{name}, offloaded") for name in FAST),
         *(pytest.param(name, tuple(WAYS), marks=pytest.mark.slow, id=name) for name in CASES),
     ],
 )
@@ -108,7 +108,8 @@ def test_tokens_are_those_of_plain_weights_and_bits_those_of_any_memory(
 ) -> None:
     case = CASES[name]
     files = Files(case, tmp_path)
-    params = SamplingParams(**{"max_tokens": 14, "ignore_eos": case.params != "structured", **PARAMS[case.params]})
+    tokens = 6 if len(ways) == 1 else 14
+    params = SamplingParams(**{"max_tokens": tokens, "ignore_eos": case.params != "structured", **PARAMS[case.params]})
     if case.params != "structured":
         params.logprobs = 2
     expected = expected_tokens(files, params)
@@ -198,10 +199,10 @@ def expected_tokens(files: Files, params: SamplingParams) -> list[list[list[int]
     for user, model in enumerate(files.plain):
         with files.engine(model, **WAYS["resident"]) as llm:
             assert all(weight.weight.dense is not None for weight in linears(llm))
-            for index, output in enumerate(llm.generate(PROMPTS, params, use_tqdm=False)):
-                assert output.error is None
-                if user == (USERS[index] if files.adapters else 0):
-                    found[index] = [each.token_ids for each in output.outputs]
+            mine = [index for index, other in enumerate(USERS) if user == (other if files.adapters else 0)]
+            outputs = llm.generate([PROMPTS[index] for index in mine], params, use_tqdm=False)
+            assert all(output.error is None for output in outputs)
+            found |= {i: [each.token_ids for each in o.outputs] for i, o in zip(mine, outputs, strict=True)}
     return [found[index] for index in range(len(PROMPTS))]
 
 

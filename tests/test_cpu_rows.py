@@ -252,7 +252,8 @@ def test_rounds_where_transformers_does() -> None:
     gate_up = bf16(3, 50, 2048, size=3.0)
     gate, up = gate_up.chunk(2, dim=-1)
     assert share_of_equal_bits(silu_and_mul(gate_up), F.silu(gate) * up) > 0.999
-    assert share_of_equal_bits(gelu_tanh_and_mul(gate_up), F.gelu(gate, approximate="tanh") * up) > 0.995
+    activated = F.gelu(gate.double(), approximate="tanh").bfloat16()  # torch's in fp32 subtracts near numbers
+    assert share_of_equal_bits(gelu_tanh_and_mul(gate_up), activated * up) > 0.999
     heads, head_weight = bf16(4, 50, 6, 64), bf16(5, 5, 64)
     angles = torch.randn(50, 1, 32)
     cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()

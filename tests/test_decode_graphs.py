@@ -141,7 +141,7 @@ def test_preempted_requests_with_common_prefixes(mode: str, model_dir: Path, mon
         {"family": "mistral", "sliding_window": 20},
         {"family": "qwen2", "sliding_window": 17, "max_window_layers": 1},
         {"family": "llama", "rope": ROPES["dynamic"], "max_positions": 64},
-        {"family": "gemma3", "sliding_window": 17},
+        pytest.param({"family": "gemma3", "sliding_window": 17}, marks=pytest.mark.slow),
     ],
     ids=["windows in all layers", "windows in some layers", "dynamic RoPE", "two RoPEs"],
 )

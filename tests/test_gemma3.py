@@ -33,6 +33,16 @@ def test_logits_equal_transformers(options: dict[str, Any], tmp_path: Path) -> N
     assert_same_logits(model, tmp_path)
 
 
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """Beside `test_generate.py`: in chunks, from the prefix cache, and layer by layer with CPU attention."""
+    model = make_checkpoint(tmp_path, "gemma3", **OPTIONS[0])
+    prompt = random_prompt(3 * BLOCK + 5, VOCAB, seed=4)
+    expected = [greedy_reference(model, prompt, 12)]
+    for arguments in ({**RESIDENT, "max_num_batched_tokens": 29}, offloaded(BLOCK, max_num_batched_tokens=29)):
+        with LLM(tmp_path, dtype="float32", **arguments) as llm:
+            assert token_ids(llm, prompt, greedy(12)) == token_ids(llm, prompt, greedy(12)) == expected
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_near_to_float32_as_transformers(dtype: str, tmp_path: Path) -> None:
     """Norm weights plus 1, and the scale of the embedding, are rounded where Transformers rounds them."""

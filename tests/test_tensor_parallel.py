@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
+from fast import fast_only
 from rank_processes import kept_rank_processes
 from safetensors.torch import load_file, save_file
 
@@ -110,7 +111,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", fast_only(list(CHECKPOINTS)[:-1], CHECKPOINTS))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, **CHECKPOINTS[name])
     given = prompts(33, 48, 7)

@@ -24,7 +24,8 @@ def text_fields(where: str, fields: dict[str, Any]) -> dict[str, Any]:
     Raises ModelError if a model for text and images does not say what its text model is, or is quantized.
     """
     named = fields.get("architectures")
-    whole = next((name for name in named if name in TEXT_MODELS), None) if isinstance(named, list) else None
+    names = named if isinstance(named, list) else ()  # whatever else is there is refused later
+    whole = next((name for name in TEXT_MODELS if name in names), None)
     if whole is None:
         return fields
     text = checked_fields(where, fields, {"text_config": OBJECT}).get("text_config")
