@@ -48,7 +48,10 @@ class DecoderLayer:
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
         self.input_norm, self.mlp_norm, *output_norms = (weight(hidden) for _ in spec.layer_norms)
-        self.attention_output_norm, self.mlp_output_norm = output_norms or (None, None)
+        self.attention_output_norm: Tensor | None = None
+        self.mlp_output_norm: Tensor | None = None
+        if output_norms:
+            self.attention_output_norm, self.mlp_output_norm = output_norms
         self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
