@@ -74,7 +74,7 @@ class DecoderLayer:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
         attended = self._attend(x, cos, sin, ctx, chunk)
         parts = row_parts(chunk, x, attended)
-        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts(), parts, strict=False):
+        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.finish_(part, attended_part, adapters)
 
     def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
@@ -96,7 +96,7 @@ class DecoderLayer:
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
         parts = row_parts(chunk, x, cos, sin, q, k, v)
-        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts(), parts, strict=False):
+        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
@@ -192,8 +192,9 @@ class Decoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
-        sharding = self.spec.sharding
-        return embedding(input_ids, self.embedding, None if sharding is None else sharding.vocab, self.group)
+        if self.group is None or self.spec.sharding is None:
+            return self.embedding.rows(input_ids)
+        return embedding(input_ids, self.embedding, self.spec.sharding.vocab, self.group)
 
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
