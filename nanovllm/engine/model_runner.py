@@ -145,7 +145,7 @@ class ModelRunner:
         """The KV cache of the plan's sizes, and the execution orders other than `ChunkOrder` that it allows."""
         spec, plan, config = self.spec, self.plan, self.sizing.config
         layout = replace(self.sizing.layout, num_kv_heads=spec.num_kv_heads)
-        geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), self.dtype)
+        geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), self.dtype)
         device, dtype, backend, num_swap = self.device, self._kv_dtype, self._backend, self.num_swap_blocks
         if not config.enable_cpu_offload:
             return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks, num_swap), []
