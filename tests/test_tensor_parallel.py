@@ -26,7 +26,7 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
-from nanovllm.models.sharding import shard
+from nanovllm.models.sharding import Sizes, shard
 from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
@@ -63,12 +63,13 @@ def prompts(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: int, num_ranks: int) -> None:
     heads = kv_heads * group
+    sizes = Sizes(heads, kv_heads, head_dim=16, intermediate=96, vocab=199)
     if num_ranks > heads:
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={num_ranks}: .*{heads} query heads"):
-            shard(heads, kv_heads, 16, 96, 199, 0, num_ranks)
+            shard(sizes, 0, num_ranks)
         return
     try:
-        shards = [shard(heads, kv_heads, 16, 96, 199, rank, num_ranks) for rank in range(num_ranks)]
+        shards = [shard(sizes, rank, num_ranks) for rank in range(num_ranks)]
     except ConfigError:  # 3 KV heads of 2 query heads on 8 ranks, say: a KV head would have more ranks than queries
         assert any(
             [rank * kv_heads // num_ranks for rank in range(num_ranks)].count(head) > group for head in range(kv_heads)
