@@ -208,7 +208,8 @@ class DecoderSpec:
     def tensors(self) -> NamedTensors:
         """Name and form of every checkpoint tensor, known before anything is allocated.
 
-        `Decoder.slots` gives the same names but for tensors that are only checked. The output projection appears only if it is not tied.
+        `Decoder.slots` gives the same names but for tensors that are only checked. The output projection appears only
+        if it is not tied.
         """
         for matrix in self.matrices():
             yield from dense_tensors(*matrix) if self.quantization is None else self.quantization.tensors(*matrix)
@@ -263,11 +264,11 @@ class DecoderSpec:
         hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
         for name, size in self.qkv_parts.items():
             yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias
+        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias and self.adds_biases
         if self.experts is None or not self.experts.layers[index]:
             for name, size in self.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
-            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
+            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias and self.adds_biases
 
     @property
     def yarn_positions(self) -> int | None:
