@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, refusal
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
-from fast import fast_only
+from fast import fast_only, fast_products
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 from plans import parameter_bytes
 from quantized_checkpoints import VARIANTS, dequantized, quantize, write_dequantized
@@ -116,13 +116,14 @@ def check_parts(parts: list[Decoder], expected: dict[str, Tensor]) -> None:
 # ---- what a rank reads
 
 
-@pytest.mark.parametrize("variant", fast_only(["gptq-32-asymmetric", "awq-128", "fp8"], VARIANTS))
+@pytest.mark.parametrize("variant", fast_only(["gptq-32-asymmetric", "fp8"], VARIANTS))
 def test_ranks_hold_the_parts_of_quantized_matrices(variant: str, plain: Path, tmp_path: Path) -> None:
     path = quantize(plain, tmp_path / variant, variant)
     check_parts(load_parts(path, 2), dequantized(path))
 
 
-@pytest.mark.parametrize("variant", fast_only(["awq-32"], ["awq-32", "gptq-32-asymmetric", "pack-quantized-32"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["awq-32", "gptq-32-asymmetric", "pack-quantized-32"])
 def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Path) -> None:
     """Three ranks have 1, 1 and 2 KV heads, and 64, 96 and 96 of 256 inner features."""
     path = quantize(plain, tmp_path / variant, variant)
@@ -131,8 +132,9 @@ def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Pa
     check_parts(parts, dequantized(path))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "fused"), fast_products([("qwen3_moe", True)], ["qwen3_moe", "mixtral"], [False, True])
+)
 def test_ranks_hold_the_parts_of_experts(family: str, fused: bool, tmp_path: Path) -> None:
     options = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
     make_checkpoint(tmp_path, family, kv_heads=4, fused_experts=fused, **options)
@@ -141,17 +143,17 @@ def test_ranks_hold_the_parts_of_experts(family: str, fused: bool, tmp_path: Pat
     check_parts(load_parts(tmp_path, 2), {f"{module}.weight": tensor for module, tensor in whole.items()})
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", fast_only([2], [2, 3]))
 def test_ranks_hold_the_parts_of_merged_projections(num_ranks: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "phi3", kv_heads=4)
     check_parts(load_parts(tmp_path, num_ranks), load_file(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("kind", fast_only(["Q4_K"], ["F16", "Q8_0", "Q4_0", "Q6_K", "Q4_K"]))
+@pytest.mark.parametrize("kind", fast_only(["Q8_0"], ["F16", "Q8_0", "Q4_0", "Q6_K", "Q4_K"]))
 def test_ranks_hold_the_parts_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
-    """With the rows of q and k in llama.cpp's order, biases, and columns divided between blocks of 256."""
+    """With the rows of q and k in llama.cpp's order, biases, and columns divided between blocks."""
     gguf_files = pytest.importorskip("gguf_files", reason="the package gguf is not installed")
-    sizes = {"hidden": 256, "intermediate": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "vocab": gguf_files.VOCAB}
+    sizes = gguf_sizes(kind, gguf_files.VOCAB)
     model = make_checkpoint(tmp_path / "model", "llama", layers=1, attention_bias=True, mlp_bias=True, **sizes)
     path = gguf_files.write_gguf(tmp_path / "model.gguf", model, kind)
     parts = load_parts(path, 2)
@@ -165,13 +167,20 @@ def test_ranks_hold_the_parts_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     assert torch.equal(bias, q_bias(whole))
 
 
+def gguf_sizes(kind: str, vocab: int) -> dict[str, int]:
+    """Columns of two and four blocks."""
+    block = 256 if kind.endswith("_K") else 32
+    sizes = {"hidden": 2 * block, "intermediate": 4 * block, "heads": 8, "kv_heads": 4, "head_dim": block // 2}
+    return {**sizes, "vocab": vocab}
+
+
 def q_bias(decoder: Decoder) -> Tensor:
     bias = decoder.layers[0].qkv.bias
     assert bias is not None
     return bias[: decoder.spec.q_size]
 
 
-@pytest.mark.parametrize("form", ["gptq-32-asymmetric", "fp8", "phi3"])
+@pytest.mark.parametrize("form", fast_only(["gptq-32-asymmetric"], ["gptq-32-asymmetric", "fp8", "phi3"]))
 def test_placeholder_weights_are_parts_of_those_of_one_rank(form: str, plain: Path, tmp_path: Path) -> None:
     if form == "phi3":
         make_checkpoint(tmp_path / form, form, kv_heads=4)
@@ -196,13 +205,13 @@ def test_placeholder_weights_are_parts_of_those_of_one_rank(form: str, plain: Pa
             "rank 0 would hold columns 0 to 191 of model.layers.1.self_attn.o_proj, and its gptq form can be divided "
             "at multiples of 128 only; take another number of ranks",
         ),
-        (
+        pytest.param(
             "fp8",
             {"heads": 12, "kv_heads": 6},
             2,
-            "rank 0 would hold rows 0 to 191 of model.layers.1.self_attn.q_proj",
+            "rank 0 would hold rows 0 to 191 of model.layers.1.self_attn.q_proj, and its fp8 form",
+            marks=pytest.mark.slow,
         ),
-        ("gptq-128", {}, 16, "the model has 8 query heads and 4 KV heads in a layer, too few for every rank"),
     ],
 )
 def test_matrices_that_cannot_be_divided_are_refused(
@@ -225,7 +234,7 @@ def test_merged_projections_that_begin_within_a_block_are_refused(tmp_path: Path
     assert "rank 0 would hold rows 0 to 127 and 192 to 319 of model.layers.0.mlp.gate_up_proj" in message
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", fast_only([1], [0, 1]))
 def test_groups_in_another_order_are_refused_by_every_rank(rank: int, plain: Path, tmp_path: Path) -> None:
     """Each rank's inputs belong to one group, but not to that of their position."""
     path = quantize(plain, tmp_path / "gptq", "gptq-128")
@@ -238,7 +247,7 @@ def test_groups_in_another_order_are_refused_by_every_rank(rank: int, plain: Pat
     assert f"{name}: the groups are ordered by activation (desc_act)" in message
 
 
-# ---- whole engines
+# ---- whole engines; `test_tensor_parallel.py` has two of them among the fast tests
 
 
 def tokens(path: Path, num_ranks: int, **arguments: Any) -> list[list[int]]:
@@ -248,7 +257,8 @@ def tokens(path: Path, num_ranks: int, **arguments: Any) -> list[list[int]]:
         return found
 
 
-@pytest.mark.parametrize("variant", fast_only(["awq-32"], VARIANTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_quantized_models_give_the_tokens_of_one_rank(variant: str, plain: Path, tmp_path: Path) -> None:
     path = quantize(plain, tmp_path / variant, variant)
     expected = tokens(path, 1)
@@ -259,8 +269,7 @@ def test_quantized_models_give_the_tokens_of_one_rank(variant: str, plain: Path,
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K", "Q6_K"])
 def test_gguf_files_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     gguf_files = pytest.importorskip("gguf_files", reason="the package gguf is not installed")
-    sizes = {"hidden": 256, "intermediate": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "vocab": gguf_files.VOCAB}
-    model = make_checkpoint(tmp_path / "model", "llama", **sizes)
+    model = make_checkpoint(tmp_path / "model", "llama", **gguf_sizes(kind, gguf_files.VOCAB))
     path = gguf_files.write_gguf(tmp_path / "model.gguf", model, kind)
     assert tokens(path, 2) == [greedy_reference(model, prompt, 10) for prompt in PROMPTS]
 
@@ -272,7 +281,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", fast_only(["qwen3_moe", "phi3"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, family, **FAMILIES[family])
     expected = [greedy_reference(model, prompt, 10) for prompt in PROMPTS]
@@ -292,7 +302,8 @@ def test_quantized_experts_give_the_tokens_of_transformers(variant: str, tmp_pat
 # ---- adapters
 
 
-@pytest.mark.parametrize("family", fast_only(["qwen3"], ["qwen3", "phi3"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
 def test_adapters_give_the_tokens_of_the_merged_model(family: str, tmp_path: Path) -> None:
     """On all linear layers, beside requests of the model alone and of another adapter, with one adapter in memory."""
     sizes = {"kv_heads": 3, "heads": 6, "hidden": 96} if family == "qwen3" else {}

@@ -16,6 +16,8 @@ import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
+from lora_helpers import make_adapter
+from quantized_checkpoints import quantize
 from rank_processes import kept_rank_processes
 from safetensors.torch import load_file, save_file
 
@@ -106,6 +108,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "experts": {"family": "qwen3_moe", "mlp_only_layers": [1]},
     "two KV heads for each rank": {"family": "mistral", "kv_heads": 4, "sliding_window": 24, "intermediate": 97},
 }
 
@@ -157,6 +160,18 @@ def test_tokens_are_those_of_one_rank(arguments: dict[str, Any], params: Samplin
                 metrics = llm.metrics()
                 assert metrics.preemptions_by_swap + metrics.preemptions_by_recompute > 0
     assert found[0] == found[1]
+
+
+def test_adapters_of_a_quantized_model_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """`test_sharded_weights.py` has the other forms of weights, and the tokens of merged models."""
+    model = make_checkpoint(tmp_path / "plain", hidden=128, intermediate=128, heads=4, kv_heads=2, head_dim=32)
+    adapter = make_adapter(tmp_path / "adapter", model)
+    path, found = quantize(tmp_path / "plain", tmp_path / "awq", "awq-32"), []
+    for size in (1, 2):
+        with LLM(path, tensor_parallel_size=size, enable_lora=True, **RESIDENT) as llm:
+            outputs = llm.generate([prompts(40)[0]] * 2, greedy(10), use_tqdm=False, lora_request=[adapter, None])
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
 def logprobs_of(llm: LLM, given: list[list[int]]) -> list[list[tuple[int, float]]]:
