@@ -67,7 +67,7 @@ def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: in
     with tensor.file.open("rb") as file:
         for piece, start in zip(data, starts, strict=True):
             file.seek(tensor.offset + start)
-            num_read = file.readinto(piece)
+            num_read = file.readinto(piece.data)
             if num_read < len(piece):
                 raise ModelError(
                     f"{tensor.file} is truncated: tensor {quoted(tensor.name)} at byte {tensor.offset} has "
