@@ -60,9 +60,11 @@ class ModelRunner:
         if group is not None:
             group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
-        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
         if group is not None:
             memory = smallest(group.exchange(memory), group.local_size)
+        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
+        if group is not None:  # adapters take more on the rank that has most of the model
+            memory = smallest(group.exchange(memory), local_size=1)
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
