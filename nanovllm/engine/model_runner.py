@@ -86,8 +86,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; the KV that the step was writing is undefined."""
-        if self._closed:
-            raise EngineError("the engine is closed: make a new LLM")
+        self.check_health()
         scores = Scores([], [], {})
         self._watch.begin_step(batch)
         self.device.begin_step(batch.sequences)
@@ -109,6 +108,11 @@ class ModelRunner:
         h2d_bytes = [num_bytes for moved in traffic for num_bytes in moved.h2d_bytes]
         d2h_bytes = [num_bytes for moved in traffic for num_bytes in moved.d2h_bytes]
         return StepResult(scores.samples, h2d_bytes, d2h_bytes, scores.prompt_logprobs, scores.errors)
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more."""
+        if self._closed:
+            raise EngineError("the engine is closed: make a new LLM")
 
     def advise(self, num_tokens: int) -> Advice:
         """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 3  # in a row; after that the engine is given up
 LONG_TEXT = 1 << 17  # characters; the tokenizer takes about 0.1 s for them
 CLOSE_SECONDS = 60.0  # most time that a running step may take to end
+HEALTH_SECONDS = 1.0  # between two looks at an engine without requests
 T = TypeVar("T")
 
 
@@ -64,7 +65,7 @@ class AsyncLLM:
     Arguments and errors are those of `LLM`. Coroutines may be used in any event loop, and in several.
 
     If a step fails, its requests end with finish_reason "error" and the engine goes on. After MOST_FAILED_STEPS
-    failures in a row, or if the engine's thread ends, every request and every later call raises EngineError.
+    failures in a row, or if no step can run any more, every request and every later call raises EngineError.
     """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
@@ -253,9 +254,12 @@ class AsyncLLM:
         """Run the commands that have come, and wait for one if there is nothing to compute. False ends the thread."""
         while True:
             try:
-                command = self._commands.get(block=not self._client.pending)
+                command = self._commands.get(block=not self._client.pending, timeout=HEALTH_SECONDS)
             except queue.Empty:
-                return True
+                if self._client.pending:
+                    return True
+                self.llm.engine.check_health()
+                continue
             if command is None:
                 return False
             command()
@@ -263,14 +267,15 @@ class AsyncLLM:
     def _step(self) -> None:
         try:
             outputs = self._client.step()
-            self._failed_steps = 0
         except EngineError as error:
-            outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
             self._failed_steps += 1
             logger.exception("a step failed, the %d. in a row", self._failed_steps)
+            self._deliver([output for output in error.outputs if isinstance(output, RequestOutput)])
             if self._failed_steps == MOST_FAILED_STEPS:
-                self._deliver(outputs)
                 raise
+            self.llm.engine.check_health()
+            return
+        self._failed_steps = 0
         self._deliver(outputs)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
