@@ -83,7 +83,8 @@ class TensorParallelExecutor:
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
-        load_decoder_spec(config.model, config.hf_overrides).of_rank(0, self._size)  # refuses too many ranks at once
+        spec = load_decoder_spec(config.model, config.hf_overrides)
+        spec.of_rank(0, self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
         self._interrupted = False  # while a step runs, and after an exception until its result was received
@@ -91,7 +92,7 @@ class TensorParallelExecutor:
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
-        started = launch.start_ranks(config)
+        started = launch.start_ranks(config, spec)
         self._ranks = [Rank(i, Channel(connection), process) for i, (connection, process) in enumerate(started.ranks)]
         self._selector = selectors.DefaultSelector()
         for rank in self._ranks:

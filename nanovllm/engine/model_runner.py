@@ -41,10 +41,13 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
-    def __init__(self, config: EngineConfig, group: RankGroup | None = None) -> None:
-        """group: the tensor-parallel ranks, of which this is one; None computes the whole model."""
+    def __init__(self, config: EngineConfig, group: RankGroup | None = None, spec: DecoderSpec | None = None) -> None:
+        """group: the tensor-parallel ranks, of which this is one; None computes the whole model.
+
+        spec: of the whole model, where it is known already.
+        """
         sides.check_arguments(config)
-        self.spec = load_decoder_spec(config.model, config.hf_overrides)
+        self.spec = spec or load_decoder_spec(config.model, config.hf_overrides)
         _check_quantization(config.quantization, self.spec)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
