@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from server_helpers import CACHE, in_engine, make_served_model, nothing_left, run_async
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.server import async_llm
 from nanovllm.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
@@ -278,6 +278,28 @@ def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -
 
     run_async(requests())
     assert engine.error is not None
+
+
+def test_the_engines_thread_loads_the_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread that runs kernels would have a second OpenMP team, and both would sleep between kernels."""
+    threads = []
+    load = LLM.__init__
+
+    def recorded(self: LLM, *args: Any, **kwargs: Any) -> None:
+        threads.append(threading.current_thread())
+        load(self, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "__init__", recorded)
+    with AsyncLLM(model, **CACHE) as engine:
+        threads.append(run_async(engine.call(lambda _: threading.current_thread())))
+    assert threads[0] is threads[1] is not threading.current_thread()
+
+
+def test_what_keeps_the_model_from_loading_is_raised(model: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="dtype"):
+        AsyncLLM(model, **CACHE | {"dtype": "int3"})
+    assert threading.active_count() == before
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:

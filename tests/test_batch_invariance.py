@@ -29,9 +29,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
     [
-        ("qwen3", "bfloat16", {"head_dim": 64}),
+        pytest.param("qwen3", "bfloat16", {"head_dim": 64}, marks=pytest.mark.slow),
         ("qwen2", "bfloat16", {"head_dim": 32}),  # biases
-        ("llama", "float32", {"head_dim": 16}),
+        pytest.param("llama", "float32", {"head_dim": 16}, marks=pytest.mark.slow),
         ("mistral", "float32", {"head_dim": 48, "sliding_window": 21}),
     ],
 )

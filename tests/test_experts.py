@@ -276,7 +276,7 @@ def test_adapters_of_attention_equal_merged_ones(tmp_path: Path) -> None:
 # ---- quantized
 
 
-@pytest.mark.parametrize("variant", ["awq-32", "fp8"])
+@pytest.mark.parametrize("variant", ["fp8", pytest.param("awq-32", marks=pytest.mark.slow)])
 def test_quantized_experts(tmp_path: Path, variant: str) -> None:
     """Each expert is a matrix of the format. The router stays in plain numbers."""
     make_checkpoint(tmp_path / "plain", "qwen3_moe", hidden=128, intermediate=256, experts=4)

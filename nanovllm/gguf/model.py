@@ -14,6 +14,7 @@ from nanovllm.gguf.names import hugging_face_name
 from nanovllm.gguf.weights import GgufWeight
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.linear_method import CheckpointTensor, NamedTensors, StoredWeight, dense_tensors
+from nanovllm.layers.packed_matrix import stack_by_form
 from nanovllm.model_files.gguf_side import GgufConfig
 
 BY_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
@@ -46,10 +47,12 @@ class GgufMethod:
     def create(
         self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
     ) -> StoredWeight:
-        types = [self._type(module) for module in parts]
-        if not any(types):
-            return DenseWeight(parts, in_features, dtype, device)
-        return GgufWeight(parts, types, in_features, dtype, device)
+        def create(kind: TensorType | None, own: dict[str, int]) -> StoredWeight:
+            if kind is None:
+                return DenseWeight(own, in_features, dtype, device)
+            return GgufWeight(kind, own, in_features, dtype, device)
+
+        return stack_by_form(parts, lambda module, _: self._type(module), create, dtype)
 
     def _type(self, module: str) -> TensorType | None:
         """The type of a packed matrix; None if it is stored as plain numbers."""

@@ -24,7 +24,7 @@ from nanovllm.quantization.config_fields import (
     read_fields,
     refuse_unless,
 )
-from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod
+from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod, integer_layout
 from nanovllm.quantization.unpacking import check_multiple, exact_scales, packed_data, unpacked_last
 
 _RULES = MappingProxyType(
@@ -50,8 +50,7 @@ class Awq:
     group_size: int
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        group_size = in_features if self.group_size == -1 else min(self.group_size, in_features)
-        return Layout("int4", in_features, group_size, "float16", zeros=True)
+        return integer_layout(in_features, 4, self.group_size, "float16", zeros=True)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         check_multiple("out_features", out_features, _VALUES)

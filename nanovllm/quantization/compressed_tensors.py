@@ -28,7 +28,7 @@ from nanovllm.quantization.config_fields import (
     refuse_unless,
 )
 from nanovllm.quantization.fp8 import BLOCK, Fp8
-from nanovllm.quantization.packed_method import Filling, Layout, PackedFormat, PackedMethod
+from nanovllm.quantization.packed_method import Filling, Layout, PackedFormat, PackedMethod, integer_layout
 from nanovllm.quantization.unpacking import check_multiple, exact_scales, signed, unpacked_last, zeros_of
 
 _FORMATS = ("pack-quantized", "float-quantized")
@@ -79,10 +79,7 @@ class PackQuantized:
     scales_dtype: str
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        group_size = in_features if self.group_size == -1 else min(self.group_size, in_features)
-        scheme = "int4" if self.bits == 4 else "int8"
-        zeros = not self.symmetric
-        return Layout(scheme, in_features, group_size, self.scales_dtype, zeros)  # type: ignore[arg-type]
+        return integer_layout(in_features, self.bits, self.group_size, self.scales_dtype, zeros=not self.symmetric)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         values = 32 // self.bits

@@ -28,7 +28,7 @@ from nanovllm.quantization.config_fields import (
     read_fields,
     refuse_unless,
 )
-from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod
+from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod, integer_layout
 from nanovllm.quantization.unpacking import (
     check_group_order,
     check_multiple,
@@ -77,9 +77,7 @@ class Gptq:
     zero_offset: int
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        group_size = in_features if self.group_size == -1 else min(self.group_size, in_features)
-        scheme = "int4" if self.bits == 4 else "int8"
-        return Layout(scheme, in_features, group_size, "float16", zeros=not self.symmetric)  # type: ignore[arg-type]
+        return integer_layout(in_features, self.bits, self.group_size, "float16", zeros=not self.symmetric)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         values = 32 // self.bits  # in an int32

@@ -69,8 +69,6 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        self.llm = LLM(model, **engine_args)
-        self._client = EngineClient(self.llm.engine)  # this and what follows it is the engine thread's
         self._collectors: dict[str, OutputCollector] = {}  # of the unfinished requests, by request_id
         self._failed_steps = 0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -81,8 +79,10 @@ class AsyncLLM:
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long text")
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        loaded: Future[LLM] = Future()
+        self._thread = threading.Thread(target=self._run, args=(model, engine_args, loaded), name="engine", daemon=True)
         self._thread.start()
+        self.llm = loaded.result()
 
     # ---- requests
 
@@ -238,7 +238,19 @@ class AsyncLLM:
                 self._commands.put(command)
         return future
 
-    def _run(self) -> None:
+    def _run(self, model: str | Path, engine_args: dict[str, Any], loaded: Future[LLM]) -> None:
+        """Load the model, and step it until the end.
+
+        A model that another thread has loaded is slower: OpenMP keeps a team of threads for each thread that runs
+        kernels, and with more teams than cores for them, threads sleep between two kernels instead of spinning.
+        """
+        try:
+            llm = LLM(model, **engine_args)
+            self._client = EngineClient(llm.engine)
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(llm)
         end = EngineError("the engine is closed: make a new AsyncLLM")
         try:
             while self._run_commands():
