@@ -79,10 +79,10 @@ class AsyncLLM:
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long text")
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        loaded: Future[LLM] = Future()
+        loaded: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(model, engine_args, loaded), name="engine", daemon=True)
         self._thread.start()
-        self.llm = loaded.result()
+        loaded.result()
 
     # ---- requests
 
@@ -238,19 +238,19 @@ class AsyncLLM:
                 self._commands.put(command)
         return future
 
-    def _run(self, model: str | Path, engine_args: dict[str, Any], loaded: Future[LLM]) -> None:
+    def _run(self, model: str | Path, engine_args: dict[str, Any], loaded: Future[None]) -> None:
         """Load the model, and step it until the end.
 
         A model that another thread has loaded is slower: OpenMP keeps a team of threads for each thread that runs
         kernels, and with more teams than cores for them, threads sleep between two kernels instead of spinning.
         """
         try:
-            llm = LLM(model, **engine_args)
-            self._client = EngineClient(llm.engine)
+            self.llm = LLM(model, **engine_args)
+            self._client = EngineClient(self.llm.engine)
         except BaseException as error:
             loaded.set_exception(error)
             return
-        loaded.set_result(llm)
+        loaded.set_result(None)
         end = EngineError("the engine is closed: make a new AsyncLLM")
         try:
             while self._run_commands():
