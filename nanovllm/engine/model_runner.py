@@ -42,10 +42,13 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
-    def __init__(self, config: EngineConfig, group: RankGroup | None = None) -> None:
-        """group: the tensor-parallel ranks, of which this is one; None computes the whole model."""
+    def __init__(self, config: EngineConfig, group: RankGroup | None = None, spec: DecoderSpec | None = None) -> None:
+        """group: the tensor-parallel ranks, of which this is one; None computes the whole model.
+
+        spec: of the whole model, where it is known already.
+        """
         sides.check_arguments(config)
-        self.spec = load_decoder_spec(config.model, config.hf_overrides)
+        self.spec = spec or load_decoder_spec(config.model, config.hf_overrides)
         _check_quantization(config.quantization, self.spec)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
@@ -89,8 +92,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; the KV that the step was writing is undefined."""
-        if self._closed:
-            raise EngineError("the engine is closed: make a new LLM")
+        self.check_health()
         result = StepResult()
         on_attend = self._watch.begin_step(batch) if self._watch.on_layer is not None else None
         if self._trace is not None:
@@ -112,6 +114,11 @@ class ModelRunner:
             if seq.adapter is not None and seq.adapter in unloaded:
                 result.errors[index] = unloaded[seq.adapter]
         return result
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more."""
+        if self._closed:
+            raise EngineError("the engine is closed: make a new LLM")
 
     def advise(self, num_tokens: int) -> Advice:
         """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""
