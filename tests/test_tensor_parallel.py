@@ -25,9 +25,6 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import _sum_in_order
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.layers.parallel import MetaRanks
-from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.models.loader import load_model
 from nanovllm.models.sharding import Sizes, shard
 from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
