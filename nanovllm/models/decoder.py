@@ -15,7 +15,6 @@ from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
-from nanovllm.models.sharding import rank_part
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm
@@ -48,10 +47,9 @@ class DecoderLayer:
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
         self.input_norm, self.mlp_norm, *output_norms = (weight(hidden) for _ in spec.layer_norms)
-        self.attention_output_norm: Tensor | None = None
-        self.mlp_output_norm: Tensor | None = None
-        if output_norms:
-            self.attention_output_norm, self.mlp_output_norm = output_norms
+        self.attention_output_norm: Tensor | None
+        self.mlp_output_norm: Tensor | None
+        self.attention_output_norm, self.mlp_output_norm = output_norms or (None, None)
         self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
@@ -81,7 +79,7 @@ class DecoderLayer:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
         attended = self._attend(x, cos, sin, ctx, chunk)
         parts = row_parts(chunk, x, attended)
-        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts(), parts, strict=False):
+        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.finish_(part, attended_part, adapters)
 
     def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
@@ -106,7 +104,7 @@ class DecoderLayer:
         q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
         k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
         parts = row_parts(chunk, x, cos, sin, q, k, v)
-        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts(), parts, strict=False):
+        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
         return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
@@ -231,8 +229,10 @@ class Decoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
-        sharding = self.spec.sharding
-        x = embedding(input_ids, self.embedding, None if sharding is None else sharding.vocab, self.group)
+        if self.group is None or self.spec.sharding is None:
+            x = self.embedding.rows(input_ids)
+        else:
+            x = embedding(input_ids, self.embedding, self.spec.sharding.vocab, self.group)
         return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
     def angles(self, positions: Tensor, rope_lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -257,10 +257,9 @@ class Decoder:
         Ranks other than the first contribute their part of the vocabulary, and get logits of no row.
         """
         logits = self.lm_head.apply(hidden, None)
-        if self.group is not None:
-            vocab_size, size = self.spec.vocab_size, self.group.size
-            collected = self.group.gather_columns(logits, [len(rank_part(vocab_size, i, size)) for i in range(size)])
-            logits = logits.new_empty(0, vocab_size) if collected is None else collected
+        if self.group is not None and self.spec.sharding is not None:
+            collected = self.group.gather_columns(logits, self.spec.sharding.vocab_widths)
+            logits = logits.new_empty(0, self.spec.vocab_size) if collected is None else collected
         return logits.float()
 
     @property

@@ -47,6 +47,11 @@ def choose(isa: str | None = None) -> str:
     return isa or available[0]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, as the kernels take it."""
+    return str(dtype).removeprefix("torch.")
+
+
 # ---- linear layers; csrc/cpu_linear.h documents the order of a sum
 
 
