@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,14 +38,17 @@ def read_tensor(tensor: GgufTensor, heads: int | None = None) -> Tensor:
 
     heads: the number of heads whose rows llama.cpp has put into another order for RoPE; they are put back.
     """
+    # Memory of its own, which goes back to the system with the tensor: malloc would keep some of it.
+    data = mmap.mmap(-1, max(1, tensor.num_bytes))
     with tensor.file.open("rb") as file:
-        data = np.fromfile(file, np.uint8, tensor.num_bytes, offset=tensor.offset)
-    if len(data) < tensor.num_bytes:
+        file.seek(tensor.offset)
+        count = file.readinto(memoryview(data)[: tensor.num_bytes])
+    if count < tensor.num_bytes:
         raise ModelError(
             f"{tensor.file} is truncated: tensor {quoted(tensor.name)} at byte {tensor.offset} has {tensor.num_bytes} "
-            f"bytes, and only {len(data)} could be read; copy it again."
+            f"bytes, and only {count} could be read; copy it again."
         )
-    values = torch.from_numpy(data)
+    values = torch.frombuffer(data, dtype=torch.uint8)[: tensor.num_bytes]
     if tensor.type.name in DTYPES:
         values = values.view(DTYPES[tensor.type.name]).reshape(tensor.shape)
     else:

@@ -71,9 +71,9 @@ class GgufWeight:
                 yield f"{module}.weight", WeightSlot(view, shape, randomize=randomize)
 
     def finish_loading(self) -> None:
-        """Rearrange the bytes for the CPU's kernel."""
+        """Rearrange the bytes for the CPU's kernel, where they lie: the weights are never in memory twice."""
         self._groups = [
-            (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels())
+            (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels(in_place=True))
             for sizes, kind, weight in self._groups
         ]
 

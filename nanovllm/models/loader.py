@@ -105,7 +105,8 @@ def load_model(
         fill_with_random_weights(decoder, seed, None if group is None else spec)
         decoder.finish_loading()
         return decoder
-    for name, slot in decoder.slots():
+    # The largest first: what is read of a tensor should not come on top of all weights.
+    for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
         if name in names:
             _fill(slot, names[name], stored[names[name]], _part(own, name))
     _check_tied(directory, spec, stored, decoder)

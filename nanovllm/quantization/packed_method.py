@@ -127,7 +127,7 @@ class QuantizedWeight:
             start += size
 
     def finish_loading(self) -> None:
-        self.packed = self.packed.in_panels()
+        self.packed = self.packed.in_panels(in_place=True)
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
