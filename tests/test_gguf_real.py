@@ -118,7 +118,7 @@ def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 def run(path):
-    memory = {"kvcache_block_size": 16, "num_gpu_blocks": 64, "max_num_batched_tokens": 64, "max_model_len": 512}
+    memory = {"kvcache_block_size": 16, "num_gpu_blocks": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
     with LLM(path, skip_tokenizer_init=True, **memory) as llm:
         params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False)
         llm.generate([[5, 6, 7] * 20], params, use_tqdm=False)

@@ -66,7 +66,7 @@ def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: in
     else:
         starts, shape = [row * row_bytes + first for row in rows], (len(rows), size)
     # Memory of its own, which goes back to the system with the tensor: malloc would keep some of it.
-    data = np.ndarray(shape, np.uint8, mmap.mmap(-1, max(1, shape[0] * shape[1])))
+    data = np.ndarray(shape, np.uint8, mmap.mmap(-1, max(1, shape[0] * shape[1]), flags=mmap.MAP_PRIVATE))
     with tensor.file.open("rb") as file:
         for piece, start in zip(data, starts, strict=True):
             file.seek(tensor.offset + start)
