@@ -241,8 +241,6 @@ class EngineConfig:
             _require(self.enable_lora or value == default, name, rule, value)
             if value is not None:
                 _require_int(name, value, 1)
-        rule = f"needs tensor_parallel_size=1, not {self.tensor_parallel_size}: adapters are not divided among ranks"
-        _require(not self.enable_lora or self.tensor_parallel_size == 1, "enable_lora", rule, self.enable_lora)
         rule = f"must be at least max_loras={self.max_loras}: each adapter on the device is in host memory too"
         _require(self.num_cpu_loras >= self.max_loras, "max_cpu_loras", rule, self.max_cpu_loras)
 

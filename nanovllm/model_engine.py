@@ -139,6 +139,12 @@ class LLMEngine(llm_engine.LLMEngine):
         _refuse_others("reset_prefix_cache", others)
         return super().reset_prefix_cache()
 
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more, as when a tensor-parallel rank has failed."""
+        with self.guard.operation("check_health"):
+            self.check_open()
+            self.runner.check_health()
+
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
 

@@ -26,7 +26,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.engine.profiling import activation_peak
-from nanovllm.errors import ConfigError
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.experts import Experts
 from nanovllm.lora.adapter_files import read_adapter
@@ -240,12 +239,6 @@ def test_a_config_without_experts_is_a_dense_network(tmp_path: Path) -> None:
     edit_config(tmp_path, decoder_sparse_step=3)
     spec = load_decoder_spec(tmp_path)
     assert spec.experts is None and spec.num_expert_layers == 0
-
-
-def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "mixtral")
-    message = refusal(lambda: load_decoder_spec(tmp_path).of_rank(0, 2), ConfigError)
-    assert "tensor_parallel_size=2: the experts of a MixtralForCausalLM are not divided" in message
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:

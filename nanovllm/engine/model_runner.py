@@ -42,10 +42,13 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
-    def __init__(self, config: EngineConfig, group: RankGroup | None = None) -> None:
-        """group: the tensor-parallel ranks, of which this is one; None computes the whole model."""
+    def __init__(self, config: EngineConfig, group: RankGroup | None = None, spec: DecoderSpec | None = None) -> None:
+        """group: the tensor-parallel ranks, of which this is one; None computes the whole model.
+
+        spec: of the whole model, where it is known already.
+        """
         sides.check_arguments(config)
-        self.spec = load_decoder_spec(config.model, config.hf_overrides)
+        self.spec = spec or load_decoder_spec(config.model, config.hf_overrides)
         _check_quantization(config.quantization, self.spec)
         self.dtype = _resolve_dtype(config.dtype, self.spec)
         self.device = create_device(config.device)
@@ -60,9 +63,11 @@ class ModelRunner:
         if group is not None:
             group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
-        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
         if group is not None:
             memory = smallest(group.exchange(memory), group.local_size)
+        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
+        if group is not None:  # adapters take more on the rank that has most of the model
+            memory = smallest(group.exchange(memory), local_size=1)
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
@@ -88,8 +93,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; the KV that the step was writing is undefined."""
-        if self._closed:
-            raise EngineError("the engine is closed: make a new LLM")
+        self.check_health()
         # Layer-by-layer prefill also takes part in the step after its last, to drop what it kept between two steps.
         orders = self._orders if batch.layerwise is not None or self._was_layerwise else self._orders[:1]
         self._was_layerwise = batch.layerwise is not None
@@ -114,6 +118,11 @@ class ModelRunner:
             if seq.adapter is not None and seq.adapter in unloaded:
                 result.errors[index] = unloaded[seq.adapter]
         return result
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more."""
+        if self._closed:
+            raise EngineError("the engine is closed: make a new LLM")
 
     def advise(self, num_tokens: int) -> Advice:
         """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""

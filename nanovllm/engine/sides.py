@@ -202,6 +202,10 @@ class Runner(Executor, Protocol):
     plan: KVPlan
     num_swap_blocks: int
 
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more."""
+        ...
+
     def advise(self, num_tokens: int) -> Advice: ...
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None: ...

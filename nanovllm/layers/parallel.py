@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class RankGroup(Protocol):
         """
         ...
 
-    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         """x [rows, widths[rank]] of all ranks next to each other, on rank 0; None on the others."""
         ...
 
@@ -49,7 +50,7 @@ class MetaRanks:
         """See `RankGroup`."""
         return x.new_empty(self.size, *x.shape)[0].float().to(x.dtype)
 
-    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         """See `RankGroup`."""
         return x.new_empty(2, x.shape[0], sum(widths))[0] if self.rank == 0 else None
 

@@ -15,7 +15,6 @@ from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
-from nanovllm.models.sharding import rank_part
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm
@@ -48,6 +47,8 @@ class DecoderLayer:
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
         self.input_norm, self.mlp_norm, *output_norms = (weight(hidden) for _ in spec.layer_norms)
+        self.attention_output_norm: Tensor | None
+        self.mlp_output_norm: Tensor | None
         self.attention_output_norm, self.mlp_output_norm = output_norms or (None, None)
         self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
@@ -252,10 +253,9 @@ class Decoder:
         Ranks other than the first contribute their part of the vocabulary, and get logits of no row.
         """
         logits = self.lm_head.apply(hidden, None)
-        if self.group is not None:
-            vocab_size, size = self.spec.vocab_size, self.group.size
-            collected = self.group.gather_columns(logits, [len(rank_part(vocab_size, i, size)) for i in range(size)])
-            logits = logits.new_empty(0, vocab_size) if collected is None else collected
+        if self.group is not None and self.spec.sharding is not None:
+            collected = self.group.gather_columns(logits, self.spec.sharding.vocab_widths)
+            logits = logits.new_empty(0, self.spec.vocab_size) if collected is None else collected
         return logits.float()
 
     @property

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.errors import ConfigError
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.models.sharding import Sharding, shard
+from nanovllm.models.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
@@ -53,6 +52,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0  # rounded to the dtype, multiplies the embedding; not the tied output projection
     output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream, too
     zero_centered_norms: bool = False  # norm weights are stored minus 1, and multiply in fp32, before the rounding
+    whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
 
     @property
     def q_size(self) -> int:
@@ -67,28 +67,39 @@ class DecoderSpec:
     def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
         """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
 
-        Raises ConfigError if there are too few heads for all ranks, for experts, and for quantized or merged matrices.
+        Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
-        if self.experts is not None or self.merged_projections:
-            parts = "the experts" if self.experts is not None else "qkv_proj and gate_up_proj"
-            raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: {parts} of a {self.architecture} are not divided among ranks; "
-                "use tensor_parallel_size=1"
-            )
-        if self.quantization is not None:
-            raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: weights in {self.quantization.name} form are not divided among "
-                "ranks; take a checkpoint that is not quantized, or tensor_parallel_size=1"
-            )
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size)
-        sharding = shard(*sizes, rank, num_ranks)
+        experts, form = self.experts, "" if self.quantization is None else self.quantization.name
+        sizes = Sizes(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.intermediate_size,
+            self.vocab_size,
+            0 if experts is None else experts.intermediate_size,
+        )
+        sharding = shard(sizes, rank, num_ranks, self._divided_matrices(), form)
+        if experts is not None:
+            experts = replace(experts, intermediate_size=len(sharding.expert_intermediate))
         return replace(
             self,
             num_heads=len(sharding.heads),
             num_kv_heads=len(sharding.kv_heads),
             intermediate_size=len(sharding.intermediate),
+            experts=experts,
             sharding=sharding,
+            whole=self,
         )
+
+    def _divided_matrices(self) -> Collection[DividedMatrix]:
+        """The matrices whose storage cannot be divided everywhere, one for all that are alike."""
+        if self.quantization is None:
+            return ()
+        found: dict[tuple[object, ...], DividedMatrix] = {}
+        for module, rows, columns in self.matrices():
+            matrix = DividedMatrix(module, (rows, columns), self.quantization.units(module, rows, columns))
+            found[is_expert(module), module.rpartition(".")[2], matrix.units] = matrix
+        return found.values()
 
     @property
     def most_kv_heads(self) -> int:
@@ -240,7 +251,8 @@ class DecoderSpec:
     def tensors(self) -> NamedTensors:
         """Name and form of every checkpoint tensor, known before anything is allocated.
 
-        `Decoder.slots` gives the same names. The output projection appears only if it is not tied.
+        `Decoder.slots` gives the same names but for tensors that are only checked. The output projection appears only
+        if it is not tied.
         """
         for matrix in self.matrices():
             yield from dense_tensors(*matrix) if self.quantization is None else self.quantization.tensors(*matrix)
@@ -264,7 +276,8 @@ class DecoderSpec:
         experts = self.experts
         if experts is not None:
             experts = replace(experts, layers=tuple(experts.layers[index] for index in indices))
-        return replace(self, num_layers=len(indices), sliding_windows=windows, experts=experts)
+        whole = None if self.whole is None else self.whole.of_layers(indices)
+        return replace(self, num_layers=len(indices), sliding_windows=windows, experts=experts, whole=whole)
 
     def one_of_each_kind(self) -> DecoderSpec:
         """A network of the first layer with one MLP and the first with experts, which take different memory."""
@@ -294,11 +307,11 @@ class DecoderSpec:
         hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
         for name, size in self.qkv_parts.items():
             yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias
+        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias and self.adds_biases
         if self.experts is None or not self.experts.layers[index]:
             for name, size in self.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
-            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
+            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias and self.adds_biases
 
     @property
     def yarn_positions(self) -> int | None:
