@@ -133,11 +133,15 @@ def takes(x: Tensor, dims: int) -> bool:
     return row_is_dense or shape[0] == 0
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, None, weight, eps)
+
+
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(residual, weight, eps, addend=x)
+    return _norm(residual, x, weight, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:
+def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     fits = takes(x, 2) and weight.is_cpu and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:]
     if addend is not None:
         fits = fits and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype
