@@ -55,7 +55,7 @@ def test_a_walk_notes_functions_of_the_package_once() -> None:
 
 
 def test_the_way_of_a_decode_step_stays_short(tmp_path: Path) -> None:
-    """Bounds, a little above what is counted: whoever makes the way longer sees it here."""
+    """Bounds, a little above what is counted, so that no change makes the way longer unseen."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     walk = walk_decode_step(tmp_path, cpu_attention=False)
     counted = {str(path.relative_to(PACKAGE)): names for path, names in walk.functions.items()}
