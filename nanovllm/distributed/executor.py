@@ -83,7 +83,7 @@ class TensorParallelExecutor:
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
-        load_decoder_spec(config.model, config.hf_overrides).of_rank(0, self._size)  # refuses too many ranks at once
+        load_decoder_spec(config.model, config.hf_overrides).of_ranks(self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
         self._interrupted = False  # while a step runs, and after an exception until its result was received
