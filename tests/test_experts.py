@@ -41,7 +41,7 @@ EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24
 def layer(dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Experts:
     """One with random weights."""
     spec = dataclasses.replace(ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,)), **fields)
-    made = Experts(spec, 0, HIDDEN, method=None, dtype=dtype, device=CPU)
+    made = Experts(spec, 0, HIDDEN, activation="silu", method=None, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     for _, slot in made.slots():
         slot.view.copy_(torch.randn(slot.shape, generator=generator) / slot.shape[1] ** 0.5)
@@ -101,7 +101,7 @@ def test_bfloat16_errs_less_than_transformers(tmp_path: Path, family: str) -> No
 def test_without_data_the_largest_group_counts() -> None:
     spec = ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,))
     meta = torch.device("meta")
-    made = Experts(spec, 0, HIDDEN, method=None, dtype=torch.float32, device=meta)
+    made = Experts(spec, 0, HIDDEN, activation="silu", method=None, dtype=torch.float32, device=meta)
     assert made(torch.empty(9, HIDDEN, device=meta)).shape == (9, HIDDEN)
 
 

@@ -59,13 +59,11 @@ class MetaRanks:
         return [value] * self.size
 
 
-def embedding(token_ids: Tensor, table: StoredWeight, vocab: range | None, group: RankGroup | None) -> Tensor:
-    """Rows of an embedding: int64 [tokens] -> [tokens, hidden]. table holds the rows of `vocab`; None: all of them.
+def embedding(token_ids: Tensor, table: StoredWeight, vocab: range, group: RankGroup) -> Tensor:
+    """Rows of an embedding whose rows are divided: int64 [tokens] -> [tokens, hidden]. table holds those of `vocab`.
 
     A token's row is on one rank. The others add zeros to it, which is exact.
     """
-    if vocab is None or group is None:
-        return table.rows(token_ids)
     elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
     rows = table.rows((token_ids - vocab.start).masked_fill(elsewhere, 0))
     return group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))

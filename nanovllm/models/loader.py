@@ -18,9 +18,10 @@ from nanovllm.memory_checks import check_fits
 from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.fused_experts import with_single_experts
+from nanovllm.models.fused_experts import part_of, with_single_experts
 from nanovllm.models.sharding import Part
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
+from nanovllm.models.text_models import TEXT_MODELS, text_name
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
 
@@ -28,8 +29,8 @@ def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | N
     """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
 
     Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights
-    are within 0.1 of 1, and biases within 0.1 of 0. whole: of a tensor-parallel rank's decoder, the spec of which it is
-    a part; the weights are those of the whole.
+    are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. whole: of a tensor-parallel rank's
+    decoder, the spec of which it is a part; the weights are those of the whole.
     """
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     if whole is not None:
@@ -117,12 +118,12 @@ def load_model(
     directory = Path(model_dir)
     if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
-    stored = {} if load_format == "dummy" else with_single_experts(list_tensors(directory), spec)
+    stored = {} if load_format == "dummy" else _of_text_model(with_single_experts(list_tensors(directory), spec), spec)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
-    for name in names:
+    for name, stored_as in names.items():
         if (check := tensors[name].check) is not None:
-            _use(check, name, stored[name])
+            _use(check, stored_as, stored[stored_as])
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
@@ -145,6 +146,18 @@ def load_model(
     _check_unused_biases(spec, stored)
     decoder.finish_loading()
     return decoder
+
+
+def _of_text_model(stored: dict[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
+    """The tensors under the text model's names, if the checkpoint's model may take images too."""
+    if spec.architecture not in TEXT_MODELS.values():
+        return stored
+    names = {name: text_name(name) for name in stored}
+    return {
+        new: stored[name] if new == name else part_of(stored[name], name, slice(None))
+        for name, new in names.items()
+        if new is not None
+    }
 
 
 def _part(spec: DecoderSpec, name: str, tensor: CheckpointTensor, stored: StoredTensor) -> Part:
