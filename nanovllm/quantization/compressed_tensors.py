@@ -144,7 +144,8 @@ def read_compressed_tensors(config: Mapping[str, Any], dtype: str) -> PackedMeth
     targets = tuple(scheme.get("targets", ("Linear",)))
     modules = Modules(tuple(fields.get("ignore", ())), targets, as_parts=False, head=True)
     weights = read_fields(scheme.get("weights", {}), _WEIGHT_RULES, _WEIGHT_WITHOUT_EFFECT, f"{where}.weights")
-    return PackedMethod("compressed-tensors", _format(f"{where}.weights", stored_as, weights, dtype), modules)
+    format = _format(f"{where}.weights", stored_as, weights, dtype, fp8_inputs="input_activations" in scheme)
+    return PackedMethod("compressed-tensors", format, modules)
 
 
 def _check_activations(where: str, scheme: Mapping[str, Any], stored_as: str) -> None:
@@ -154,14 +155,15 @@ def _check_activations(where: str, scheme: Mapping[str, Any], stored_as: str) ->
     inputs = scheme.get("input_activations")
     if inputs is None:
         return
-    if stored_as == "pack-quantized" or inputs.get("dynamic") is not True or inputs.get("type") != "float":
+    is_fp8 = inputs.get("type") == "float" and inputs.get("num_bits", 8) == 8
+    if stored_as == "pack-quantized" or inputs.get("dynamic") is not True or not is_fp8:
         raise ModelError(
             f"{where}: input_activations={quoted(inputs)} are not supported; supported: none, or dynamic ones of type "
-            "float with format float-quantized."
+            "float with 8 bits and format float-quantized."
         )
 
 
-def _format(where: str, stored_as: str, weights: Mapping[str, Any], dtype: str) -> PackedFormat:
+def _format(where: str, stored_as: str, weights: Mapping[str, Any], dtype: str, fp8_inputs: bool) -> PackedFormat:
     refuse_unless(weights, "dynamic", False, where=where)
     refuse_unless(weights, "actorder", False, "weight", "static", where=where)
     strategy, group_size = weights.get("strategy"), weights.get("group_size", -1)
@@ -172,7 +174,7 @@ def _format(where: str, stored_as: str, weights: Mapping[str, Any], dtype: str) 
         refuse_unless({"strategy": "tensor", **weights}, "strategy", "tensor", "channel", "block", where=where)
         if strategy == "block":
             refuse_unless({"block_structure": None, **weights}, "block_structure", [BLOCK, BLOCK], where=where)
-        return Fp8("weight_scale", in_blocks=strategy == "block")
+        return Fp8("weight_scale", strategy == "block", fp8_inputs)
     refuse_unless({"num_bits": 8, **weights}, "num_bits", 4, 8, where=where)
     refuse_unless(weights, "type", "int", where=where)
     refuse_unless({"strategy": "tensor", **weights}, "strategy", "group", "channel", where=where)

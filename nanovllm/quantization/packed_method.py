@@ -36,7 +36,8 @@ _DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**
 class Layout:
     """What is known of a `PackedWeight` from the config. Each output has a row of `scale_columns` scales.
 
-    scales_dtype: of torch, by name. Modules with equal layouts can be stored one below the other.
+    scales_dtype: of torch, by name; fp8_inputs: see `PackedWeight`. Modules with equal layouts can be stored one below
+    the other.
     """
 
     scheme: Scheme
@@ -44,6 +45,7 @@ class Layout:
     group_size: int
     scales_dtype: str
     zeros: bool = False
+    fp8_inputs: bool = False
 
     @property
     def scale_columns(self) -> int:
@@ -69,6 +71,7 @@ class Layout:
             torch.empty(out_features, self.scale_columns, dtype=dtype, device=device) if self.zeros else None,
             self.group_size,
             self.in_features,
+            fp8_inputs=self.fp8_inputs,
         )
 
 
