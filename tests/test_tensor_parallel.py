@@ -65,10 +65,10 @@ def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: 
     sizes = Sizes(heads, kv_heads, head_dim=16, intermediate=96, vocab=199)
     if num_ranks > heads:
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={num_ranks}: .*{heads} query heads"):
-            shard(sizes, 0, num_ranks)
+            shard(sizes, num_ranks)
         return
     try:
-        shards = [shard(sizes, rank, num_ranks) for rank in range(num_ranks)]
+        shards = shard(sizes, num_ranks)
     except ConfigError:  # 3 KV heads of 2 query heads on 8 ranks, say: a KV head would have more ranks than queries
         assert any(
             [rank * kv_heads // num_ranks for rank in range(num_ranks)].count(head) > group for head in range(kv_heads)
