@@ -167,15 +167,19 @@ def logprobs_of(llm: LLM, given: list[list[int]]) -> list[list[tuple[int, float]
     return found
 
 
-def test_results_do_not_depend_on_memory_budget_batch_or_chunks(model_dir: Path) -> None:
+BUDGETS: list[dict[str, Any]] = [
+    RESIDENT,
+    offloaded(16, 4, 60, max_num_batched_tokens=32),
+    offloaded(16, 9, 60, cpu_attention=False, max_num_batched_tokens=50),
+    offloaded(16, 6, 40, max_num_seqs=2),
+]
+
+
+@pytest.mark.parametrize("num_budgets", fast_only([2], [2, len(BUDGETS)]))
+def test_results_do_not_depend_on_memory_budget_batch_or_chunks(num_budgets: int, model_dir: Path) -> None:
     given = prompts(90, 61, 17)
     found = []
-    for arguments in (
-        RESIDENT,
-        offloaded(16, 4, 60, max_num_batched_tokens=32),
-        offloaded(16, 9, 60, cpu_attention=False, max_num_batched_tokens=50),
-        offloaded(16, 6, 40, max_num_seqs=2),
-    ):
+    for arguments in BUDGETS[:num_budgets]:
         with two_ranks(model_dir, **arguments) as llm:
             found.append(logprobs_of(llm, given))
             llm.reset_prefix_cache()
