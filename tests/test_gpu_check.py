@@ -99,6 +99,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(check: ModuleType, tmp_path: 
     assert not (tmp_path / "measures.json").exists(), "everything is in one file"
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_says_where(check: ModuleType, tmp_path: Path) -> None:
     """All threads, also one that holds the interpreter's lock."""
     code = "import threading\nevent = threading.Event()\ndef waits(): event.wait()\n"
@@ -107,6 +108,7 @@ def test_a_part_that_hangs_says_where(check: ModuleType, tmp_path: Path) -> None
     assert "in waits" in outcome.output and "line 5 in <module>" in outcome.output
 
 
+@pytest.mark.slow
 def test_what_a_stopped_part_has_started_is_stopped_too(check: ModuleType, tmp_path: Path) -> None:
     code = (
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
@@ -126,6 +128,7 @@ def test_figures_of_an_earlier_run_are_not_taken_for_new_ones(check: ModuleType,
     assert outcome.figures is None and not (tmp_path / "fails.json").exists()
 
 
+@pytest.mark.slow
 def test_figures_written_before_a_part_was_stopped_are_kept(check: ModuleType, tmp_path: Path) -> None:
     code = f"{WRITE}; import time; sys.stdout.flush(); time.sleep(60)"
     (outcome,) = run(check, [part(check, "hangs", code, seconds=3, figures=True)], tmp_path)

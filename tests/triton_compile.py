@@ -187,7 +187,10 @@ def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
         "rms_norm": lambda: triton_rows.rms_norm(x, weight, 1e-6),
         "add_rms_norm": lambda: triton_rows.add_rms_norm_(x, x, weight, 1e-6),
         "heads": lambda: triton_rows.place_heads(heads, norm_weight, 1e-6, cos, sin, q, k, v),
+        "rms_norm, fp32 weights": lambda: triton_rows.rms_norm(x, weight.float(), 1e-6),
+        "heads, fp32 weights": lambda: triton_rows.place_heads(heads, norm_weight.float(), 1e-6, cos, sin, q, k, v),
         "silu_and_mul": lambda: triton_rows.silu_and_mul(x),
+        "gelu_tanh_and_mul": lambda: triton_rows.gelu_tanh_and_mul(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
     }
 

@@ -54,22 +54,36 @@ class LoRAManager:
 
         Returns, by the adapter's number, why it cannot be loaded.
         """
-        errors: dict[int, str] = {}
         for adapter in adapters:
             if adapter.number in self._on_device:
                 self._on_device.move_to_end(adapter.number)
-        for adapter in adapters:
-            if adapter.number not in self._on_device:
-                try:
-                    packed = self._packed(adapter)
-                except Exception as error:  # of files that have changed, and of other libraries
-                    logger.exception("the adapter %r cannot be loaded", adapter.request.lora_name)
-                    is_own = isinstance(error, ModelError | ConfigError)
-                    sentence = str(error).removesuffix(".") if is_own else told(error)
-                    errors[adapter.number] = f"the adapter {adapter.request.lora_name!r} cannot be loaded: {sentence}"
-                else:
-                    self._load(adapter.number, packed)
-        return errors
+        missing = [adapter for adapter in adapters if adapter.number not in self._on_device]
+        packed: dict[int, PackedAdapter] = {}
+        errors: dict[int, str] = {}
+        for adapter in missing:
+            try:
+                packed[adapter.number] = self._packed(adapter)
+            except Exception as error:  # of files that have changed, and of other libraries
+                logger.exception("the adapter %r cannot be loaded", adapter.request.lora_name)
+                is_own = isinstance(error, ModelError | ConfigError)
+                errors[adapter.number] = str(error).removesuffix(".") if is_own else told(error)
+        self._add_errors_of_ranks(missing, errors)
+        for adapter in missing:
+            if adapter.number not in errors:
+                self._load(adapter.number, packed[adapter.number])
+        names = {adapter.number: adapter.request.lora_name for adapter in missing}
+        return {number: f"the adapter {names[number]!r} cannot be loaded: {why}" for number, why in errors.items()}
+
+    def _add_errors_of_ranks(self, adapters: Sequence[Adapter], errors: dict[int, str]) -> None:
+        """Add those that another rank cannot load: what some ranks add to a sum and others not would be wrong."""
+        group = self._model.group
+        if group is None or not adapters:
+            return
+        failed = torch.zeros(len(adapters), group.size, device=self._model.device)
+        failed[:, group.rank] = torch.tensor([float(adapter.number in errors) for adapter in adapters])
+        for adapter, ranks in zip(adapters, group.all_reduce(failed).tolist(), strict=True):
+            if any(ranks):
+                errors.setdefault(adapter.number, f"rank {ranks.index(1.0)} cannot read it, and has logged why")
 
     def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
         """See `engine.execution_order.AdapterManager`. Rows of an adapter that could not be loaded get none."""

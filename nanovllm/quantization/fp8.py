@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError
-from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.model_files.json_fields import FLAG, TEXT, integer, list_of
 from nanovllm.quantization.config_fields import NAMES, Modules, read_fields, refuse_unless
 from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod
@@ -56,7 +56,7 @@ class Fp8:
         if self.in_blocks:
             blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
             scale = Filling(
-                CheckpointTensor(blocks, _FLOATS),
+                CheckpointTensor(blocks, _FLOATS, axes=(Axis(ROWS, BLOCK), Axis(COLUMNS, BLOCK))),
                 "scales",
                 lambda scales: scales.repeat_interleave(BLOCK, dim=0)[:out_features],
             )
