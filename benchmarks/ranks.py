@@ -32,6 +32,7 @@ from nanovllm.distributed import launch
 from nanovllm.distributed.group import ProcessGroup
 from nanovllm.distributed.messages import Channel
 from nanovllm.distributed.rank import LOOPBACK, RankSetup, join, with_device
+from nanovllm.models.spec import DecoderSpec
 
 T = TypeVar("T")
 WARMUP, REPEATS = 20, 200  # sums
@@ -67,15 +68,15 @@ def _seconds_of_sum(group: ProcessGroup, x: torch.Tensor) -> float:
     return median(seconds[WARMUP:])
 
 
-def sums_alone(config: EngineConfig, rows: Sequence[int], width: int, dtype: torch.dtype) -> list[float]:
-    """Seconds of a sum of [rows, width] over `tensor_parallel_size` ranks, for each number of rows."""
+def sums_alone(config: EngineConfig, spec: DecoderSpec, rows: Sequence[int], dtype: torch.dtype) -> list[float]:
+    """Seconds of a sum of [rows, hidden size] over `tensor_parallel_size` ranks, for each number of rows."""
     context, size = get_context("spawn"), config.tensor_parallel_size
     store, port = launch.local_store()
     ranks = []
     for rank in range(size):
         own, other = context.Pipe()
-        setup = launch.rank_setup(config, rank, rank, size, LOOPBACK, port)
-        process = context.Process(target=time_sums, args=(other, setup, rows, width, dtype), daemon=True)
+        setup = launch.rank_setup(config, spec, rank, rank, size, LOOPBACK, port)
+        process = context.Process(target=time_sums, args=(other, setup, rows, spec.hidden_size, dtype), daemon=True)
         process.start()
         other.close()
         ranks.append((own, process))
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with open_shape(args.model, args.num_layers, args.dtype) as shape:
         config, rows = EngineConfig(model=str(shape.path), **_arguments(shape, args, size)), [args.num_prompts, 1024]
-        few, many = sums_alone(config, rows, shape.spec.hidden_size, shape.dtype)
+        few, many = sums_alone(config, shape.spec, rows, shape.dtype)
         one, expected = decode_steps(shape, args, 1)
         several, found = decode_steps(shape, args, size)
         sums = (2 * shape.spec.num_layers + 1) * few

@@ -23,7 +23,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, prompt_part
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from nanovllm.vllm_names import ENGINE_CALL_ARGUMENTS, own_arguments
+from nanovllm.vllm_arguments import own_arguments
 
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
     from nanovllm.vllm_api.metrics_reader import Metric
@@ -108,7 +108,7 @@ class LLMEngine(llm_engine.LLMEngine):
         vLLM's other arguments: see `vllm_names`.
         """
         arguments = own_arguments(
-            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, ENGINE_CALL_ARGUMENTS, RequestError
+            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, "ENGINE_CALL_ARGUMENTS", RequestError
         )
         if "params" in arguments:
             arguments["sampling_params"] = arguments.pop("params")
@@ -138,6 +138,12 @@ class LLMEngine(llm_engine.LLMEngine):
         others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
         _refuse_others("reset_prefix_cache", others)
         return super().reset_prefix_cache()
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more, as when a tensor-parallel rank has failed."""
+        with self.guard.operation("check_health"):
+            self.check_open()
+            self.runner.check_health()
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
@@ -172,7 +178,7 @@ def _runner(config: EngineConfig) -> sides.Runner:
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
     """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
-    own_arguments(f"argument of {method}", arguments, (), ENGINE_CALL_ARGUMENTS, RequestError)
+    own_arguments(f"argument of {method}", arguments, (), "ENGINE_CALL_ARGUMENTS", RequestError)
 
 
 def _sampling_defaults(config: EngineConfig) -> SamplingParams:

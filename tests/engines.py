@@ -43,6 +43,32 @@ def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], max_tokens: 
     return output[0, len(prompt) :].tolist()
 
 
+def beam_reference(
+    model: PreTrainedModel, prompt: list[int], width: int, max_tokens: int, ends: Sequence[int] = (), **search: Any
+) -> list[tuple[list[int], float]]:
+    """(generated tokens, score) of each beam that Transformers returns, best first."""
+    input_ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            do_sample=False,
+            eos_token_id=list(ends) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **search,
+        )
+    beams = []
+    for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+        end = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
+        beams.append((tokens[:end], score))
+    return beams
+
+
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 

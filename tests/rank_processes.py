@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 from torch.multiprocessing import get_context
@@ -74,6 +75,30 @@ def serve(control: Connection) -> None:
         while True:
             run_rank(*control.recv())
             control.send("finished")
+
+
+def child_pids(parent: int) -> list[int]:
+    """Processes that a process has started and that have not ended, in the order of their start."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append((int(fields[19]), int(entry.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+def rank_pids(parent: int) -> list[int]:
+    """The ranks among the children of a process, in order."""
+    return [pid for pid in child_pids(parent) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from server_helpers import CACHE, in_engine, make_served_model, nothing_left, run_async
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import EngineError, RequestError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
+from nanovllm.server import async_llm
 from nanovllm.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
 from nanovllm.server.collector import OutputCollector, merged
 
@@ -240,6 +241,27 @@ def test_a_failed_step_ends_its_requests_and_no_other(engine: AsyncLLM) -> None:
     run_async(requests())
 
 
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_an_engine_that_can_run_no_step_is_given_up_at_once(
+    is_idle: bool, engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_health() -> None:
+        raise EngineError("rank 1 was killed by signal 9")
+
+    async def requests() -> None:
+        if not is_idle:
+            failing_steps(engine, 1)
+            assert (await collect(engine, "a", params()))[-1].outputs[0].finish_reason == "error"
+        while engine.error is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="the engine has ended: rank 1 was killed by signal 9"):
+            await collect(engine, "a", params())
+
+    monkeypatch.setattr(async_llm, "HEALTH_SECONDS", 0.01 if is_idle else 60.0)
+    in_engine(engine, lambda llm: monkeypatch.setattr(llm.engine.runner, "check_health", check_health))
+    run_async(requests(), 10)
+
+
 def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -> None:
     failing_steps(engine, 100)
 
@@ -256,6 +278,28 @@ def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -
 
     run_async(requests())
     assert engine.error is not None
+
+
+def test_the_engines_thread_loads_the_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread that runs kernels would have a second OpenMP team, and both would sleep between kernels."""
+    threads = []
+    load = LLM.__init__
+
+    def recorded(self: LLM, *args: Any, **kwargs: Any) -> None:
+        threads.append(threading.current_thread())
+        load(self, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "__init__", recorded)
+    with AsyncLLM(model, **CACHE) as engine:
+        threads.append(run_async(engine.call(lambda _: threading.current_thread())))
+    assert threads[0] is threads[1] is not threading.current_thread()
+
+
+def test_what_keeps_the_model_from_loading_is_raised(model: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="dtype"):
+        AsyncLLM(model, **CACHE | {"dtype": "int3"})
+    assert threading.active_count() == before
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(model: str) -> None:

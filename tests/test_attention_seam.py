@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -93,13 +96,21 @@ FIXED = {
 
 NARROW_TOO = FIXED if DEVICE == "cuda" else ("80 of 128, a full partition", "window")  # of products, not of masks
 FIXED_CASES = [*((name, False) for name in FIXED), *((name, True) for name in NARROW_TOO)]
+FAST_IN_TRITON = ("small heads", "80 of 128, a full partition", "a group of seven", "uneven blocks")
+
+
+def fixed_cases() -> Iterator[Any]:
+    """Each backend and case. Without a GPU Triton's interpreter takes seconds for most of them."""
+    for backend, (name, narrow) in product([*ON_CPU, *OTHERS], FIXED_CASES):
+        is_slow = backend in OTHERS and DEVICE == "cpu" and (narrow or name not in FAST_IN_TRITON)
+        marks = [*(TRITON_MARKS if backend in OTHERS else ()), *([pytest.mark.slow] if is_slow else ())]
+        yield pytest.param(backend, name, narrow, marks=marks, id=f"{backend.name}-{name}-{narrow}")
 
 
 # ---- exactness
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("name, narrow", FIXED_CASES)
+@pytest.mark.parametrize("backend, name, narrow", fixed_cases())
 def test_fixed_shapes(backend: AttentionBackend, name: str, narrow: bool) -> None:
     """Exact in one call, and the same bits one block at a time and one sequence at a time."""
     case = make_case(backend, FIXED[name], 1, narrow)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cli_helpers import make_model, write_jsonl
+from rank_processes import is_running
 
 if TYPE_CHECKING:
     from ray_cluster import Cluster
@@ -124,6 +125,35 @@ def test_rows_of_a_document_meet_on_a_replica(cluster: Cluster, model: str, tmp_
     print(f"\n{cached} of {total} prompt tokens were cached")
     assert cached["--prefix-routing"] > 1.5 * cached["--no-prefix-routing"]
     assert cached["--prefix-routing"] > 0.7 * total
+
+
+def test_rows_of_a_worker_that_hangs_run_elsewhere(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
+    ended(start(cluster, model, source, tmp_path / "one"))
+    process = start(cluster, model, source, output, *on_cluster(cluster), "--worker-timeout", "15")
+    wait_for(lambda: len(results(output)) >= 100, process)
+    hanging = cluster.workers()[0]
+    hanging.suspend()
+    message = ended(process)
+    assert "was lost with" in message and "it has not answered for 15 s" in message
+    assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
+    assert not is_running(hanging.pid)
+
+
+def test_a_replica_of_two_ranks(cluster: Cluster, model: str, tmp_path: Path) -> None:
+    """A rank that is killed ends the replica's engine, whose rows run again in another one."""
+    source, output, ranks = make_rows(tmp_path / "data.jsonl", 300), tmp_path / "out", ("--tensor-parallel-size", "2")
+    ended(start(cluster, model, source, tmp_path / "one", *ranks))
+    one_replica = ["--num-replicas", "1", "--ray-address", cluster.address, "--num-cpus", "2"]
+    process = start(cluster, model, source, output, *one_replica, *ranks)
+    wait_for(lambda: len(results(output)) >= 75, process)
+    (worker,) = cluster.workers()
+    killed, other = (child for child in worker.children() if "spawn_main" in " ".join(child.cmdline()))
+    killed.send_signal(signal.SIGKILL)
+    message = ended(process)
+    assert "was killed by signal 9; the engine has ended" in message
+    assert results(output) == results(tmp_path / "one") and len(results(output)) == 300
+    assert not is_running(other.pid)
 
 
 def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import make_checkpoint
-from engines import offloaded, random_prompt
-from transformers import PreTrainedModel
+from engines import beam_reference, offloaded, random_prompt
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
@@ -20,32 +18,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 120},
     "offloaded, in chunks": offloaded(BLOCK, 6, 110, max_num_batched_tokens=21),
 }
-
-
-def reference(
-    model: PreTrainedModel, prompt: list[int], width: int, max_tokens: int, ends: list[int], **search: Any
-) -> list[tuple[list[int], float]]:
-    """(generated tokens, score) of each beam that Transformers returns, best first."""
-    input_ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        found = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_tokens,
-            num_beams=width,
-            num_return_sequences=width,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **search,
-        )
-    beams = []
-    for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
-        end = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
-        beams.append((tokens[:end], score))
-    return beams
 
 
 def beams_of(output: RequestOutput, penalty: float) -> list[tuple[list[int], float]]:
@@ -71,7 +43,7 @@ def test_same_sequences_and_scores(tmp_path: Path, family: str, seed: int, ends:
     cases = [(2 + 2 * (index % 2), 6 + index % 5, *search) for index, search in enumerate(SEARCHES)]
     prompts = [random_prompt(3 + 4 * index, VOCAB, seed=index) for index in range(len(cases))]
     expected = [
-        reference(model, prompt, width, max_tokens, ends, length_penalty=penalty, early_stopping=stopping)
+        beam_reference(model, prompt, width, max_tokens, ends, length_penalty=penalty, early_stopping=stopping)
         for prompt, (width, max_tokens, penalty, stopping) in zip(prompts, cases, strict=True)
     ]
     params = [

@@ -152,6 +152,7 @@ def test_bench_offload_draws_what_it_wrote(model: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_bench_offload_shows_decode_by_share(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*OFFLOAD, "--device-share", "0.4", *SMALL, "--decode-steps", "2"]
     (result,) = report_of("bench_offload", model, *options)["results"]

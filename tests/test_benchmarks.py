@@ -138,6 +138,7 @@ def test_cpu_packed_measures_every_scheme(tmp_path: Path) -> None:
 # ---- plan accuracy
 
 
+@pytest.mark.slow
 def test_plan_accuracy_puts_predictions_beside_measurements(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = importlib.import_module("benchmarks.plan_accuracy")
     output = model.parent / "accuracy.json"

@@ -150,6 +150,7 @@ def test_an_engine_answers_right_after_a_template_was_ended(model: Path, short: 
             assert llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == known
 
 
+@pytest.mark.slow
 def test_the_default_bounds_are_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of CPU time: on a busy machine that takes longer."""
     monkeypatch.setattr(template_process, "WALL_SECONDS", 600.0)

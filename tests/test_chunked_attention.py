@@ -68,6 +68,7 @@ def test_edges(device: str, name: str) -> None:
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_256_parts_in_any_order(device: str) -> None:
     pieces, (expected_out, expected_lse) = parts(256, 4, 3)
     pieces += [state(0.0, -INF)] * 3

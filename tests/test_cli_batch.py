@@ -211,6 +211,7 @@ REFUSED = {
     "no Parquet": (["--input", "b.parquet"], "'b.parquet' is not a Parquet file"),
     "an empty directory": (["--input", "empty"], "is a directory without .jsonl or .parquet files"),
     "CPUs": (["--input", "a.jsonl", "--num-cpus", "2"], "--num-cpus is for replicas on a cluster"),
+    "timeout": (["--input", "a.jsonl", "--worker-timeout", "9"], "--worker-timeout is for replicas on a cluster"),
     "replicas": (["--input", "a.jsonl", "--num-replicas", "0"], "is not a whole number of at least 1"),
     "adapters": (["--input", "a.jsonl", "--enable-lora"], "rows of a batch cannot name adapters yet"),
     "torchrun": (

@@ -104,6 +104,7 @@ def test_a_container_with_room_is_used(
     assert answer(run(model, question, *MANY, root=write_cgroup(tmp_path, version, 3 * GIB, GIB))) == known
 
 
+@pytest.mark.slow
 def test_few_files_and_no_home_suffice(model: str, question: str, known: list[int]) -> None:
     """Nothing can be written under /proc, by root either."""
     nowhere: dict[str, Any] = dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR"), "/proc/none")

@@ -18,6 +18,7 @@ from engines import (
     set_prefill,
     token_ids,
 )
+from fast import fast_only
 
 from nanovllm import LLM
 
@@ -41,8 +42,17 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "heads": 8, "kv_heads": 2, "head_dim": 80},
     "qwen3-moe": {"family": "qwen3_moe", "layers": 3, "mlp_only_layers": [0], "experts": 6, "experts_per_tok": 3},
     "mixtral": {"family": "mixtral", "heads": 4, "kv_heads": 1, "experts": 4, "sliding_window": 40},
+    "gemma3": {"family": "gemma3", "layers": 4, "sliding_window": 18, "head_dim": 32, "rope": ROPES["linear"]},
+    "gemma3-tied": {
+        "family": "gemma3",
+        "sliding_window": 40,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "kv_heads": 1,
+        "tie": True,
+    },
     "mistral-window": {"family": "mistral", "sliding_window": 18, "head_dim": 16},
 }
+FAST = ["qwen3", "qwen2-windows", "llama3-rope"]
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80},
     "resident, small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, "max_num_batched_tokens": 29},
@@ -55,7 +65,7 @@ WAYS = [*((name, PREFILL_WAYS[0]) for name in ENGINES), ("offloaded, small steps
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", fast_only(FAST, CHECKPOINTS))
 def test_same_tokens_as_transformers(name: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, seed=3, vocab=VOCAB, **CHECKPOINTS[name])
     prompts = [random_prompt(length, VOCAB, seed=1) for length in LENGTHS]

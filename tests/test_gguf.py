@@ -25,6 +25,7 @@ from nanovllm.cli.main import main
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.gguf.model import BY_NAME
 from nanovllm.gguf.weights import GgufWeight
+from nanovllm.layers.packed_matrix import StackedWeights
 from nanovllm.model_files import gguf_side
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
@@ -82,8 +83,8 @@ def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     with LLM(path, **SMALL) as llm:
         decoder = llm.engine.runner.model
         qkv = decoder.layers[1].qkv.weight
-        assert isinstance(qkv, GgufWeight) and decoder.layers[1].mlp.down.weight.dense is not None
-        rows = [dequantize(weight) for _, _, weight in qkv._groups]
+        assert isinstance(qkv, StackedWeights) and decoder.layers[1].mlp.down.weight.dense is not None
+        rows = [dequantize(weight.packed) for weight in qkv._weights]
         expected = [model.state_dict()[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
         assert torch.equal(torch.cat(rows), torch.cat(expected))
         v = stored["blk.1.attn_v.weight"]
@@ -227,7 +228,7 @@ def test_random_weights_take_the_file_for_a_config(tiny: Path) -> None:
     with LLM(tiny, **SMALL, load_format="dummy") as llm:
         assert len(token_ids(llm, PROMPTS, greedy(2))) == len(PROMPTS)
     for kind in QUANTIZED:
-        weight = GgufWeight({"o_proj": 256}, [BY_NAME[kind]], 256, torch.float32, torch.device("cpu"))
+        weight = GgufWeight(BY_NAME[kind], {"o_proj": 256}, 256, torch.float32, torch.device("cpu"))
         ((_, slot),) = weight.slots()
         slot.randomize(torch.Generator().manual_seed(0))
         values = weight.rows(torch.arange(256))

@@ -76,7 +76,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize(("family", "options"), fast_only([SHAPES[0], SHAPES[4]], SHAPES))
+@pytest.mark.parametrize(("family", "options"), fast_only([SHAPES[4]], SHAPES))
 def test_every_share_gives_the_same_logits(
     tmp_path: Path, family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +113,7 @@ def test_logits_do_not_depend_on_the_device_budget(model_dir: Path, num_gpu_bloc
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("concurrent", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One wrong, stale or half-copied row on either way, and an answer is wrong."""

@@ -58,6 +58,7 @@ def test_a_model_of_the_cache_is_used_under_its_name(cache: Path) -> None:
         assert token_ids(llm, ["a text"], greedy(4)) == token_ids(direct, ["a text"], greedy(4))
 
 
+@pytest.mark.slow
 def test_the_cache_of_the_environment_is_used_by_the_command_line(cache: Path) -> None:
     home = cache.parent / "home"
     (home).mkdir()

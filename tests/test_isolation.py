@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 
 import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
-from fast import fast_only
+from fast import fast_products
 
 from nanovllm import LLM, SamplingParams
 
@@ -44,15 +46,19 @@ def mixed_requests(count: int, seed: int) -> list[tuple[list[int], SamplingParam
     return requests
 
 
+REQUESTS = mixed_requests(200, seed=1)
+
+
 @pytest.fixture(scope="module")
-def requests_and_answers(model_dir: Path) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
-    """200 requests, and what a fresh engine answers to each of them alone."""
-    requests = mixed_requests(200, seed=1)
-    answers = []
-    for prompt, params in requests:
+def answer_alone(model_dir: Path) -> Callable[[int], list[int]]:
+    """What a fresh engine answers to a request alone, by its index."""
+
+    @cache
+    def answer(index: int) -> list[int]:
         with LLM(model_dir, dtype="float32", kvcache_block_size=BLOCK, num_gpu_blocks=20) as llm:
-            answers += token_ids(llm, prompt, params)
-    return requests, answers
+            return token_ids(llm, *REQUESTS[index])[0]
+
+    return answer
 
 
 RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 400}
@@ -66,22 +72,19 @@ ENGINES: dict[str, dict[str, object]] = {
 }
 
 
-FAST = ["all at once, resident", "few blocks, so that some are preempted", "offloaded"]
+FAST = ["few blocks, so that some are preempted", "offloaded"]
 
 
-@pytest.mark.parametrize("name", fast_only(FAST, ENGINES))
-def test_200_requests_of_one_process_equal_200_fresh_engines(
-    name: str,
-    model_dir: Path,
-    requests_and_answers: tuple[list[tuple[list[int], SamplingParams]], list[list[int]]],
+@pytest.mark.parametrize(("name", "count"), fast_products([(name, 80) for name in FAST], ENGINES, (80, 200)))
+def test_requests_of_one_process_equal_fresh_engines(
+    name: str, count: int, model_dir: Path, answer_alone: Callable[[int], list[int]]
 ) -> None:
-    (requests, answers), arguments = requests_and_answers, ENGINES[name]
-    order = list(range(len(requests)))
+    arguments, order = ENGINES[name], list(range(count))
     with LLM(model_dir, dtype="float32", **arguments) as llm:
         for repeat in range(2):  # then with a warm cache, in another order
             Random(repeat).shuffle(order)
-            got = token_ids(llm, [requests[i][0] for i in order], [requests[i][1] for i in order])
-            assert got == [answers[i] for i in order]
+            got = token_ids(llm, [REQUESTS[i][0] for i in order], [REQUESTS[i][1] for i in order])
+            assert got == [answer_alone(i) for i in order]
         scheduler = llm.engine.scheduler
         if "few blocks" in name:
             assert scheduler.preemption.stats.total > 0

@@ -18,6 +18,7 @@ TINY = Sizes.tiny()
 pytestmark = TRITON_MARKS
 
 
+@pytest.mark.slow
 def test_every_part_gives_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = measure(TINY, torch.device(DEVICE), [TritonAttention()])
     assert set(found) == {"ceilings", "merge", "store_kv", "decode", "prefill"}

@@ -21,7 +21,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.backends import cuda_backends
-from nanovllm.ops.cpu_attention import NativeAttention
+from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
 from nanovllm.ops.kv_quantization import dequantize_rows, quantize_rows, quantize_rows_torch
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.torch_attention import TorchAttention
@@ -158,8 +158,7 @@ def test_a_step_of_few_rows_gives_the_bits_of_its_operations(kv_dtype: str) -> N
     store_kv(pool, k, v, slots)
     state = AttentionState.empty(q)
     NativeAttention().attend(q, pool, table, state, 0.125, None)
-    step = NativeAttention().paged_step(case.pool.unsqueeze(0), slots, table, q.dtype, 6, 0.125, None)
-    assert step is not None
+    step = PagedStep(case.pool.unsqueeze(0), slots, table, q.dtype, 6, 0.125, None)
     out = step.attend(0, q.clone(), k, v)
     assert torch.equal(out, state.out.to(q.dtype)) and torch.equal(bytes_of(case.pool), bytes_of(pool))
 

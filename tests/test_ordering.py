@@ -213,7 +213,7 @@ CPU_ATTENTION_SHARES = {
 }
 
 
-FAST = [("no CPU attention", 8), ("all concurrent", 3)]
+FAST = [("no CPU attention", 8)]
 RINGS = fast_products(FAST, CPU_ATTENTION_SHARES, (3, 4, 8))  # slots: in groups of up to 1, 2 and 4
 
 

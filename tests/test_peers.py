@@ -163,6 +163,7 @@ def test_runner_times_each_token_and_counts_them() -> None:
         timed_tokens(loaded, [7, 8, 9], 4)
 
 
+@pytest.mark.slow
 def test_nanovllms_runner_in_a_process_of_its_own(shape: Shape, tmp_path: Path) -> None:
     path = make_checkpoint(shape, tmp_path / "checkpoint", seed=0)
     job = job_of(shape, path, None, plan_for(["nanovllm"], [40]), 40, threads=1)

@@ -260,6 +260,7 @@ def test_this_machine_is_planned_as_the_engine_runs(
     assert unmeasured["rates"]["compute"] is None
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(model_dir: Path) -> None:
     command = [sys.executable, "-m", "nanovllm", "plan", "--model", str(model_dir / "config.json"), "--no-measure"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt, token_ids
 from rank_failures import VARIABLE, run_failing_rank
+from rank_processes import is_running, rank_pids
 
 from nanovllm import LLM
 from nanovllm.distributed import launch
@@ -35,20 +36,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rank_pids() -> set[int]:
-    """Children of this process that are ranks; zombies count as ended."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            status, command = (entry / "stat").read_text(), (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        state, parent = status.rpartition(")")[2].split()[:2]
-        if int(parent) == os.getpid() and b"spawn_main" in command and state != "Z":
-            found.add(int(entry.name))
-    return found
-
-
 def listening_sockets() -> set[str]:
     """Sockets of this process that listen on a TCP port."""
     tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
@@ -65,9 +52,9 @@ def listening_sockets() -> set[str]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    shared, sockets, ranks = set(os.listdir("/dev/shm")), listening_sockets(), rank_pids()
+    shared, sockets, ranks = set(os.listdir("/dev/shm")), listening_sockets(), rank_pids(os.getpid())
     yield
-    assert rank_pids() == ranks
+    assert rank_pids(os.getpid()) == ranks
     assert listening_sockets() == sockets
     assert set(os.listdir("/dev/shm")) <= shared
 
@@ -166,13 +153,6 @@ def test_ranks_end_with_the_process_of_the_engine(state: str, model_dir: Path, t
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 UNGUARDED = """

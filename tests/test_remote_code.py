@@ -123,6 +123,7 @@ def test_asking_for_remote_code_that_is_not_needed_changes_nothing(model: Path) 
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_the_flag_says_that_no_code_is_run(model: Path) -> None:
     run = run_cli(model, "--trust-remote-code", "hello", stdin=b"y\n")
     assert run.returncode == 0 and run.stderr.decode().count("is never run") == 1

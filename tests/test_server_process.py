@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import httpx
 import pytest
+from rank_processes import child_pids, is_running, rank_pids
 from server_helpers import eventually, make_served_model
 
 from nanovllm import LLM, SamplingParams
@@ -328,6 +329,36 @@ def test_clients_of_a_killed_server_get_an_error_at_once(model: str) -> None:
             with pytest.raises(httpx.HTTPError):
                 list(lines)
             assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(("state", "killed"), [("busy", 1), ("idle", 0)])
+def test_a_killed_rank_ends_the_server(state: str, killed: int, model: str) -> None:
+    """Clients get an error at once, and nothing is left of the server."""
+    with served(model, {**RESIDENT, "tensor_parallel_size": 2}) as (process, port):
+        path = f"{url(port)}/v1/completions"
+        with LLM(model, **RESIDENT) as llm:  # type: ignore[arg-type]
+            params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+            expected = llm.generate("hello", params, use_tqdm=False)[0].outputs[0].text
+        assert httpx.post(path, json={**BODY, "prompt": "hello"}, timeout=60).json()["choices"][0]["text"] == expected
+        ranks, others = rank_pids(process.pid), child_pids(process.pid)
+        assert len(ranks) == 2
+        body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        if state == "busy":
+            with httpx.stream("POST", path, json=body, timeout=120) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.kill(ranks[killed], signal.SIGKILL)
+                start = time.monotonic()
+                rest = [line for line in lines if line]
+            assert any('"error"' in line for line in rest), rest[-3:]
+        else:
+            os.kill(ranks[killed], signal.SIGKILL)
+            start = time.monotonic()
+        assert time.monotonic() - start < 5
+        assert process.wait(20) == 1
+        with pytest.raises(httpx.ConnectError):
+            health(port)
+        assert eventually(lambda: not any(map(is_running, others)))
 
 
 def test_curl(model: str) -> None:

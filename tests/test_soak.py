@@ -39,6 +39,7 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_a_round(model: str, alone: LLM) -> None:
     totals = soak.Totals()
     soak.run_round(0, 1, model, alone, totals)

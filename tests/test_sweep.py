@@ -75,6 +75,7 @@ class TestOnTheDevice:
         assert capsys.readouterr().out.count("left out") == 2
         assert fastest([good, off, failed]) == good.config
 
+    @pytest.mark.slow
     def test_a_dry_run_writes_figures_and_keeps_no_table(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sweep, "keep", lambda *_: pytest.fail("a dry run keeps nothing"))
         path = tmp_path / "sweep.json"

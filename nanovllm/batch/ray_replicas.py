@@ -1,7 +1,8 @@
 """Replicas as actors of Ray: each has an engine on a node of the cluster, and is started again where it is lost.
 
 The driver exchanges rows for results with each actor. Two calls are always under way, so that the engine computes while
-results travel. An actor's answer is taken only while its process is known to live.
+results travel. An actor that dies, or that does not answer for too long, is replaced; what it may still answer is not
+read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ EXCHANGE_SECONDS = 0.25  # most that an exchange steps its engine, unless one st
 RESULT_SECONDS = 0.05  # least, if it has results
 WAIT_SECONDS = 0.5
 PATIENCE_SECONDS = 60.0  # until the job says what it waits for
+WORKER_TIMEOUT = 600.0  # seconds; compiling kernels for the first step can take minutes
 LONGEST_REASON = 300  # characters
 OWN_ERRORS = (ConfigError, ModelError, EngineError, RequestError)
 
@@ -57,11 +59,15 @@ class ReplicaActor:
 
 @dataclass
 class _Worker:
-    """One life of a replica. calls: under way, oldest first; to_send: rows for the next one."""
+    """One life of a replica. calls: under way, oldest first; to_send: rows for the next one.
+
+    waiting_since: when the oldest call was made or the one before it was answered, on the monotonic clock.
+    """
 
     actor: Any
     loading: Any
     calls: deque[Any] = field(default_factory=deque)
+    waiting_since: float = 0.0
     to_send: list[RowRequest] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)  # that it has and has not answered
 
@@ -72,7 +78,11 @@ class _Worker:
 
 
 class RayReplicas:
-    """The replicas of a job on a cluster. on_event is called with sentences about what the job waits for."""
+    """The replicas of a job on a cluster. on_event is called with sentences about what the job waits for.
+
+    worker_timeout: seconds after which a worker that has rows and has not answered is taken for lost. Loading a model
+    may take as long as it takes: no row waits for it.
+    """
 
     def __init__(
         self,
@@ -80,12 +90,14 @@ class RayReplicas:
         num_replicas: int,
         resources: Resources,
         on_event: Callable[[str], None] = lambda sentence: None,
+        worker_timeout: float = WORKER_TIMEOUT,
     ) -> None:
         options = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus, "scheduling_strategy": "SPREAD"}
         # As Any: Ray adds the methods of actors at run time.
         actor_class: Any = ray.remote(ReplicaActor)
         self._new_actor = actor_class.options(max_restarts=0, max_task_retries=0, **options).remote
         self._settings, self._resources, self._on_event = settings, resources, on_event
+        self._worker_timeout = worker_timeout
         self._patient_until: float | None = time.monotonic() + PATIENCE_SECONDS
         self._progress: dict[int, Progress] = {}
         self._workers = {number: self._start() for number in range(num_replicas)}
@@ -115,7 +127,8 @@ class RayReplicas:
         found, _ = ray.wait(list(awaited), num_returns=1, timeout=WAIT_SECONDS)
         if found:  # those that have come meanwhile, too
             found, _ = ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
-        return [event for call in found if (event := self._answer(awaited[call])) is not None]
+        events = [event for call in found if (event := self._answer(awaited[call])) is not None]
+        return [*events, *self._lost_by_silence()]
 
     def retire(self, replica: int) -> None:
         self._kill(replica)
@@ -143,6 +156,8 @@ class RayReplicas:
     def _call(self, worker: _Worker) -> None:
         """Keep calls under way while the worker has rows."""
         while worker.loading is None and worker.rows and len(worker.calls) < CALLS:
+            if not worker.calls:
+                worker.waiting_since = time.monotonic()
             worker.calls.append(worker.actor.exchange.remote(worker.to_send))
             worker.to_send = []
 
@@ -156,21 +171,33 @@ class RayReplicas:
             worker.loading = None
             return None
         worker.calls.popleft()
+        worker.waiting_since = time.monotonic()
         results, self._progress[number] = answer
         worker.rows.difference_update(result.index for result in results)
         return Results(number, results)
 
     def _failed(self, number: int, error: RayError) -> Lost:
         cause = error.cause if isinstance(error, RayTaskError) else None
-        was_loading = self._workers[number].loading is not None
+        reason = told(cause) if cause is not None else one_line(str(error), LONGEST_REASON)
+        if self._workers[number].loading is None or not isinstance(cause, OWN_ERRORS):
+            return self._replace(number, reason)
+        self._kill(number)  # another try to load would end in the same way
+        if not self._workers:
+            raise cause
+        self._on_event(f"replica {number} is given up: {one_line(str(cause), LONGEST_REASON)}")
+        return Lost(number, reason)
+
+    def _lost_by_silence(self) -> list[Lost]:
+        """Replace the workers that have not answered for `worker_timeout`: they may hang for ever."""
+        latest = time.monotonic() - self._worker_timeout
+        silent = [number for number, worker in self._workers.items() if worker.calls and worker.waiting_since < latest]
+        return [self._replace(number, f"it has not answered for {self._worker_timeout:g} s") for number in silent]
+
+    def _replace(self, number: int, reason: str) -> Lost:
+        """End a worker and start another one in its place."""
         self._kill(number)
-        if was_loading and isinstance(cause, OWN_ERRORS):  # another try would end in the same way
-            if not self._workers:
-                raise cause
-            self._on_event(f"replica {number} is given up: {one_line(str(cause), LONGEST_REASON)}")
-        else:
-            self._workers[number] = self._start()
-        return Lost(number, told(cause) if cause is not None else one_line(str(error), LONGEST_REASON))
+        self._workers[number] = self._start()
+        return Lost(number, reason)
 
     def _kill(self, number: int) -> None:
         worker = self._workers.pop(number, None)

@@ -79,6 +79,13 @@ def _add_cluster_flags(group: Any) -> None:
     add("--num-cpus", type=_amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
     add("--num-gpus", type=_amount, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
     add(
+        "--worker-timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="replace a replica's worker that has not answered for so long, and run its rows again (default: 600); "
+        "more than the longest step takes",
+    )
+    add(
         "--prefix-routing",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -119,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_cluster_flags(args: argparse.Namespace, config: EngineConfig) -> None:
     if not _is_on_cluster(args):
-        for name in ("num_cpus", "num_gpus"):
+        for name in ("num_cpus", "num_gpus", "worker_timeout"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is for replicas on a cluster: add --ray-address")
         return
@@ -178,14 +185,15 @@ def _replicas(
             replica.close()
         return
     from nanovllm.batch import ray_cluster
-    from nanovllm.batch.ray_replicas import RayReplicas
+    from nanovllm.batch.ray_replicas import WORKER_TIMEOUT, RayReplicas
 
     with show.status.during("joining the cluster"), show.interrupt.allowed():
         ray_cluster.connect(args.ray_address, args.verbose)
     try:
         gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
         resources = ray_cluster.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
-        replicas = RayReplicas(settings, args.num_replicas, resources, show.say)
+        timeout = WORKER_TIMEOUT if args.worker_timeout is None else args.worker_timeout
+        replicas = RayReplicas(settings, args.num_replicas, resources, show.say, timeout)
         try:
             yield replicas, lambda on_layer: None
         finally:

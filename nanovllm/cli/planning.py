@@ -31,6 +31,7 @@ from nanovllm.model_files.hub import find_directory
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.models.loader import fill_with_random_weights
+from nanovllm.models.spec import ITEMSIZES
 from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.kv_quantization import stored_dtype
@@ -50,7 +51,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
     dtype = given.get("dtype", "auto")
     spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
     num_ranks = given.get("tensor_parallel_size", 1)
-    spec = spec.of_rank(0, num_ranks) if num_ranks > 1 else spec
+    if num_ranks > 1:
+        parts = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]
+        spec = max(parts, key=lambda part: part.weight_bytes(ITEMSIZES["bfloat16"]))
     network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
     if args.gpu_mem is not None:
         return _plan(args, network, None)
@@ -109,8 +112,8 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
-    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
     memory = smallest([memory], network.num_ranks)
+    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
     layout = network.layout(network.block_size(config))
     spec = network.spec
     return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)

@@ -83,7 +83,8 @@ class TensorParallelExecutor:
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
-        load_decoder_spec(config.model, config.hf_overrides).of_rank(0, self._size)  # refuses too many ranks at once
+        spec = load_decoder_spec(config.model, config.hf_overrides)
+        spec.of_rank(0, self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
         self._interrupted = False  # while a step runs, and after an exception until its result was received
@@ -91,7 +92,7 @@ class TensorParallelExecutor:
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
-        started = launch.start_ranks(config)
+        started = launch.start_ranks(config, spec)
         self._ranks = [Rank(i, Channel(connection), process) for i, (connection, process) in enumerate(started.ranks)]
         self._selector = selectors.DefaultSelector()
         for rank in self._ranks:
@@ -109,14 +110,20 @@ class TensorParallelExecutor:
 
     def execute(self, batch: Batch) -> StepResult:
         """Run one step on all ranks. Raises EngineError if a rank fails, and from then on."""
-        if self._error is not None:
-            raise EngineError(str(self._error)) from self._error.__cause__
+        self._check_open()
         if self._interrupted:
             self._result(None)
         self._step += 1
         self._send(Execute(self._step, _without_processors(batch), self._on_layer is not None))
         self._interrupted = True
         return self._result(batch)
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more, also if a rank has failed since the last step."""
+        self._check_open()
+        if not self._interrupted:  # else the next step needs the messages
+            for _ in self._arrived(0.0):
+                pass
 
     def advise(self, num_tokens: int) -> Advice:
         return self.sizing.advice(num_tokens)
@@ -164,25 +171,32 @@ class TensorParallelExecutor:
             threading.Thread(target=send, name="rank-messages", daemon=True).start()
 
     def _messages(self) -> Iterator[tuple[Rank, Any]]:
-        """The messages of all ranks as they come; what does not concern a step is handled here.
+        """The messages of all ranks as they come.
 
         Raises the error of a rank that fails, is suspended, or does not answer before the deadline.
         """
         while True:
-            for key, _ in self._selector.select(LOOK_SECONDS):
-                rank, has_ended = key.data
-                message = _last_words(rank) if has_ended else _received(rank)
-                if message is None or isinstance(message, Failure):
-                    raise self._failed(rank, message)
-                if isinstance(message, Hello):
-                    rank.said_hello = True
-                elif isinstance(message, Log):
-                    logging.getLogger(message.record.name).handle(message.record)
-                else:
-                    yield rank, message
-            self._look_for_suspended()
+            yield from self._arrived(LOOK_SECONDS)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 raise self._ended(f"rank 0 has not finished a step {self._patience:g} s after the others")
+
+    def _arrived(self, seconds: float) -> Iterator[tuple[Rank, Any]]:
+        """The messages that have come, or else the next ones within some seconds. Those of no step are handled here.
+
+        Raises the error of a rank that fails or is suspended.
+        """
+        for key, _ in self._selector.select(seconds):
+            rank, has_ended = key.data
+            message = _last_words(rank) if has_ended else _received(rank)
+            if message is None or isinstance(message, Failure):
+                raise self._failed(rank, message)
+            if isinstance(message, Hello):
+                rank.said_hello = True
+            elif isinstance(message, Log):
+                logging.getLogger(message.record.name).handle(message.record)
+            else:
+                yield rank, message
+        self._look_for_suspended()
 
     def _wait_until_ready(self) -> None:
         exchanged: dict[int, Any] = {}
@@ -273,6 +287,10 @@ class TensorParallelExecutor:
         self._error.__cause__ = None if failure is None else RankTraceback(failure.traceback)
         self._end()
         return self._error
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise EngineError(str(self._error)) from self._error.__cause__
 
     def _look_for_suspended(self) -> None:
         """Raise EngineError if a rank has been suspended for STOPPED_SECONDS, as by SIGSTOP."""

@@ -24,6 +24,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.messages import Hello
 from nanovllm.distributed.rank import LOOPBACK, RankSetup, run_rank
 from nanovllm.errors import ConfigError, EngineError, told
+from nanovllm.models.spec import DecoderSpec
 
 START_SECONDS = 300.0  # until ranks on other machines have come
 ENGINE_KEY = "nanovllm-engine"  # in torchrun's store: where the engine listens
@@ -42,10 +43,13 @@ class StartedRanks:
     store: list[Any]
 
 
-def start_ranks(config: EngineConfig) -> StartedRanks:
-    """All ranks, in order. Does not return in a process that torchrun has started as a rank other than the first."""
+def start_ranks(config: EngineConfig, spec: DecoderSpec) -> StartedRanks:
+    """All ranks, in order. Does not return in a process that torchrun has started as a rank other than the first.
+
+    spec: of the whole model.
+    """
     if config.distributed_executor_backend == "external_launcher":
-        return _start_with_torchrun(config, _torchrun(config))
+        return _start_with_torchrun(config, spec, _torchrun(config))
     if getattr(current_process(), "_inheriting", False):  # a rank imports the script
         raise ConfigError(
             f"tensor_parallel_size={config.tensor_parallel_size}: a script that makes an LLM with several ranks needs "
@@ -53,7 +57,7 @@ def start_ranks(config: EngineConfig) -> StartedRanks:
         )
     store, port = local_store()
     size = config.tensor_parallel_size
-    ranks = [_spawn(rank_setup(config, rank, rank, size, LOOPBACK, port)) for rank in range(size)]
+    ranks = [_spawn(rank_setup(config, spec, rank, rank, size, LOOPBACK, port)) for rank in range(size)]
     return StartedRanks(ranks, [store])
 
 
@@ -73,10 +77,13 @@ def _spawn(setup: RankSetup) -> tuple[Connection, BaseProcess]:
     return own, process
 
 
-def rank_setup(config: EngineConfig, rank: int, local_rank: int, local_size: int, host: str, port: int) -> RankSetup:
+def rank_setup(
+    config: EngineConfig, spec: DecoderSpec, rank: int, local_rank: int, local_size: int, host: str, port: int
+) -> RankSetup:
     """store_host and store_port: `host` and `port`. The ranks of a machine divide the cores of this process."""
     return RankSetup(
         config=config,
+        spec=spec,
         rank=rank,
         size=config.tensor_parallel_size,
         local_rank=local_rank,
@@ -113,12 +120,12 @@ def _torchrun(config: EngineConfig) -> Mapping[str, str]:
     return {name: os.environ[name] for name in TORCHRUN_VARIABLES}
 
 
-def _start_with_torchrun(config: EngineConfig, given: Mapping[str, str]) -> StartedRanks:
+def _start_with_torchrun(config: EngineConfig, spec: DecoderSpec, given: Mapping[str, str]) -> StartedRanks:
     rank, host, port = int(given["RANK"]), given["MASTER_ADDR"], int(given["MASTER_PORT"])
     local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(host, port, is_master=rank == 0 and not agent_has_store)
-    setup = rank_setup(config, rank, local_rank, local_size, host, port)
+    setup = rank_setup(config, spec, rank, local_rank, local_size, host, port)
     if rank != 0:
         _become_rank(store, setup)
     key = secrets.token_bytes(32)

@@ -36,6 +36,7 @@ from nanovllm.distributed.messages import (
 from nanovllm.engine.batch import Batch, LogitsProcessors, SamplingRow
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import ConfigError
+from nanovllm.models.spec import DecoderSpec
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,10 +45,13 @@ LOOPBACK = "127.0.0.1"
 class RankSetup:
     """What a rank has to know before it can talk to the others.
 
-    store_host, store_port: of the TCPStore through which the ranks find each other. threads: of this rank.
+    spec: of the whole model. A rank does not read the config itself: Transformers' class of a single family can load a
+    thousand modules, some 80 MB in every rank. store_host, store_port: of the TCPStore through which the ranks find
+    each other. threads: of this rank.
     """
 
     config: EngineConfig
+    spec: DecoderSpec
     rank: int
     size: int
     local_rank: int
@@ -107,7 +111,7 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     config = with_device(setup)
     group = ProcessGroup(setup.rank, setup.size, setup.local_size, channel)
     join(config, setup)
-    runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), group)
+    runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), group, setup.spec)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
     while isinstance(message := channel.receive(), Execute):

@@ -171,6 +171,8 @@ class Trace(Protocol):
 
     def trace_model(self, device: Device, model: Decoder) -> None: ...
 
+    def begin_step(self, device: Device, sequences: Sequence[ScheduledSequence]) -> None: ...
+
 
 class ProgressBars(Protocol):
     """Shows the progress of `LLM.generate`. Without it nothing is shown."""
@@ -199,6 +201,10 @@ class Runner(Executor, Protocol):
     sizing: KVSizing
     plan: KVPlan
     num_swap_blocks: int
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more."""
+        ...
 
     def advise(self, num_tokens: int) -> Advice: ...
 

@@ -14,6 +14,7 @@ from nanovllm.gguf.names import hugging_face_name
 from nanovllm.gguf.weights import GgufWeight
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.linear_method import CheckpointTensor, NamedTensors, StoredWeight, dense_tensors
+from nanovllm.layers.packed_matrix import stack_by_form
 from nanovllm.model_files.gguf_side import GgufConfig
 
 BY_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
@@ -37,6 +38,10 @@ class GgufMethod:
             return
         yield f"{module}.weight", CheckpointTensor((out_features, in_features), (self.types[module],))
 
+    def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        kind = self._type(module)
+        return 1, 1 if kind is None else kind.block_size
+
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         kind = self._type(module)
         if kind is None:
@@ -46,10 +51,12 @@ class GgufMethod:
     def create(
         self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
     ) -> StoredWeight:
-        types = [self._type(module) for module in parts]
-        if not any(types):
-            return DenseWeight(parts, in_features, dtype, device)
-        return GgufWeight(parts, types, in_features, dtype, device)
+        def create(kind: TensorType | None, own: dict[str, int]) -> StoredWeight:
+            if kind is None:
+                return DenseWeight(own, in_features, dtype, device)
+            return GgufWeight(kind, own, in_features, dtype, device)
+
+        return stack_by_form(parts, lambda module, _: self._type(module), create, dtype)
 
     def _type(self, module: str) -> TensorType | None:
         """The type of a packed matrix; None if it is stored as plain numbers."""

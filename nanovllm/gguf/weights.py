@@ -1,20 +1,17 @@
-"""Matrices of GGUF types in memory: the file's own bytes, for modules that share an input and may differ in type."""
+"""Matrices of GGUF types in memory: the file's own bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.gguf.header import TensorType
-from nanovllm.layers.linear import linear
 from nanovllm.layers.linear_method import NamedSlots, WeightSlot
-from nanovllm.ops.cpu_kernels import WeightPart
-from nanovllm.ops.packed_weights import PackedWeight, dequantize, gguf_weight, kernel_weight, packed_linear
+from nanovllm.layers.packed_matrix import PackedMatrix
+from nanovllm.ops.packed_weights import gguf_weight
 
 # For random weights. Of each type the bytes of a block that hold fp16 numbers, and their values as a multiple of
 # 1 / sqrt(columns) if all other bytes are random, so that the weights have mean 0 and variance 1 / columns.
@@ -30,77 +27,21 @@ RANDOM_SCALES: Mapping[str, Mapping[int, float]] = MappingProxyType(
 )
 
 
-class GgufWeight:
-    """A matrix [sum of part sizes, in_features]. Neighbouring parts of one type are one packed weight."""
-
-    dense = None
+class GgufWeight(PackedMatrix):
+    """Matrices of one type, as their bytes lie in the file."""
 
     def __init__(
-        self,
-        parts: Mapping[str, int],
-        types: Sequence[TensorType | None],
-        in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, kind: TensorType, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """types: of each part, None for numbers of `dtype`."""
-        self._dtype = dtype
-        self._groups: list[tuple[dict[str, int], TensorType | None, PackedWeight | Tensor]] = []
-        for kind, modules in groupby(zip(parts, types, strict=True), key=lambda part: part[1]):
-            sizes = {module: parts[module] for module, _ in modules}
-            self._groups.append((sizes, kind, _empty(sum(sizes.values()), kind, in_features, dtype, device)))
-
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `StoredWeight.apply`. On the CPU the bits of a row do not depend on the other rows."""
-        biases = iter([None] * len(self._groups) if bias is None else bias.split(self._sizes()))
-        products = [_product(x, weight, next(biases)) for _, _, weight in self._groups]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        ((_, _, weight),) = self._groups  # a table of embeddings is one module
-        if isinstance(weight, Tensor):
-            return F.embedding(indices, weight)
-        return dequantize(weight.rows(indices)).to(self._dtype)
+        row_bytes = in_features // kind.block_size * kind.block_bytes
+        data = torch.empty(sum(parts.values()), row_bytes, dtype=torch.uint8, device=device)
+        super().__init__(gguf_weight(kind.name.lower(), data), parts, dtype)
+        self._kind = kind
 
     def slots(self) -> NamedSlots:
-        for sizes, kind, weight in self._groups:
-            data = weight if isinstance(weight, Tensor) else weight.in_rows().data
-            for module, view in zip(sizes, data.split(list(sizes.values())), strict=True):
-                shape = (sizes[module], weight.shape[1])
-                randomize = None if kind is None else _randomizer(view, kind, shape[1])
-                yield f"{module}.weight", WeightSlot(view, shape, randomize=randomize)
-
-    def finish_loading(self) -> None:
-        """Rearrange the bytes for the CPU's kernel."""
-        self._groups = [
-            (sizes, kind, weight if isinstance(weight, Tensor) else weight.in_panels())
-            for sizes, kind, weight in self._groups
-        ]
-
-    def kernel_parts(self) -> Sequence[WeightPart] | None:
-        weights = [weight for _, _, weight in self._groups]
-        if any(isinstance(weight, PackedWeight) and weight.panel_outputs is None for weight in weights):
-            return None
-        return [weight if isinstance(weight, Tensor) else kernel_weight(weight) for weight in weights]
-
-    def use_torch_products(self) -> None:
-        """torch has no products with these types."""
-
-    def _sizes(self) -> list[int]:
-        return [sum(sizes.values()) for sizes, _, _ in self._groups]
-
-
-def _empty(
-    rows: int, kind: TensorType | None, in_features: int, dtype: torch.dtype, device: torch.device
-) -> PackedWeight | Tensor:
-    if kind is None:
-        return torch.empty(rows, in_features, dtype=dtype, device=device)
-    row_bytes = in_features // kind.block_size * kind.block_bytes
-    return gguf_weight(kind.name.lower(), torch.empty(rows, row_bytes, dtype=torch.uint8, device=device))
-
-
-def _product(x: Tensor, weight: PackedWeight | Tensor, bias: Tensor | None) -> Tensor:
-    return linear(x, weight, bias) if isinstance(weight, Tensor) else packed_linear(x, weight, bias)
+        for module, part in self.module_weights():
+            randomize = _randomizer(part.data, self._kind, part.in_features)
+            yield f"{module}.weight", WeightSlot(part.data, part.shape, randomize=randomize)
 
 
 def _randomizer(view: Tensor, kind: TensorType, columns: int) -> Callable[[torch.Generator], None]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanovllm.ops import _cpu_kernels, packed_panels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
-from nanovllm.ops.triton_support import use_triton
+from nanovllm.ops.triton_support import multiplies_fp8, use_triton
 
 FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
@@ -36,7 +36,8 @@ class PackedWeight:
     [out_features, groups] in bfloat16, float16 or float32; of fp8 float32 [1, 1], [out_features, 1], or a scale for
     each block of FP8_BLOCK outputs or one output, and FP8_BLOCK inputs. zeros: of int4 uint8 and of int8 int8
     [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that share a scale.
-    panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them.
+    panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them. fp8_inputs: of fp8,
+    whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where they are.
     """
 
     scheme: str
@@ -46,6 +47,7 @@ class PackedWeight:
     group_size: int
     in_features: int
     panel_outputs: int | None = None
+    fp8_inputs: bool = False
 
     def __post_init__(self) -> None:
         misfit = _misfit(self) if self.panel_outputs is None else None  # panels come from parts that fit
@@ -158,7 +160,8 @@ def unpack_int4(data: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [rows, in_features] -> [rows, out_features] of x's dtype. bias: [out_features] or None.
 
-    On the CPU the bits of a row depend on the row and the weight alone; csrc/cpu_packed.h says how it is computed.
+    On the CPU the bits of a row depend on the row and the weight alone; csrc/cpu_packed.h says how it is computed. With
+    `fp8_inputs` a GPU that multiplies fp8 rounds 16-bit x to fp8 (`triton_packed.round_inputs`); nothing else does.
     """
     _check_product(x, weight, bias)
     if x.is_cpu:
@@ -168,7 +171,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
         group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
         parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
-        return triton_packed.packed_linear(x, *parts, group_size, bias)
+        fp8_inputs = weight.fp8_inputs and x.dtype != torch.float32 and multiplies_fp8(x.device)
+        return triton_packed.packed_linear(x, *parts, group_size, bias, fp8_inputs=fp8_inputs)
     y = x.new_empty(x.shape[0], weight.out_features)
     wide = x.float()
     count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))

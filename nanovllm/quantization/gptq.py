@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError
-from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.model_files.json_fields import FLAG, OBJECT, TEXT, integer
 from nanovllm.quantization.config_fields import (
     GROUP_SIZE,
@@ -28,7 +28,7 @@ from nanovllm.quantization.config_fields import (
     read_fields,
     refuse_unless,
 )
-from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod
+from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod, integer_layout
 from nanovllm.quantization.unpacking import (
     check_group_order,
     check_multiple,
@@ -77,9 +77,7 @@ class Gptq:
     zero_offset: int
 
     def layout(self, out_features: int, in_features: int) -> Layout:
-        group_size = in_features if self.group_size == -1 else min(self.group_size, in_features)
-        scheme = "int4" if self.bits == 4 else "int8"
-        return Layout(scheme, in_features, group_size, "float16", zeros=not self.symmetric)  # type: ignore[arg-type]
+        return integer_layout(in_features, self.bits, self.group_size, "float16", zeros=not self.symmetric)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         values = 32 // self.bits  # in an int32
@@ -87,20 +85,18 @@ class Gptq:
         check_multiple("in_features", in_features, values)
         layout = self.layout(out_features, in_features)
         groups, ints = layout.scale_columns, ("I32",)
+        words, group = Axis(COLUMNS, values), Axis(COLUMNS, layout.group_size)
+        data = CheckpointTensor((in_features // values, out_features), ints, axes=(words, Axis(ROWS)))
+        zeros = CheckpointTensor((groups, out_features // values), ints, axes=(group, Axis(ROWS, values)))
+        scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
         order = partial(check_group_order, group_size=layout.group_size)
         return {
-            "qweight": Filling(CheckpointTensor((in_features // values, out_features), ints), "data", self._data),
-            "qzeros": Filling(
-                CheckpointTensor((groups, out_features // values), ints),
-                None if self.symmetric else "zeros",
-                self._check_zeros if self.symmetric else self._zeros,
-            ),
-            "scales": Filling(
-                CheckpointTensor((groups, out_features), ("F16", "BF16", "F32")),
-                "scales",
-                lambda scales: exact_scales(scales, "float16").T,
-            ),
-            "g_idx": Filling(CheckpointTensor((in_features,), ("I32", "I64"), required=False), None, order),
+            "qweight": Filling(data, "data", self._data),
+            "qzeros": Filling(zeros._replace(check=self._check_zeros))
+            if self.symmetric
+            else Filling(zeros, "zeros", self._zeros),
+            "scales": Filling(scales, "scales", lambda scales: exact_scales(scales, "float16").T),
+            "g_idx": Filling(CheckpointTensor((in_features,), ("I32", "I64"), required=False, check=order)),
         }
 
     def _data(self, qweight: Tensor) -> Tensor:
@@ -113,11 +109,10 @@ class Gptq:
     def _zeros(self, qzeros: Tensor) -> Tensor:
         return zeros_of(self._unsigned_zeros(qzeros), self.bits)
 
-    def _check_zeros(self, qzeros: Tensor) -> Tensor:
+    def _check_zeros(self, qzeros: Tensor) -> None:
         middle = 1 << (self.bits - 1)
         if bool((self._unsigned_zeros(qzeros) != middle).any()):
             raise ModelError(f"sym=true, but a zero point differs from {middle}; set sym to false in the config.")
-        return qzeros
 
     def _unsigned_zeros(self, qzeros: Tensor) -> Tensor:
         stored = unpacked_last(qzeros, self.bits).T

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from math import lcm
 from typing import Literal, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.linear_method import (
+    COLUMNS,
+    ROWS,
     CheckpointTensor,
     NamedSlots,
     NamedTensors,
@@ -20,8 +22,8 @@ from nanovllm.layers.linear_method import (
     WeightSlot,
     dense_tensors,
 )
-from nanovllm.ops.cpu_kernels import WeightPart
-from nanovllm.ops.packed_weights import PackedWeight, dequantize, kernel_weight, packed_linear
+from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
+from nanovllm.ops.packed_weights import PackedWeight
 from nanovllm.quantization.config_fields import Modules
 
 Scheme = Literal["int4", "int8", "fp8"]
@@ -34,7 +36,8 @@ _DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**
 class Layout:
     """What is known of a `PackedWeight` from the config. Each output has a row of `scale_columns` scales.
 
-    scales_dtype: of torch, by name. Modules with equal layouts can be stored one below the other.
+    scales_dtype: of torch, by name; fp8_inputs: see `PackedWeight`. Modules with equal layouts can be stored one below
+    the other.
     """
 
     scheme: Scheme
@@ -42,6 +45,7 @@ class Layout:
     group_size: int
     scales_dtype: str
     zeros: bool = False
+    fp8_inputs: bool = False
 
     @property
     def scale_columns(self) -> int:
@@ -67,20 +71,27 @@ class Layout:
             torch.empty(out_features, self.scale_columns, dtype=dtype, device=device) if self.zeros else None,
             self.group_size,
             self.in_features,
+            fp8_inputs=self.fp8_inputs,
         )
+
+
+def integer_layout(in_features: int, bits: int, group_size: int, scales_dtype: str, *, zeros: bool) -> Layout:
+    """The layout of integers of 4 or 8 bits in groups along a row; group_size -1: a row is one group."""
+    group_size = in_features if group_size == -1 else min(group_size, in_features)
+    return Layout("int4" if bits == 4 else "int8", in_features, group_size, scales_dtype, zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
     """How one tensor of a checkpoint fills its module's rows of a weight.
 
-    part: of the `PackedWeight`, None for a tensor that is only checked; convert: from the tensor to the rows of the
-    part; raises ModelError for values that cannot be used.
+    part: of the `PackedWeight`; convert: from the tensor to the rows of the part; raises ModelError for values that
+    cannot be used. Both are None for a tensor that is only checked.
     """
 
     tensor: CheckpointTensor
-    part: Literal["data", "scales", "zeros"] | None
-    convert: Callable[[Tensor], Tensor]
+    part: Literal["data", "scales", "zeros"] | None = None
+    convert: Callable[[Tensor], Tensor] | None = None
 
 
 class PackedFormat(Protocol):
@@ -95,57 +106,29 @@ class PackedFormat(Protocol):
         ...
 
 
-class QuantizedWeight:
-    """Modules of one layout in one `PackedWeight`, one below the other."""
+class QuantizedWeight(PackedMatrix):
+    """Modules of one layout, filled as their format says."""
 
     def __init__(
         self, format: PackedFormat, layout: Layout, parts: Mapping[str, int], dtype: torch.dtype, device: torch.device
     ) -> None:
+        super().__init__(layout.empty(sum(parts.values()), device), parts, dtype)
         self._format = format
         self._layout = layout
-        self._parts = dict(parts)
-        self._dtype = dtype
-        self.dense = None
-        self.packed = layout.empty(sum(parts.values()), device)
-
-    @property
-    def out_features(self) -> int:
-        return self.packed.out_features
-
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return packed_linear(x, self.packed, bias)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        return dequantize(self.packed.rows(indices)).to(self._dtype)
 
     def slots(self) -> NamedSlots:
-        start = 0
-        for module, size in self._parts.items():
-            part = self.packed.rows(slice(start, start + size))
-            for suffix, filling in self._format.fillings(size, self._layout.in_features).items():
-                yield f"{module}.{suffix}", self._slot(filling, part)
-            start += size
+        for module, part in self.module_weights():
+            for suffix, filling in self._format.fillings(part.out_features, self._layout.in_features).items():
+                if filling.part is not None:
+                    yield f"{module}.{suffix}", self._slot(filling, filling.part, part)
 
-    def finish_loading(self) -> None:
-        self.packed = self.packed.in_panels()
-
-    def kernel_parts(self) -> Sequence[WeightPart] | None:
-        return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
-
-    def use_torch_products(self) -> None:
-        """There is no product of torch for packed weights."""
-
-    def _slot(self, filling: Filling, part: PackedWeight) -> WeightSlot:
-        shape = filling.tensor.shape
-        if filling.part is None:
-            nothing = part.data.flatten()[:0]
-            return WeightSlot(nothing, shape, lambda tensor: filling.convert(tensor).flatten()[:0], lambda _: None)
-        view: Tensor = getattr(part, filling.part)
+    def _slot(self, filling: Filling, part: str, rows: PackedWeight) -> WeightSlot:
+        view: Tensor = getattr(rows, part)
         if view.dtype is torch.float8_e4m3fn:
             view = view.view(torch.uint8)
-        return WeightSlot(view, shape, filling.convert, partial(self._randomize, filling.part, view))
+        return WeightSlot(view, filling.tensor.shape, filling.convert, partial(self._randomize, part, view))
 
-    def _randomize(self, part: str | None, view: Tensor, generator: torch.Generator) -> None:
+    def _randomize(self, part: str, view: Tensor, generator: torch.Generator) -> None:
         """Fill with values of variance 1 / in_features; see `loader.fill_with_random_weights`."""
         scheme, in_features = self._layout.scheme, self._layout.in_features
         if part == "scales":
@@ -158,46 +141,6 @@ class QuantizedWeight:
         else:
             low, high = (0, 256) if scheme == "int4" else (-128, 128)
             view.random_(low, high, generator=generator)
-
-
-class StackedWeights:
-    """Weights of different forms one below the other. Each is applied by itself."""
-
-    def __init__(self, weights: list[StoredWeight], sizes: list[int], dtype: torch.dtype) -> None:
-        """sizes: output features of each."""
-        self._weights = weights
-        self._sizes = sizes
-        self._dtype = dtype
-        self.dense = None
-
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
-        return torch.cat([weight.apply(x, of) for weight, of in zip(self._weights, biases, strict=True)], dim=-1)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        start, found = 0, []
-        for weight, size in zip(self._weights, self._sizes, strict=True):
-            inside = (indices >= start) & (indices < start + size)
-            found.append(torch.where(inside[:, None], weight.rows((indices - start).clamp(0, size - 1)), 0))
-            start += size
-        return torch.stack(found).sum(0).to(self._dtype)
-
-    def slots(self) -> NamedSlots:
-        for weight in self._weights:
-            yield from weight.slots()
-
-    def finish_loading(self) -> None:
-        for weight in self._weights:
-            weight.finish_loading()
-
-    def kernel_parts(self) -> Sequence[WeightPart] | None:
-        found = [weight.kernel_parts() for weight in self._weights]
-        known = [parts for parts in found if parts is not None]
-        return [part for parts in known for part in parts] if len(known) == len(found) else None
-
-    def use_torch_products(self) -> None:
-        for weight in self._weights:
-            weight.use_torch_products()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +158,19 @@ class PackedMethod:
         for suffix, filling in self.format.fillings(out_features, in_features).items():
             yield f"{module}.{suffix}", filling.tensor
 
+    def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        """See `LinearMethod.units`. An entry that stands for all rows or columns stands for those of each rank too."""
+        if not self.modules.include(module):
+            return 1, 1
+        fillings = self.format.fillings(out_features, in_features).values()
+        axes = [axis for filling in fillings for axis in filling.tensor.axes]
+
+        def unit(dimension: int, size: int) -> int:
+            return lcm(*(axis.size for axis in axes if axis.dimension == dimension and axis.size < size))
+
+        values = 2 if self.format.layout(out_features, in_features).scheme == "int4" else 1  # in a byte
+        return unit(ROWS, out_features), lcm(unit(COLUMNS, in_features), values)
+
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         if not self.modules.include(module):
             return out_features * in_features * itemsize
@@ -223,17 +179,12 @@ class PackedMethod:
     def create(
         self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
     ) -> StoredWeight:
-        def layout_of(part: tuple[str, int]) -> Layout | None:
-            module, size = part
+        def layout_of(module: str, size: int) -> Layout | None:
             return self.format.layout(size, in_features) if self.modules.include(module) else None
 
-        weights: list[StoredWeight] = []
-        sizes: list[int] = []
-        for layout, group in groupby(parts.items(), layout_of):
-            own = dict(group)
-            sizes.append(sum(own.values()))
+        def create(layout: Layout | None, own: dict[str, int]) -> StoredWeight:
             if layout is None:
-                weights.append(DenseWeight(own, in_features, dtype, device))
-            else:
-                weights.append(QuantizedWeight(self.format, layout, own, dtype, device))
-        return weights[0] if len(weights) == 1 else StackedWeights(weights, sizes, dtype)
+                return DenseWeight(own, in_features, dtype, device)
+            return QuantizedWeight(self.format, layout, own, dtype, device)
+
+        return stack_by_form(parts, layout_of, create, dtype)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 3  # in a row; after that the engine is given up
 LONG_TEXT = 1 << 17  # characters; the tokenizer takes about 0.1 s for them
 CLOSE_SECONDS = 60.0  # most time that a running step may take to end
+HEALTH_SECONDS = 1.0  # between two looks at an engine without requests
 T = TypeVar("T")
 
 
@@ -64,12 +65,10 @@ class AsyncLLM:
     Arguments and errors are those of `LLM`. Coroutines may be used in any event loop, and in several.
 
     If a step fails, its requests end with finish_reason "error" and the engine goes on. After MOST_FAILED_STEPS
-    failures in a row, or if the engine's thread ends, every request and every later call raises EngineError.
+    failures in a row, or if no step can run any more, every request and every later call raises EngineError.
     """
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        self.llm = LLM(model, **engine_args)
-        self._client = EngineClient(self.llm.engine)  # this and what follows it is the engine thread's
         self._collectors: dict[str, OutputCollector] = {}  # of the unfinished requests, by request_id
         self._failed_steps = 0
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -80,8 +79,10 @@ class AsyncLLM:
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="long text")
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        loaded: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(model, engine_args, loaded), name="engine", daemon=True)
         self._thread.start()
+        loaded.result()
 
     # ---- requests
 
@@ -237,7 +238,19 @@ class AsyncLLM:
                 self._commands.put(command)
         return future
 
-    def _run(self) -> None:
+    def _run(self, model: str | Path, engine_args: dict[str, Any], loaded: Future[None]) -> None:
+        """Load the model, and step it until the end.
+
+        A model that another thread has loaded is slower: OpenMP keeps a team of threads for each thread that runs
+        kernels, and with more teams than cores for them, threads sleep between two kernels instead of spinning.
+        """
+        try:
+            self.llm = LLM(model, **engine_args)
+            self._client = EngineClient(self.llm.engine)
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(None)
         end = EngineError("the engine is closed: make a new AsyncLLM")
         try:
             while self._run_commands():
@@ -253,9 +266,12 @@ class AsyncLLM:
         """Run the commands that have come, and wait for one if there is nothing to compute. False ends the thread."""
         while True:
             try:
-                command = self._commands.get(block=not self._client.pending)
+                command = self._commands.get(block=not self._client.pending, timeout=HEALTH_SECONDS)
             except queue.Empty:
-                return True
+                if self._client.pending:
+                    return True
+                self.llm.engine.check_health()
+                continue
             if command is None:
                 return False
             command()
@@ -263,14 +279,15 @@ class AsyncLLM:
     def _step(self) -> None:
         try:
             outputs = self._client.step()
-            self._failed_steps = 0
         except EngineError as error:
-            outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
             self._failed_steps += 1
             logger.exception("a step failed, the %d. in a row", self._failed_steps)
+            self._deliver([output for output in error.outputs if isinstance(output, RequestOutput)])
             if self._failed_steps == MOST_FAILED_STEPS:
-                self._deliver(outputs)
                 raise
+            self.llm.engine.check_health()
+            return
+        self._failed_steps = 0
         self._deliver(outputs)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:

@@ -26,6 +26,7 @@ def test_values_come_back_from_a_case() -> None:
     assert math.isnan(decode(json.loads(json.dumps(encode(math.nan)))))
 
 
+@pytest.mark.slow
 def test_a_run_counts_and_ends_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     target = FuzzTarget("even", lambda number: "even" if number % 2 == 0 else "odd", number=st.integers())
     begin = time.monotonic()

@@ -181,8 +181,8 @@ ENGINE_ARGUMENTS = FuzzTarget(
     ),
 )
 
-TARGETS = {"requests": (REQUESTS, 40), "params": (PARAMS, 60), "chats": (CHATS, 40), "lines": (LINES, 25)}
-TARGETS |= {"flags": (FLAGS, 60), "engine arguments": (ENGINE_ARGUMENTS, 200)}
+TARGETS = {"requests": (REQUESTS, 30), "params": (PARAMS, 30), "chats": (CHATS, 30), "lines": (LINES, 12)}
+TARGETS |= {"flags": (FLAGS, 20), "engine arguments": (ENGINE_ARGUMENTS, 100)}
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -1,0 +1,115 @@
+"""Weight matrices that stay packed in memory: what all formats of quantized checkpoints and files share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight
+from nanovllm.ops.cpu_kernels import WeightPart
+from nanovllm.ops.packed_weights import PackedWeight, dequantize, kernel_weight, packed_linear
+
+Form = TypeVar("Form")
+
+
+class PackedMatrix:
+    """Modules that share an input in one `PackedWeight`, one below the other; see `StoredWeight`.
+
+    A format of checkpoints adds `slots`, which fill `module_weights` from its tensors.
+    """
+
+    dense = None
+
+    def __init__(self, packed: PackedWeight, parts: Mapping[str, int], dtype: torch.dtype) -> None:
+        """packed: not initialized; parts: output features of each module; dtype: of the network."""
+        self.packed = packed
+        self._parts = dict(parts)
+        self._dtype = dtype
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See `StoredWeight.apply`. On the CPU the bits of a row do not depend on the other rows."""
+        return packed_linear(x, self.packed, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return dequantize(self.packed.rows(indices)).to(self._dtype)
+
+    def module_weights(self) -> Iterator[tuple[str, PackedWeight]]:
+        """Each module and its rows: views until `finish_loading`."""
+        start, packed = 0, self.packed.in_rows()
+        for module, size in self._parts.items():
+            yield module, packed.rows(slice(start, start + size))
+            start += size
+
+    def finish_loading(self) -> None:
+        """Rearrange the weight for the CPU's kernels."""
+        self.packed = self.packed.in_panels()
+
+    def kernel_parts(self) -> Sequence[WeightPart] | None:
+        return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]
+
+    def use_torch_products(self) -> None:
+        """torch has no products with packed weights."""
+
+
+class StackedWeights:
+    """Weights of different forms one below the other. Each is applied by itself."""
+
+    dense = None
+
+    def __init__(self, weights: list[StoredWeight], sizes: list[int], dtype: torch.dtype) -> None:
+        """sizes: output features of each."""
+        self._weights = weights
+        self._sizes = sizes
+        self._dtype = dtype
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        biases = [None] * len(self._sizes) if bias is None else bias.split(self._sizes)
+        return torch.cat([weight.apply(x, of) for weight, of in zip(self._weights, biases, strict=True)], dim=-1)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        start, found = 0, []
+        for weight, size in zip(self._weights, self._sizes, strict=True):
+            inside = (indices >= start) & (indices < start + size)
+            found.append(torch.where(inside[:, None], weight.rows((indices - start).clamp(0, size - 1)), 0))
+            start += size
+        return torch.stack(found).sum(0).to(self._dtype)
+
+    def slots(self) -> NamedSlots:
+        for weight in self._weights:
+            yield from weight.slots()
+
+    def finish_loading(self) -> None:
+        for weight in self._weights:
+            weight.finish_loading()
+
+    def kernel_parts(self) -> Sequence[WeightPart] | None:
+        found = [weight.kernel_parts() for weight in self._weights]
+        known = [parts for parts in found if parts is not None]
+        return [part for parts in known for part in parts] if len(known) == len(found) else None
+
+    def use_torch_products(self) -> None:
+        for weight in self._weights:
+            weight.use_torch_products()
+
+
+def stack_by_form(
+    parts: Mapping[str, int],
+    form_of: Callable[[str, int], Form],
+    create: Callable[[Form, dict[str, int]], StoredWeight],
+    dtype: torch.dtype,
+) -> StoredWeight:
+    """One weight for each run of neighbouring modules of one form, one below the other.
+
+    parts: output features of each module, in order; create: the weight of modules of one form.
+    """
+    weights: list[StoredWeight] = []
+    sizes: list[int] = []
+    for form, group in groupby(parts.items(), lambda part: form_of(*part)):
+        own = dict(group)
+        weights.append(create(form, own))
+        sizes.append(sum(own.values()))
+    return weights[0] if len(weights) == 1 else StackedWeights(weights, sizes, dtype)

@@ -1,0 +1,115 @@
+"""Ranks that torchrun starts, on one machine and as two: the tokens of one rank, and an end with no process left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import greedy, random_prompt, token_ids
+from rank_processes import child_pids, is_running
+from server_helpers import eventually
+
+from nanovllm import LLM
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 200
+ENGINE = {"kvcache_block_size": 16, "num_gpu_blocks": 300}
+PROMPT = random_prompt(20, 199, 0)
+SCRIPT = f"""
+import json, os, sys
+from nanovllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    with LLM(
+        sys.argv[1], tensor_parallel_size=2, distributed_executor_backend="external_launcher", device="cpu", **{ENGINE}
+    ) as llm:
+        print("loaded", flush=True)
+        params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[2]), ignore_eos=True)
+        outputs = llm.generate([{PROMPT}], params, use_tqdm=False)
+    print(json.dumps([output.outputs[0].token_ids for output in outputs]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, max_positions=4096)
+    (path / "script.py").write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[list[int]]:
+    with LLM(model_dir, device="cpu", **ENGINE) as llm:
+        return token_ids(llm, PROMPT, greedy(8))
+
+
+@contextmanager
+def torchrun(model: Path, max_tokens: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """torchrun with the script above. Its output is a pipe."""
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(model / "script.py"), str(model)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, str(max_tokens)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    children = child_pids(pid)
+    return [*children, *(each for child in children for each in descendants(child))]
+
+
+def answers(output: str) -> list[str]:
+    """The lines that only the first rank's script prints."""
+    return [line for line in output.splitlines() if line.startswith("[[")]
+
+
+def test_ranks_of_one_machine(model_dir: Path, expected: list[list[int]]) -> None:
+    with torchrun(model_dir, 8, "--standalone", "--nproc-per-node", "2") as process:
+        output, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
+    assert [json.loads(line) for line in answers(output)] == [expected]
+
+
+def test_ranks_of_two_machines(model_dir: Path, expected: list[list[int]]) -> None:
+    """Two agents of torchrun, each with one rank, which meet at an address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+    options += ["--rdzv-endpoint", endpoint]
+    with torchrun(model_dir, 8, *options) as one, torchrun(model_dir, 8, *options) as other:
+        ended = [process.communicate(timeout=SECONDS) for process in (one, other)]
+    assert [process.returncode for process in (one, other)] == [0, 0], ended
+    assert [json.loads(line) for output, _ in ended for line in answers(output)] == [expected]
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_killed_rank_ends_all_processes(local_rank: int, model_dir: Path) -> None:
+    with torchrun(model_dir, 4000, "--standalone", "--nproc-per-node", "2") as process:
+        assert process.stdout is not None and process.stdout.readline() == "loaded\n"
+        workers, processes = child_pids(process.pid), descendants(process.pid)
+        os.kill(workers[local_rank], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+        assert process.returncode != 0 and "Signal 9 (SIGKILL)" in errors
+        assert eventually(lambda: not any(map(is_running, processes)))
+
+
+def test_a_wrong_number_of_ranks_is_refused(model_dir: Path) -> None:
+    with torchrun(model_dir, 8, "--standalone", "--nproc-per-node", "1") as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    assert "tensor_parallel_size=2: torchrun has started 1 ranks; make both numbers equal" in errors
