@@ -88,6 +88,11 @@ def _cpu_attention_gain(parts: Parts) -> float:
     return _decode_rate(parts, "cpu-attention-32k") / _decode_rate(parts, "offload-32k")
 
 
+def _narrow_kv_gain(parts: Parts) -> float:
+    ratios = _only(parts, "kv-8-bits-32k")["ratios"]["offload, KV in the model's dtype"]
+    return float(ratios["decode"]["median"])
+
+
 def _idle_share(parts: Parts) -> float:
     gaps = _only(parts, "offload-32k")["kernel_gaps"]["prefill"]
     return float(gaps["idle_s"] / gaps["span_s"])
@@ -106,6 +111,7 @@ RULES = (
     Rule("prefill at 32K / matrix rate", "offload-32k", 0.60, _matrix_share),
     Rule("streamed decode at 32K / link", "offload-32k", 0.85, _link_share),
     Rule("decode at 32K with CPU attention / streamed", "cpu-attention-32k", 1.3, _cpu_attention_gain),
+    Rule("streamed decode at 32K, KV in 8 / 16 bits", "kv-8-bits-32k", 1.7, _narrow_kv_gain),
     Rule("GPU idle between kernels of prefill", "offload-32k", 0.05, _idle_share, at_most=True),
     Rule("recall at 128K", "recall-128k", 1.0, _recall),
 )

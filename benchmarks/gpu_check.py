@@ -43,6 +43,7 @@ PRESET = ("--preset", "h200")  # other options are those of the full table
 MODEL = "{model}"  # in arguments of a dry run: the directory of a tiny model
 TINY = ("--device", "cpu", "--model", MODEL, "--num-layers", "2", "--dtype", "float32", "--block-size", "16")
 TINY_RUN = (*TINY, "--max-num-batched-tokens", "128", "--output-len", "5", "--warmup", "0", "--repeats", "1")
+EIGHT_BITS = ("--kv-cache-dtype", "fp8_e4m3", "--against", "model-dtype")
 XDIST = importlib.util.find_spec("xdist") is not None
 
 
@@ -95,6 +96,9 @@ PARTS = (
         figures=False,
     ),
     offload("offload-128k", PROMPT_128K, 300, 120, "--no-cpu-attention"),
+    offload("kv-8-bits-32k", PROMPT_32K, 150, 60, "--no-cpu-attention", *EIGHT_BITS),
+    Part("features", ("-m", "benchmarks.features", "--device", "cuda"), 240, 90, ("--device", "cpu")),
+    Part("products", ("-m", "benchmarks.products"), 90, 30, ("--dry",)),
     Part("sweep", ("-m", "benchmarks.sweep", "--keep"), 300, 120, ("--dry",)),
     Part(
         "tests",

@@ -40,7 +40,7 @@ from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_re
 from nanovllm.ops.kv_quantization import LARGEST, quantize_rows_torch
 from nanovllm.ops.merge import merge_states_torch_
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, gelu_tanh_and_mul, place_heads, rms_norm, silu_and_mul, store_kv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
 PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64
@@ -162,7 +162,9 @@ class Smoke:
         def norms() -> None:
             x, residual, weight = self.random(ROWS, 96), self.random(ROWS, 96), self.random(96)
             plain = residual.cpu().clone()
-            expect_close(triton_rows.rms_norm(x, weight, 1e-6).cpu(), rms_norm(x.cpu(), weight.cpu(), 1e-6), 4e-2)
+            for kind in (weight, weight.float()):
+                expected = rms_norm(x.cpu(), kind.cpu(), 1e-6)
+                expect_close(triton_rows.rms_norm(x, kind, 1e-6).cpu(), expected, 4e-2)
             expected = add_rms_norm_(plain, x.cpu(), weight.cpu(), 1e-6)
             expect_close(triton_rows.add_rms_norm_(residual, x, weight, 1e-6).cpu(), expected, 4e-2)
             expect_close(residual.cpu(), plain, 0.0)
@@ -172,16 +174,18 @@ class Smoke:
             cos, sin = RotaryEmbedding(RopeSpec(), HEAD_DIM, torch.device("cpu")).cos_sin(positions, positions + 1)
             x = self.random(ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM)
             weight = self.random(HEADS + KV_HEADS, HEAD_DIM)
-            placed, plain = ([x.new_empty(ROWS, n, HEAD_DIM, device=where) for n in (HEADS, KV_HEADS, KV_HEADS)]
-                             for where in (self.device, "cpu"))  # fmt: skip
-            triton_rows.place_heads(x, weight, 1e-6, cos.to(self.device), sin.to(self.device), *placed)
-            place_heads(x.cpu(), weight.cpu(), 1e-6, cos, sin, *plain)
-            for ours, theirs in zip(placed, plain, strict=True):
-                expect_close(ours.cpu(), theirs, 5e-2)
+            for kind in (weight, weight.float()):
+                placed, plain = ([x.new_empty(ROWS, n, HEAD_DIM, device=where) for n in (HEADS, KV_HEADS, KV_HEADS)]
+                                 for where in (self.device, "cpu"))  # fmt: skip
+                triton_rows.place_heads(x, kind, 1e-6, cos.to(self.device), sin.to(self.device), *placed)
+                place_heads(x.cpu(), kind.cpu(), 1e-6, cos, sin, *plain)
+                for ours, theirs in zip(placed, plain, strict=True):
+                    expect_close(ours.cpu(), theirs, 5e-2)
 
         def activation() -> None:
             x = self.random(ROWS, 192)
             expect_close(triton_rows.silu_and_mul(x).cpu(), silu_and_mul(x.cpu()), 4e-2)
+            expect_close(triton_rows.gelu_tanh_and_mul(x).cpu(), gelu_tanh_and_mul(x.cpu()), 4e-2)
 
         def draw() -> None:
             scores = torch.zeros(ROWS, 3000)

@@ -28,7 +28,7 @@ from benchmarks.timing import Spread
 from nanovllm.device import Device, create_device
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.planner.measure import in_groups
 
 LAYOUTS = {"streams for groups of slots": False, "a stream for each direction": True}
@@ -58,20 +58,20 @@ class Ring:
     def run(self, stores: bool, computes: bool) -> float:
         """One pass; 1e9 bytes per second."""
         engine, layout = self.engine, self.engine.layout
-        blocks = in_groups(
-            [RingUse(block, layout.block_size) for block in range(engine.num_host_blocks)], engine.group_slots
-        )
+        first = engine.split.resident_blocks
+        uses = [BlockTokens(block, layout.block_size, 0) for block in range(first, first + engine.num_host_blocks)]
+        blocks = in_groups(uses, engine.group_slots)
         runs = [(layer, uses) for layer in range(layout.num_layers) for uses in blocks]
         engine.synchronize()
         before, start = engine.transfers, time.perf_counter()
         with self.device.compute():
             engine.begin(runs)
             for index, (layer, uses) in enumerate(runs):
-                engine.acquire(layer, uses[0].host_block)
+                engine.acquire(layer, uses[0].physical_id)
                 for _ in uses if computes else ():
                     torch.mm(self._matrix, self._matrix)
                 if stores:  # all tokens, though the blocks were loaded with all of theirs
-                    written = [RingUse(use.host_block, 0, layout.block_size) for use in uses]
+                    written = [BlockTokens(use.physical_id, 0, layout.block_size) for use in uses]
                     engine.offload_slot_layer(index % (engine.split.ring_slots // engine.group_slots), layer, written)
                 engine.release()
         engine.synchronize()

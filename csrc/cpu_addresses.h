@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "cpu_rows.h"
@@ -18,6 +20,21 @@ T* pointer(uintptr_t address) {
 template <class T>
 rows::Rows<T> rows_at(const Address& address) {
     return {pointer<T>(address.first), address.second};
+}
+
+// The address of a norm's weights, or 0, and whether they are fp32.
+using NormAddress = std::pair<uintptr_t, bool>;
+
+template <class T>
+rows::NormWeight<T> norm_weight(const NormAddress& weight) {
+    if (weight.second) return {nullptr, pointer<const float>(weight.first)};
+    return {pointer<const T>(weight.first), nullptr};
+}
+
+inline rows::Activation activation_of(const std::string& name) {
+    if (name == "silu") return rows::Activation::silu;
+    if (name == "gelu_tanh") return rows::Activation::gelu_tanh;
+    throw std::invalid_argument("There is no CPU kernel for the activation " + name + ".");
 }
 
 // Calls `work` with an element of the dtype that PyTorch calls so.

@@ -61,7 +61,6 @@ void attend(const std::string& isa, const std::string& dtype, const std::string&
             int64_t sequence_count, int64_t tokens, int heads, int kv_heads, int head_dim, int block_size,
             int64_t window, float scale, bool carry, int threads) {
     const DType type = nanovllm::dtype_of(dtype);
-    const Kernel& kernel = attention::kernel_of(nanovllm::isa_of(isa), type);
     attention::Batch batch{};
     batch.rows.q = reinterpret_cast<const void*>(q);
     batch.rows.out = reinterpret_cast<float*>(out);
@@ -82,6 +81,7 @@ void attend(const std::string& isa, const std::string& dtype, const std::string&
     batch.scale = scale;
     batch.carry = carry;
     check_sequences(batch, tokens, block_count);
+    const Kernel& kernel = attention::kernel_of(nanovllm::isa_of(isa), type, batch.format);
     const py::gil_scoped_release release;
     attention::attend(batch, kernel, threads);
 }

@@ -37,7 +37,6 @@ struct QueryRows {
 struct KeyBlocks {
     const int64_t* blocks;  // base addresses of consecutive blocks, each [2, kv_heads, block_size] rows
     int block_size, head_dim;
-    KvFormat format;
     int64_t row_bytes;
     int64_t k_offset, v_offset;  // bytes from a block's base to this head's first key and first value
     int64_t first_position;      // of the first key of blocks[0]
@@ -61,30 +60,30 @@ struct Task {
     float* partials;                  // of tile_begin, one after the other, or null
 };
 
-// The same two functions for each instruction set and KV dtype.
+// The same functions for each instruction set, dtype of the queries and format of the blocks.
 struct Kernel {
-    size_t (*workspace_bytes)(int rows, int head_dim, KvFormat format);
+    size_t (*workspace_bytes)(int rows, int head_dim);
     // Runs a task. `workspace` is 64-byte aligned.
     void (*run)(const Task& task, void* workspace);
     // Merges the partial states of tiles [tile_begin, tile_end) of a task whose tiles were run into `partials`.
     void (*merge)(const Task& task, void* workspace);
 };
 
-const Kernel& portable_kernel(DType dtype);
+const Kernel& portable_kernel(DType dtype, KvFormat format);
 #if defined(__x86_64__)
-const Kernel& avx2_kernel(DType dtype);
-const Kernel& avx512_kernel(DType dtype);
-const Kernel& avx512bf16_kernel();
+const Kernel& avx2_kernel(DType dtype, KvFormat format);
+const Kernel& avx512_kernel(DType dtype, KvFormat format);
+const Kernel& avx512bf16_kernel(KvFormat format);  // queries in bf16
 #endif
 
-inline const Kernel& kernel_of(Isa isa, DType dtype) {
+inline const Kernel& kernel_of(Isa isa, DType dtype, KvFormat format) {
 #if defined(__x86_64__)
-    if (isa == Isa::avx512bf16 && dtype == DType::bf16) return avx512bf16_kernel();
-    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return avx512_kernel(dtype);
-    if (isa == Isa::avx2) return avx2_kernel(dtype);
+    if (isa == Isa::avx512bf16 && dtype == DType::bf16) return avx512bf16_kernel(format);
+    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return avx512_kernel(dtype, format);
+    if (isa == Isa::avx2) return avx2_kernel(dtype, format);
 #endif
     (void)isa;
-    return portable_kernel(dtype);
+    return portable_kernel(dtype, format);
 }
 
 // A batch: sequences whose query rows stand in one tensor.

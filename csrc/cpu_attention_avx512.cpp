@@ -1,4 +1,4 @@
-// AVX-512 without bf16 products: every KV dtype is widened to fp32 where it is packed.
+// AVX-512 without bf16 products: every KV dtype is widened to fp32.
 #include "cpu_attention.h"
 
 #if defined(__x86_64__)
@@ -16,26 +16,34 @@ namespace nanovllm::attention {
 namespace {
 
 #include "cpu_vectors_avx512.h"
+#include "cpu_attention_kv8_avx512.h"
 #include "cpu_attention_math.h"
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
 
-template <class Element>
-struct Widened : Avx512 {
-    using T = Element;
+struct Fp32Words : Avx512 {
     using U = __m512;
     using Keys = __m512i;
-    static constexpr bool kPairs = std::is_same_v<T, Bf16>;  // are turned around together and taken apart afterwards
-    static constexpr int kStep = 1, kExpand = kPairs ? 2 : 1;
+    static constexpr int kStep = 1;
 
     static U load_words(const uint32_t* p) { return _mm512_loadu_ps(p); }
     static U splat_word(const uint32_t* p) { return _mm512_set1_ps(*reinterpret_cast<const float*>(p)); }
     static F dot(F sum, U a, U b) { return _mm512_fmadd_ps(a, b, sum); }
 
-    static void pack_row(const T* source, int count, uint32_t* dst) {
+    template <class Q>
+    static void pack_row(const Q* source, int count, uint32_t* dst) {
         for (int i = 0; i < count; i += W) _mm512_storeu_ps(dst + i, widen(source + i));
     }
     static void store_words(uint32_t* p, U v) { _mm512_storeu_ps(p, v); }
+    static void store_probabilities(uint32_t* row, int key, F p) { _mm512_storeu_ps(row + key, p); }
+};
+
+template <class Element>
+struct Widened : Fp32Words {
+    using T = Element;
+    static constexpr bool kPairs = std::is_same_v<T, Bf16>;  // are turned around together and taken apart afterwards
+    static constexpr int kExpand = kPairs ? 2 : 1;
+
     static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
         if (keys >= W && words == W * kExpand)
             for (int i = 0; i < W; ++i) columns[i] = load_key(k + i * stride, words);
@@ -46,7 +54,7 @@ struct Widened : Avx512 {
     }
     template <int e>
     static U key_word(Keys keys) {
-        if constexpr (kPairs) return half<e>(keys);
+        if constexpr (kPairs) return widen_half<e>(keys);
         return _mm512_castsi512_ps(keys);
     }
     static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : _mm512_setzero_ps(); }
@@ -55,8 +63,8 @@ struct Widened : Avx512 {
         if constexpr (kPairs && N > 1) {
             for (int n = 0; n < N; n += 2) {
                 const __m512i pairs = keys > 0 ? _mm512_loadu_si512(v + n * W) : _mm512_setzero_si512();
-                columns[n] = half<0>(pairs);
-                columns[n + 1] = half<1>(pairs);
+                columns[n] = widen_half<0>(pairs);
+                columns[n + 1] = widen_half<1>(pairs);
             }
         } else {
             for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
@@ -75,30 +83,39 @@ struct Widened : Avx512 {
             }
         }
     }
-    static void store_probabilities(uint32_t* row, int key, F p) { _mm512_storeu_ps(row + key, p); }
 
   private:
     static Keys load_key(const T* k, int words) {
         if constexpr (!kPairs) return _mm512_castps_si512(widen(k));
         return words == 2 * W ? _mm512_loadu_si512(k) : _mm512_maskz_loadu_epi32(__mmask16((1u << words / 2) - 1), k);
     }
-    // The even bf16 elements, or the odd ones.
-    template <int e>
-    static F half(__m512i pairs) {
-        const __m512i odd = _mm512_set1_epi32(int(0xffff0000));
-        return _mm512_castsi512_ps(e == 0 ? _mm512_slli_epi32(pairs, 16) : _mm512_and_si512(pairs, odd));
-    }
 };
 
-constexpr Kernel kBf16 = kernel_of<Widened<Bf16>>();
-constexpr Kernel kFp16 = kernel_of<Widened<Fp16>>();
-constexpr Kernel kFp32 = kernel_of<Widened<float>>();
+template <class Element>
+struct Bytes : Fp32Words {
+    using T = Element;
+    static constexpr int kExpand = 4;
+    static constexpr float kKeyUnit = nanovllm::attention::kKeyUnit<T>, kValueUnit = nanovllm::attention::kValueUnit<T>;
+
+    static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
+        load_byte_keys(k, stride, keys, words / kExpand, columns);
+    }
+    template <int e>
+    static U key_word(Keys keys) {
+        return widen_element<e>(T{}, keys);
+    }
+    static U value_columns(const T* v, int64_t, int keys) { return keys > 0 ? widen(v) : _mm512_setzero_ps(); }
+    template <int N>
+    static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+        for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
+    }
+    template <int N>
+    static void restore_order(F[N]) {}
+};
 
 }  // namespace
 
-const Kernel& avx512_kernel(DType dtype) {
-    return dtype == DType::bf16 ? kBf16 : dtype == DType::fp16 ? kFp16 : kFp32;
-}
+const Kernel& avx512_kernel(DType dtype, KvFormat format) { return kernel_of<Widened, Bytes>(dtype, format); }
 
 }  // namespace nanovllm::attention
 #endif

@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "cpu_elements.h"
 // GCC 12 takes the undefined operand inside its own intrinsics for a mistake of ours.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -19,24 +21,33 @@ namespace nanovllm::attention {
 namespace {
 
 #include "cpu_vectors_avx512.h"
+#include "cpu_attention_kv8_avx512.h"
 #include "cpu_attention_math.h"
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
 
-struct PairsOfBf16 : Avx512 {
-    using T = Bf16;
+struct Bf16Words : Avx512 {
     using U = __m512i;
     using Keys = U;
-    static constexpr int kStep = 2, kExpand = 1;
+    static constexpr int kStep = 2;
 
     static U load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static U splat_word(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
     static F dot(F sum, U a, U b) { return add_pair_products(sum, a, b); }
 
-    static void pack_row(const T* source, int count, uint32_t* dst) {
-        __builtin_memcpy(dst, source, count * sizeof(T));
+    static void pack_row(const Bf16* source, int count, uint32_t* dst) {
+        __builtin_memcpy(dst, source, count * sizeof(Bf16));
     }
     static void store_words(uint32_t* p, U v) { _mm512_storeu_si512(p, v); }
+    static void store_probabilities(uint32_t* row, int key, F p) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kStep), narrow_to_bf16(p));
+    }
+};
+
+struct PairsOfBf16 : Bf16Words {
+    using T = Bf16;
+    static constexpr int kExpand = 1;
+
     static void load_keys(const T* k, int64_t stride, int keys, int words, U columns[W]) {
         const __mmask16 mask = __mmask16((1u << words) - 1);
         for (int i = 0; i < W; ++i)
@@ -78,9 +89,6 @@ struct PairsOfBf16 : Avx512 {
             }
         }
     }
-    static void store_probabilities(uint32_t* row, int key, F p) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + key / kStep), narrow_to_bf16(p));
-    }
 
   private:
     static __m512i values(const T* v, bool there) {
@@ -89,11 +97,41 @@ struct PairsOfBf16 : Avx512 {
     }
 };
 
-constexpr Kernel kBf16 = kernel_of<PairsOfBf16>();
+// Elements of 8 bits are exact in bf16.
+template <class Element>
+struct PairsOfBytes : Bf16Words {
+    using T = Element;
+    static constexpr int kExpand = 2;
+    static constexpr float kKeyUnit = nanovllm::attention::kKeyUnit<T>, kValueUnit = nanovllm::attention::kValueUnit<T>;
+
+    static void load_keys(const T* k, int64_t stride, int keys, int words, Keys columns[W]) {
+        load_byte_keys(k, stride, keys, words / kExpand, columns);
+    }
+    template <int h>
+    static U key_word(Keys keys) {
+        return widen_pair<h>(T{}, keys);
+    }
+    static U value_columns(const T* v, int64_t stride, int keys) {
+        const F none = zero();
+        return pair_of(keys > 0 ? widen(v) : none, keys > 1 ? widen(v + stride) : none);
+    }
+    template <int N>
+    static void value_vectors(const T* v, int64_t stride, int keys, U columns[N]) {
+        for (int n = 0; n < N; ++n) columns[n] = value_columns(v + n * W, stride, keys);
+    }
+    template <int N>
+    static void restore_order(F[N]) {}
+};
+
+constexpr Kernel kBf16 = kernel_of<PairsOfBf16, Bf16>();
+constexpr Kernel kInt8 = kernel_of<PairsOfBytes<Int8>, Bf16>();
+constexpr Kernel kFp8 = kernel_of<PairsOfBytes<E4m3>, Bf16>();
 
 }  // namespace
 
-const Kernel& avx512bf16_kernel() { return kBf16; }
+const Kernel& avx512bf16_kernel(KvFormat format) {
+    return format == KvFormat::int8 ? kInt8 : format == KvFormat::fp8 ? kFp8 : kBf16;
+}
 
 }  // namespace nanovllm::attention
 #endif

@@ -12,10 +12,10 @@ template <class X>
 struct Workspace {
     uint32_t *query, *keys, *values, *probabilities;
     float *scores, *output, *lse, *maximum, *sum, *old_weight, *tile_weight;
-    typename X::T *plain_keys, *plain_values;  // of a tile that is stored in 8 bits
+    float *key_scales, *value_scales;  // of the tile at hand, if it is in 8 bits; 0 for keys that are not there
     size_t bytes = 0;
 
-    Workspace(void* base, int rows, int head_dim, KvFormat format) : base_(static_cast<char*>(base)) {
+    Workspace(void* base, int rows, int head_dim) : base_(static_cast<char*>(base)) {
         const int padded = round_up(rows, 16), panel = X::kVectors * X::W;
         take(query, size_t(rows) * (head_dim / X::kStep));
         take(keys, size_t(round_up(kTileKeys, panel)) * (head_dim / X::kStep));
@@ -28,9 +28,8 @@ struct Workspace {
         take(sum, padded);
         take(old_weight, padded);
         take(tile_weight, padded);
-        const size_t elements = format == KvFormat::plain ? 0 : size_t(kTileKeys) * head_dim;
-        take(plain_keys, elements);
-        take(plain_values, elements);
+        take(key_scales, has_scales<typename X::T> ? kTileKeys : 0);
+        take(value_scales, has_scales<typename X::T> ? kTileKeys : 0);
     }
 
   private:
@@ -45,17 +44,17 @@ struct Workspace {
 
 template <class X>
 class TileKernel {
-    using T = typename X::T;
+    using T = typename X::T;  // of keys and values
+    static constexpr bool kScales = has_scales<T>;
     static constexpr int kPanel = X::kVectors * X::W;  // columns of a packed panel
 
   public:
-    static size_t workspace_bytes(int rows, int head_dim, KvFormat format) {
-        return Workspace<X>(nullptr, rows, head_dim, format).bytes;
-    }
+    static size_t workspace_bytes(int rows, int head_dim) { return Workspace<X>(nullptr, rows, head_dim).bytes; }
 
+    template <class Q>
     static void run(const Task& task, void* workspace) {
         TileKernel kernel(task, workspace);
-        kernel.pack_queries();
+        kernel.template pack_queries<Q>();
         if (task.partials == nullptr) kernel.load_state();
         for (int64_t tile = task.tile_begin; tile < task.tile_end; ++tile) kernel.run_tile(tile);
         if (task.partials == nullptr) kernel.store_state();
@@ -71,6 +70,7 @@ class TileKernel {
   private:
     const Task& task_;
     const int rows_, head_dim_, words_, panels_;
+    const int64_t stride_;  // from a token's row to the next one's, in elements
     const float scale2_;
     Workspace<X> work_;
     // The tile at hand.
@@ -94,14 +94,16 @@ class TileKernel {
           head_dim_(task.keys.head_dim),
           words_(task.keys.head_dim / X::kStep),
           panels_((task.keys.head_dim + kPanel - 1) / kPanel),
+          stride_(task.keys.row_bytes / int64_t(sizeof(T))),
           scale2_(task.scale * kLog2E),
-          work_(workspace, rows_, head_dim_, task.keys.format) {}
+          work_(workspace, rows_, head_dim_) {}
 
+    template <class Q>
     void pack_queries() {
         const auto& r = task_.rows;
-        const T* q = static_cast<const T*>(r.q);
+        const Q* q = static_cast<const Q*>(r.q);
         for (int row = 0; row < rows_; ++row) {
-            const T* source = q + row / r.group * r.q_token_stride + row % r.group * r.q_head_stride;
+            const Q* source = q + row / r.group * r.q_token_stride + row % r.group * r.q_head_stride;
             X::pack_row(source, head_dim_, work_.query + int64_t(row) * words_);
         }
     }
@@ -143,10 +145,10 @@ class TileKernel {
         return {first.begin / X::W * X::W, round_up(last.end, X::W)};
     }
 
-    const char* first_row(int64_t tile, int64_t plane_offset) const {
+    const T* first_row(int64_t tile, int64_t plane_offset) const {
         const auto& k = task_.keys;
         const int64_t per_block = k.tiles_per_block(), start = tile % per_block * kTileKeys;
-        return reinterpret_cast<const char*>(k.blocks[tile / per_block] + plane_offset) + start * k.row_bytes;
+        return reinterpret_cast<const T*>(k.blocks[tile / per_block] + plane_offset + start * k.row_bytes);
     }
 
     void enter_tile(int64_t tile) {
@@ -155,16 +157,13 @@ class TileKernel {
         tile_position_ = k.first_position + block * k.block_size + start;
         tile_keys_ = smaller(smaller(kTileKeys, k.block_size - start), k.kv_end - tile_position_);
         const int64_t next = tile + 1 < task_.tile_end ? tile + 1 : tile;
-        const char *keys = first_row(tile, k.k_offset), *next_keys = first_row(next, k.k_offset);
-        const char *values = first_row(tile, k.v_offset), *next_values = first_row(next, k.v_offset);
-        if (k.format == KvFormat::plain) {
-            key_ = reinterpret_cast<const T*>(keys);
-            value_ = reinterpret_cast<const T*>(values);
-            next_key_ = reinterpret_cast<const T*>(next_keys);
-            next_value_ = reinterpret_cast<const T*>(next_values);
-        } else {  // the prefetches of the products then go to the workspace, where they cost nothing
-            key_ = next_key_ = widen_tile(keys, next_keys, work_.plain_keys);
-            value_ = next_value_ = widen_tile(values, next_values, work_.plain_values);
+        key_ = first_row(tile, k.k_offset);
+        value_ = first_row(tile, k.v_offset);
+        next_key_ = first_row(next, k.k_offset);
+        next_value_ = first_row(next, k.v_offset);
+        if constexpr (kScales) {
+            gather_scales(key_, X::kKeyUnit, work_.key_scales);
+            gather_scales(value_, X::kValueUnit, work_.value_scales);
         }
         ahead_keys_ = {reinterpret_cast<const char*>(next_key_)};
         ahead_values_ = {reinterpret_cast<const char*>(next_value_)};
@@ -172,19 +171,10 @@ class TileKernel {
         packed_values_ = false;
     }
 
-    // Rows of 8-bit elements as the queries' dtype, each element rounded once; asks for the next tile's rows meanwhile.
-    const T* widen_tile(const char* rows, const char* next_rows, T* to) const {
-        const int64_t row_bytes = task_.keys.row_bytes;
-        const bool is_int8 = task_.keys.format == KvFormat::int8;
-        for (int key = 0; key < tile_keys_; ++key, rows += row_bytes, next_rows += row_bytes) {
-            prefetch(next_rows, int(row_bytes));
-            T* row = to + int64_t(key) * head_dim_;
-            if (is_int8)
-                dequantize<Int8>(rows, head_dim_, row);
-            else
-                dequantize<E4m3>(rows, head_dim_, row);
-        }
-        return to;
+    // `unit` is the value of 1 in a product with widened elements. Keys that are not there may hold anything.
+    void gather_scales(const T* rows, float unit, float* scales) const {
+        for (int key = 0; key < tile_keys_; ++key) scales[key] = scale_of(rows + key * stride_, head_dim_) * unit;
+        for (int key = tile_keys_; key < kTileKeys; ++key) scales[key] = 0.0f;
     }
 
     void place_results(int64_t tile) {
@@ -245,9 +235,9 @@ class TileKernel {
 
     template <int M, int N>
     void score_at(int key) {
-        const int64_t offset = int64_t(key) * head_dim_;
-        score_keys<X, M, N>(work_.query, words_, key_ + offset, tile_keys_ - key, work_.scores + key, kTileKeys,
-                            ahead_keys_, ahead_values_);
+        const auto product = kScales ? score_bytes<X, M, N> : score_keys<X, M, N>;
+        product(work_.query, words_, key_ + key * stride_, stride_, tile_keys_ - key, work_.scores + key, kTileKeys,
+                ahead_keys_, ahead_values_);
     }
 
     void weigh_direct() {
@@ -275,10 +265,11 @@ class TileKernel {
         const Range keys = visible_vectors(0, M);
         const int count = keys.end - keys.begin;
         const uint32_t* p = work_.probabilities + keys.begin / X::kStep;
-        const T* v = value_ + int64_t(keys.begin) * head_dim_ + column;
+        const T* v = value_ + keys.begin * stride_ + column;
+        const int step_bytes = int(X::kStep * task_.keys.row_bytes * N * X::W / head_dim_);
         with_epilogue(0, column, [&](const auto& epilogue) {
-            weigh_columns<X, M, N>(p, kTileKeys / X::kStep, count / X::kStep, v, head_dim_,
-                                   tile_keys_ - keys.begin, ahead_values_, epilogue);
+            weigh_columns<X, M, N>(p, kTileKeys / X::kStep, count / X::kStep, v, stride_, tile_keys_ - keys.begin,
+                                   step_bytes, ahead_values_, epilogue);
         });
     }
 
@@ -333,8 +324,9 @@ class TileKernel {
         for (int r = group; r < group + count; ++r) {
             const Range seen = visible(r);
             softmax_row<X>(work_.scores + int64_t(r - row) * kTileKeys,
-                           work_.probabilities + int64_t(r - row) * (kTileKeys / X::kStep), keys.begin, keys.end,
-                           seen.begin, seen.end, scale2_, maximum_ + r, sum_ + r);
+                           work_.probabilities + int64_t(r - row) * (kTileKeys / X::kStep), work_.key_scales,
+                           work_.value_scales, keys.begin, keys.end, seen.begin, seen.end, scale2_, maximum_ + r,
+                           sum_ + r);
         }
     }
 
@@ -367,17 +359,15 @@ class TileKernel {
         packed_keys_ |= uint64_t(1) << panel;
         const int end = smaller((panel + 1) * kPanel, tile_keys_);
         for (int key = panel * kPanel; key < end; key += X::W) {
-            prefetch(next_key_ + int64_t(key) * head_dim_, X::W * head_dim_);
+            prefetch(next_key_ + key * stride_, int(X::W * stride_));
             for (int word = 0; word < words_; word += kKeyWords<X>) {
                 const int count = smaller(kKeyWords<X>, words_ - word);
                 typename X::Keys columns[X::W];
-                X::load_keys(key_ + int64_t(key) * head_dim_ + word * X::kStep, head_dim_, tile_keys_ - key, count,
-                             columns);
+                X::load_keys(key_ + key * stride_ + word * X::kStep, stride_, tile_keys_ - key, count, columns);
                 uint32_t* to = packed + int64_t(word) * kPanel + (key - panel * kPanel);
-                for (int i = 0; i < count / X::kExpand; ++i, to += X::kExpand * kPanel) {
-                    X::store_words(to, X::template key_word<0>(columns[i]));
-                    if constexpr (X::kExpand == 2) X::store_words(to + kPanel, X::template key_word<1>(columns[i]));
-                }
+                for (int i = 0; i < count / X::kExpand; ++i, to += X::kExpand * kPanel)
+                    each_key_word<X>(columns[i],
+                                     [=](int e, typename X::U word) { X::store_words(to + e * kPanel, word); });
             }
         }
         return packed;
@@ -389,12 +379,12 @@ class TileKernel {
         packed_values_ = true;
         const int end = round_up(tile_keys_, X::W);
         for (int key = 0; key < end; key += X::kStep) {
-            prefetch(next_value_ + int64_t(key) * head_dim_, X::kStep * head_dim_);
+            prefetch(next_value_ + key * stride_, int(X::kStep * stride_));
             for (int column = 0; column < head_dim_; column += X::W) {
                 const int64_t step = int64_t(column / kPanel) * (kTileKeys / X::kStep) + key / X::kStep;
-                const T* v = value_ + int64_t(key) * head_dim_ + column;
+                const T* v = value_ + key * stride_ + column;
                 X::store_words(work_.values + step * kPanel + column % kPanel,
-                               X::value_columns(v, head_dim_, tile_keys_ - key));
+                               X::value_columns(v, stride_, tile_keys_ - key));
             }
         }
     }
@@ -418,7 +408,25 @@ class TileKernel {
     }
 };
 
-template <class X>
+// X with queries of the elements Q.
+template <class X, class Q>
 constexpr Kernel kernel_of() {
-    return {TileKernel<X>::workspace_bytes, TileKernel<X>::run, TileKernel<X>::merge};
+    return {TileKernel<X>::workspace_bytes, TileKernel<X>::template run<Q>, TileKernel<X>::merge};
+}
+
+// X with queries of any dtype.
+template <class X>
+const Kernel& kernel_of(DType dtype) {
+    static constexpr Kernel kernels[] = {kernel_of<X, Bf16>(), kernel_of<X, Fp16>(), kernel_of<X, float>()};
+    return kernels[int(dtype)];
+}
+
+// Plain<T> multiplies with elements of the queries' dtype T, Bytes<T> with elements of 8 bits.
+template <template <class> class Plain, template <class> class Bytes>
+const Kernel& kernel_of(DType dtype, KvFormat format) {
+    static constexpr Kernel kernels[] = {kernel_of<Plain<Bf16>, Bf16>(), kernel_of<Plain<Fp16>, Fp16>(),
+                                         kernel_of<Plain<float>, float>()};
+    if (format == KvFormat::int8) return kernel_of<Bytes<Int8>>(dtype);
+    if (format == KvFormat::fp8) return kernel_of<Bytes<E4m3>>(dtype);
+    return kernels[int(dtype)];
 }

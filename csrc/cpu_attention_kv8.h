@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cpu_elements.h"
 
@@ -30,16 +31,18 @@ inline int64_t kv_row_bytes(KvFormat format, int head_dim, int element_bytes) {
     return format == KvFormat::plain ? int64_t(head_dim) * element_bytes : head_dim + kScaleBytes;
 }
 
+// The stored elements as types, so that pointers to rows count in them.
 struct Int8 {
+    uint8_t bits;
     static constexpr float kLargest = 127.0f;
 
     // Adding 1.5 * 2^23 rounds to a whole number, whose two's complement is in the low bits of the sum.
     static uint8_t narrow(float x) { return uint8_t(bits_of(x + 12582912.0f)); }
-    static __attribute__((always_inline)) float widen(uint8_t element) { return float(int8_t(element)); }
 };
 
 // Four bits of exponent with bias 7 and three of fraction. Below 2^-6 numbers are multiples of 2^-9.
 struct E4m3 {
+    uint8_t bits;
     static constexpr float kLargest = 448.0f;
 
     static uint8_t narrow(float x) {
@@ -48,13 +51,25 @@ struct E4m3 {
         const uint32_t subnormal = bits_of(widen_scalar(magnitude) * 512.0f + 12582912.0f);
         return uint8_t((magnitude < (121u << 23) ? subnormal : normal) & 0x7f) | uint8_t(bits >> 24 & 0x80);
     }
-    static __attribute__((always_inline)) float widen(uint8_t element) {
-        const uint32_t magnitude = element & 0x7f, normal = (magnitude << 20) + (120u << 23);
-        const uint32_t subnormal = bits_of(float(int(magnitude)) * 0x1p-9f);
-        const uint32_t small = magnitude < 8 ? ~0u : 0u;  // a mask, since a branch would not become vectors
-        return widen_scalar((subnormal & small) | (normal & ~small) | uint32_t(element & 0x80) << 24);
-    }
 };
+
+template <class Element>
+constexpr bool has_scales = std::is_same_v<Element, Int8> || std::is_same_v<Element, E4m3>;
+
+static inline float widen_scalar(Int8 element) { return float(int8_t(element.bits)); }
+
+static inline float widen_scalar(E4m3 element) {
+    const uint32_t magnitude = element.bits & 0x7f, sign = uint32_t(element.bits & 0x80) << 24;
+    const float value = magnitude < 8 ? float(int(magnitude)) * 0x1p-9f : widen_scalar((magnitude << 20) + (120u << 23));
+    return sign != 0 ? -value : value;
+}
+
+// The scale of a row, NaN if the row held something that is not finite.
+inline float scale_of(const void* row, int head_dim) {
+    float scale;
+    std::memcpy(&scale, static_cast<const char*>(row) + head_dim, sizeof(scale));
+    return scale + (scale - scale);
+}
 
 template <class Element, class T>
 inline __attribute__((always_inline)) void quantize(const T* x, int head_dim, char* row) {
@@ -73,14 +88,6 @@ template <class T>
 void quantize_row(KvFormat format, const T* x, int head_dim, char* row) {
     if (format == KvFormat::int8) return quantize<Int8>(x, head_dim, row);
     quantize<E4m3>(x, head_dim, row);
-}
-
-template <class Element, class T>
-inline __attribute__((always_inline)) void dequantize(const char* __restrict row, int head_dim, T* __restrict x) {
-    float scale;
-    std::memcpy(&scale, row + head_dim, sizeof(scale));
-#pragma omp simd
-    for (int d = 0; d < head_dim; ++d) x[d] = narrow_scalar<T>(Element::widen(uint8_t(row[d])) * scale);
 }
 
 }  // namespace nanovllm

@@ -85,11 +85,21 @@ constexpr int kEarlyValues = 3;  // eighths of the values that are prefetched wh
 template <class X>
 constexpr int kKeyWords = X::W * X::kExpand;
 
+// Calls `add(e, word)` with each of the kExpand words of W keys that a vector of turned keys holds.
+template <class X, class Add>
+inline __attribute__((always_inline)) void each_key_word(typename X::Keys column, const Add& add) {
+    add(0, X::template key_word<0>(column));
+    if constexpr (X::kExpand >= 2) add(1, X::template key_word<1>(column));
+    if constexpr (X::kExpand == 4) {
+        add(2, X::template key_word<2>(column));
+        add(3, X::template key_word<3>(column));
+    }
+}
+
 // q [M, words] times N * W keys, of which `keys` are there.
 template <class X, int M, int N>
-inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int keys, float* scores,
+inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int64_t stride, int keys, float* scores,
                        int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
-    const int64_t stride = int64_t(words) * X::kStep;
     typename X::F sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
@@ -103,15 +113,14 @@ inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int
             next_values.move(bytes * kEarlyValues / 8);
             typename X::Keys columns[X::W];
             X::load_keys(k + offset, stride, keys - n * X::W, count, columns);
-            const auto add = [&](int i, typename X::U column) {
-                for (int m = 0; m < M; ++m)
-                    sums[m][n] = X::dot(sums[m][n], X::splat_word(q + int64_t(m) * words + word + i), column);
-            };
 #pragma GCC unroll 16
             for (int i = 0; i < X::W; ++i) {
                 if (i * X::kExpand >= count) break;
-                add(i * X::kExpand, X::template key_word<0>(columns[i]));
-                if constexpr (X::kExpand == 2) add(i * 2 + 1, X::template key_word<1>(columns[i]));
+                each_key_word<X>(columns[i], [&](int e, typename X::U column) {
+                    const uint32_t* element = q + word + i * X::kExpand + e;
+                    for (int m = 0; m < M; ++m)
+                        sums[m][n] = X::dot(sums[m][n], X::splat_word(element + int64_t(m) * words), column);
+                });
             }
         }
     }
@@ -119,16 +128,49 @@ inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int
         for (int n = 0; n < N; ++n) X::store(scores + m * scores_stride + n * X::W, sums[m][n]);
 }
 
-// p [M, steps] times N vectors of `steps` steps of values, of which `keys` keys are there.
+// `score_keys` for keys in 8 bits. Widening takes more instructions than the products of few rows, so all N vectors are
+// turned first, as bytes in the nearest cache, and then widened in turns: the sums of one do not wait for each other.
+template <class X, int M, int N>
+inline void score_bytes(const uint32_t* q, int words, const typename X::T* k, int64_t stride, int keys, float* scores,
+                        int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
+    const int word_bytes = int((X::W * stride + words - 1) / words);  // with their share of the scales
+    typename X::F sums[M][N];
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+    for (int word = 0; word < words; word += kKeyWords<X>) {
+        const int count = smaller(kKeyWords<X>, words - word);
+        alignas(64) typename X::Keys columns[N][X::W];
+        for (int n = 0; n < N; ++n) {
+            next_keys.move(word_bytes * count);
+            next_values.move(word_bytes * count * kEarlyValues / 8);
+            X::load_keys(k + n * X::W * stride + word * X::kStep, stride, keys - n * X::W, count, columns[n]);
+        }
+        for (int i = 0; i * X::kExpand < count; ++i) {
+            const uint32_t* elements = q + word + i * X::kExpand;
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n)
+                each_key_word<X>(columns[n][i], [&](int e, typename X::U column) {
+                    for (int m = 0; m < M; ++m)
+                        sums[m][n] = X::dot(sums[m][n], X::splat_word(elements + int64_t(m) * words + e), column);
+                });
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) X::store(scores + m * scores_stride + n * X::W, sums[m][n]);
+}
+
+// p [M, steps] times N vectors of `steps` steps of values, of which `keys` keys are there; a step of N vectors takes
+// step_bytes of memory.
 template <class X, int M, int N, class Epilogue>
 inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const typename X::T* v, int64_t stride,
-                          int keys, Ahead& next_values, const Epilogue& epilogue) {
+                          int keys, int step_bytes, Ahead& next_values, const Epilogue& epilogue) {
+    const int prefetched = step_bytes * (8 - kEarlyValues) / 8;
     typename X::F sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
     for (int s = 0; s < steps; ++s) {
         const int64_t offset = int64_t(s) * X::kStep * stride;
-        next_values.move(X::kStep * N * X::W * int(sizeof(typename X::T)) * (8 - kEarlyValues) / 8);
+        next_values.move(prefetched);
         typename X::U columns[N];
         X::template value_vectors<N>(v + offset, stride, keys - s * X::kStep, columns);
         for (int m = 0; m < M; ++m) {
@@ -144,13 +186,22 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const 
 
 // Scores of one row to probabilities: p = 2^(scale2 * score - maximum), 0 where masked. Works on keys
 // [key_begin, key_end) of the tile, whole vectors; [visible_begin, visible_end) of them are visible.
+//
+// With KV in 8 bits each score is first multiplied by its key's scale, and each probability, once it is summed, by its
+// value's. A key that the row does not see has no part in it, whatever its scales.
 template <class X>
-inline void softmax_row(float* scores, uint32_t* probabilities, int key_begin, int key_end, int visible_begin,
-                        int visible_end, float scale2, float* maximum, float* sum) {
+inline void softmax_row(float* scores, uint32_t* probabilities, const float* key_scales, const float* value_scales,
+                        int key_begin, int key_end, int visible_begin, int visible_end, float scale2, float* maximum,
+                        float* sum) {
+    constexpr bool kScales = has_scales<typename X::T>;
     const auto none = X::set1(-__builtin_inff());
     auto top = none;
     for (int key = key_begin; key < key_end; key += X::W) {
         auto s = X::load(scores + key);
+        if constexpr (kScales) {
+            s = X::mul(s, X::load(key_scales + key));
+            X::store(scores + key, s);
+        }
         if (key < visible_begin || key + X::W > visible_end) {
             s = X::keep_range(s, visible_begin - key, visible_end - key, none);
             X::store(scores + key, s);
@@ -165,7 +216,10 @@ inline void softmax_row(float* scores, uint32_t* probabilities, int key_begin, i
     for (int key = key_begin; key < key_end; key += X::W) {
         const auto p = exp2_f32<X>(X::fma(X::load(scores + key), scale, shift));
         total = X::add(total, p);
-        X::store_probabilities(probabilities, key, p);
+        auto weight = p;
+        if constexpr (kScales)
+            weight = X::select_equal(p, X::zero(), p, X::mul(p, X::load(value_scales + key)));
+        X::store_probabilities(probabilities, key, weight);
     }
     *sum = X::reduce_sum(total);
 }

@@ -16,6 +16,7 @@ struct Widened : Portable {
     using U = F;
     using Keys = U;
     static constexpr int kStep = 1, kExpand = 1;
+    static constexpr float kKeyUnit = 1, kValueUnit = 1;
 
     static U load_words(const uint32_t* p) {
         U v;
@@ -26,7 +27,8 @@ struct Widened : Portable {
     static F dot(F sum, U a, U b) { return a * b + sum; }
 
     static void put(uint32_t* dst, float value) { std::memcpy(dst, &value, sizeof(value)); }
-    static void pack_row(const T* source, int count, uint32_t* dst) {
+    template <class Q>
+    static void pack_row(const Q* source, int count, uint32_t* dst) {
         for (int i = 0; i < count; ++i) put(dst + i, widen_scalar(source[i]));
     }
     static void store_words(uint32_t* p, U v) { std::memcpy(p, &v, sizeof(v)); }
@@ -51,14 +53,8 @@ struct Widened : Portable {
     static void store_probabilities(uint32_t* row, int key, F p) { std::memcpy(row + key, &p, sizeof(p)); }
 };
 
-constexpr Kernel kBf16 = kernel_of<Widened<Bf16>>();
-constexpr Kernel kFp16 = kernel_of<Widened<Fp16>>();
-constexpr Kernel kFp32 = kernel_of<Widened<float>>();
-
 }  // namespace
 
-const Kernel& portable_kernel(DType dtype) {
-    return dtype == DType::bf16 ? kBf16 : dtype == DType::fp16 ? kFp16 : kFp32;
-}
+const Kernel& portable_kernel(DType dtype, KvFormat format) { return kernel_of<Widened, Widened>(dtype, format); }
 
 }  // namespace nanovllm::attention

@@ -55,7 +55,7 @@ Task make_task(const Batch& batch, const Sequence& seq, int kv_head, int64_t tok
     const int64_t row_bytes = kv_row_bytes(batch.format, batch.head_dim, batch.element_bytes);
     const int64_t plane = batch.block_size * row_bytes;
     const int64_t k_offset = batch.block_offset + kv_head * plane, v_offset = k_offset + batch.kv_heads * plane;
-    task.keys = {batch.blocks + seq.block_start, batch.block_size, batch.head_dim, batch.format, row_bytes, k_offset,
+    task.keys = {batch.blocks + seq.block_start, batch.block_size, batch.head_dim, row_bytes, k_offset,
                  v_offset, seq.first_position, seq.kv_end};
     task.window = batch.window;
     task.scale = batch.scale;
@@ -136,7 +136,7 @@ Plan make_plan(const Batch& batch, int threads) {
 size_t workspace_bytes(const std::vector<Task>& tasks, const Kernel& kernel) {
     size_t bytes = 0;
     for (const Task& task : tasks)
-        bytes = std::max(bytes, kernel.workspace_bytes(task.rows.rows(), task.keys.head_dim, task.keys.format));
+        bytes = std::max(bytes, kernel.workspace_bytes(task.rows.rows(), task.keys.head_dim));
     return bytes;
 }
 

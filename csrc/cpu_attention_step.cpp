@@ -32,7 +32,7 @@ class PagedStep {
     PagedStep(SequenceCheck check, const std::string& isa, const std::string& dtype, const std::string& kv_dtype,
               const Pool& pool, const Batch& batch, std::vector<int64_t> slots, std::vector<int64_t> blocks,
               std::vector<Sequence> sequences, int threads)
-        : kernel_(kernel_of(isa_of(isa), dtype_of(dtype))), dtype_(dtype), pool_(pool), batch_(batch),
+        : kernel_(kernel_of(isa_of(isa), dtype_of(dtype), kv_format_of(kv_dtype, dtype))), dtype_(dtype), pool_(pool), batch_(batch),
           slots_(std::move(slots)), blocks_(std::move(blocks)), sequences_(std::move(sequences)), threads_(threads) {
         if (threads < 1 || std::min({batch.heads, batch.kv_heads, batch.head_dim, batch.block_size}) < 1)
             throw std::invalid_argument("Threads and sizes must be positive.");

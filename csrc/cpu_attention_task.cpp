@@ -166,7 +166,7 @@ std::shared_ptr<Prepared> prepare(SequenceCheck check_sequences, const std::stri
     const DType type = nanovllm::dtype_of(dtype);
     batch.element_bytes = type == DType::fp32 ? 4 : 2;
     batch.format = kv_format_of(kv_dtype, dtype);
-    prepared->kernel = &kernel_of(isa_of(isa), type);
+    prepared->kernel = &kernel_of(isa_of(isa), type, batch.format);
     prepared->batch = batch;
     prepared->tokens = tokens;
     for (const CallTable& table : tables) {

@@ -23,6 +23,8 @@ namespace packed = nanovllm::packed;
 namespace rows = nanovllm::rows;
 using nanovllm::Address;
 using nanovllm::DType;
+using nanovllm::NormAddress;
+using nanovllm::norm_weight;
 using nanovllm::pointer;
 using nanovllm::rows_at;
 
@@ -102,16 +104,17 @@ class Linear {
 };
 
 struct Norms {
-    uintptr_t input, heads, post;  // heads: 0 where q and k are not normalised
+    NormAddress input, heads, mlp, attention_output, mlp_output;  // 0: what it stands for is not normalised
     float eps;
 };
 
 class Layer {
   public:
     Layer(const std::string& isa, std::string dtype, Norms norms, Linear qkv, Linear o, Linear gate_up, Linear down,
-          int64_t head_dim)
+          int64_t head_dim, const std::string& activation)
         : isa_(nanovllm::isa_of(isa)), dtype_(std::move(dtype)), norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)),
-          gate_up_(std::move(gate_up)), down_(std::move(down)), head_dim_(head_dim) {}
+          gate_up_(std::move(gate_up)), down_(std::move(down)), head_dim_(head_dim),
+          activation_(nanovllm::activation_of(activation)) {}
 
     void project(const Address& x, const Address& cos, const Address& sin, const Address& q, const Address& k,
                  const Address& v, int64_t count, int64_t q_heads, int64_t kv_heads, int threads) const {
@@ -120,10 +123,10 @@ class Layer {
         nanovllm::with_element(dtype_, [&](auto element) {
             using T = decltype(element);
             const Scratch<T> normed(count, qkv_.in), heads(count, qkv_.out);
-            rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, pointer<const T>(norms_.input), normed, count, qkv_.in,
+            rows::rms_norm<T>({rows_at<T>(x), {nullptr, 0}, norm_weight<T>(norms_.input), normed, count, qkv_.in,
                                norms_.eps}, threads);
             qkv_.run<T>(kernels(threads), normed, heads, count);
-            rows::place_heads<T>({heads, pointer<const T>(norms_.heads), rows_at<const float>(cos),
+            rows::place_heads<T>({heads, norm_weight<T>(norms_.heads), rows_at<const float>(cos),
                                   rows_at<const float>(sin), rows_at<T>(q), rows_at<T>(k), rows_at<T>(v), count,
                                   q_heads, kv_heads, head_dim_, norms_.eps}, threads);
         });
@@ -137,13 +140,21 @@ class Layer {
             const rows::Rows<T> residual = rows_at<T>(x);
             const Scratch<T> projected(count, o_.out), normed(count, o_.out), gates(count, gate_up_.out),
                 activated(count, down_.in);
+            // What is added to the residual stream: `projected`, in `normed` if it has a norm.
+            const auto output = [&](const NormAddress& weight) -> const Scratch<T>& {
+                if (!weight.first) return projected;
+                rows::rms_norm<T>({projected, {nullptr, 0}, norm_weight<T>(weight), normed, count, o_.out, norms_.eps},
+                                  threads);
+                return normed;
+            };
             o_.run<T>(kernels(threads), rows_at<const T>(attended), projected, count);
-            rows::rms_norm<T>({residual, projected, pointer<const T>(norms_.post), normed, count, o_.out, norms_.eps},
-                              threads);
+            const rows::Rows<const T> attention_output = output(norms_.attention_output);
+            rows::rms_norm<T>({residual, attention_output, norm_weight<T>(norms_.mlp), normed, count, o_.out,
+                               norms_.eps}, threads);
             gate_up_.run<T>(kernels(threads), normed, gates, count);
-            rows::silu_and_mul<T>({gates, activated, count, down_.in}, threads);
+            rows::gated_unit<T>({activation_, gates, activated, count, down_.in}, threads);
             down_.run<T>(kernels(threads), activated, projected, count);
-            rows::add<T>({residual, projected, count, o_.out}, threads);
+            rows::add<T>({residual, output(norms_.mlp_output), count, o_.out}, threads);
         });
     }
 
@@ -153,6 +164,7 @@ class Layer {
     Norms norms_;
     Linear qkv_, o_, gate_up_, down_;
     int64_t head_dim_;
+    rows::Activation activation_;
 
     Kernels kernels(int threads) const {
         const DType dtype = nanovllm::dtype_of(dtype_);
@@ -171,13 +183,15 @@ void define_layer(py::module_& m) {
     py::class_<Linear>(m, "Linear")
         .def(py::init<std::vector<Linear::Part>, uintptr_t>(), py::kw_only(), py::arg("parts"), py::arg("bias"));
     py::class_<Norms>(m, "Norms")
-        .def(py::init([](uintptr_t input, uintptr_t heads, uintptr_t post, float eps) {
-                 return Norms{input, heads, post, eps};
-             }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("post"), py::arg("eps"));
+        .def(py::init([](NormAddress input, NormAddress heads, NormAddress mlp, NormAddress attention_output,
+                         NormAddress mlp_output, float eps) {
+                 return Norms{input, heads, mlp, attention_output, mlp_output, eps};
+             }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("mlp"), py::arg("attention_output"),
+             py::arg("mlp_output"), py::arg("eps"));
     py::class_<Layer>(m, "Layer")
-        .def(py::init<const std::string&, std::string, Norms, Linear, Linear, Linear, Linear, int64_t>(),
+        .def(py::init<const std::string&, std::string, Norms, Linear, Linear, Linear, Linear, int64_t, const std::string&>(),
              py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
-             py::arg("gate_up"), py::arg("down"), py::arg("head_dim"))
+             py::arg("gate_up"), py::arg("down"), py::arg("head_dim"), py::arg("activation"))
         .def("project", &Layer::project, "The rows' q, k and v.")
         .def("finish", &Layer::finish, "Adds what comes of the attended rows to the residual stream.");
 }

@@ -21,12 +21,22 @@ struct Rows {
     T* at(int64_t row) const { return data + row * stride; }
 };
 
+// Weights of a norm: of the element type T, by which a quotient is multiplied when it has been rounded to T, or fp32, by
+// which it is multiplied before. At most one pointer is set.
+template <class T>
+struct NormWeight {
+    const T* narrow;
+    const float* wide;
+
+    NormWeight operator+(int64_t count) const { return {narrow ? narrow + count : narrow, wide ? wide + count : wide}; }
+};
+
 // y = x / sqrt(mean(x^2) + eps) * weight over rows of `size`; where there is an addend, x += addend comes before.
 template <class T>
 struct Norm {
     Rows<T> x;
     Rows<const T> addend;  // null data: none
-    const T* weight;
+    NormWeight<T> weight;
     Rows<T> y;
     int64_t rows, size;
     float eps;
@@ -37,16 +47,19 @@ struct Norm {
 template <class T>
 struct Heads {
     Rows<const T> heads;
-    const T* weight;  // [q_heads + kv_heads, head_dim] or null
+    NormWeight<T> weight;  // [q_heads + kv_heads, head_dim] or null
     Rows<const float> cos, sin;  // of pair i at i
     Rows<T> q, k, v;
     int64_t tokens, q_heads, kv_heads, head_dim;
     float eps;
 };
 
-// y = silu(gate) * up for rows of gate and up side by side, `size` wide each.
+enum class Activation { silu, gelu_tanh };
+
+// y = activation(gate) * up for rows of gate and up side by side, `size` wide each.
 template <class T>
 struct GatedUnit {
+    Activation activation;
     Rows<const T> gate_up;
     Rows<T> y;
     int64_t rows, size;
@@ -107,7 +120,7 @@ void rms_norm(const Norm<T>& norm, int threads);
 template <class T>
 void place_heads(const Heads<T>& heads, int threads);
 template <class T>
-void silu_and_mul(const GatedUnit<T>& gated, int threads);
+void gated_unit(const GatedUnit<T>& gated, int threads);
 template <class T>
 void add(const Sum<T>& sum, int threads);
 void cos_sin(const Angles& angles, int threads);

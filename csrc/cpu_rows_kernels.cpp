@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -62,13 +63,18 @@ INLINE float normalised(T x, float scale, T weight) {
     return rounded<T>(rounded<T>(widen_scalar(x) * scale) * widen_scalar(weight));
 }
 
+template <class T, std::enable_if_t<!std::is_same_v<T, float>, int> = 0>
+INLINE float normalised(T x, float scale, float weight) {
+    return rounded<T>(widen_scalar(x) * scale * weight);
+}
+
 template <class T>
 INLINE void add_elements(T* __restrict__ x, const T* __restrict__ addend, int64_t size) {
     for (int64_t i = 0; i < size; ++i) x[i] = narrow_scalar<T>(widen_scalar(x[i]) + widen_scalar(addend[i]));
 }
 
-template <class T>
-INLINE void norm_elements(const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y, int64_t size,
+template <class T, class W>
+INLINE void norm_elements(const T* __restrict__ x, const W* __restrict__ weight, T* __restrict__ y, int64_t size,
                           float eps) {
     const float scale = norm_scale(x, size, eps);
     for (int64_t i = 0; i < size; ++i) y[i] = narrow_scalar<T>(normalised(x[i], scale, weight[i]));
@@ -84,8 +90,8 @@ INLINE void turn(const T* __restrict__ x, const float* __restrict__ cos, const f
     }
 }
 
-template <class T>
-INLINE void norm_and_turn(const T* __restrict__ x, const T* __restrict__ weight, const float* __restrict__ cos,
+template <class T, class W>
+INLINE void norm_and_turn(const T* __restrict__ x, const W* __restrict__ weight, const float* __restrict__ cos,
                           const float* __restrict__ sin, T* __restrict__ y, int64_t half, float eps) {
     const float scale = norm_scale(x, 2 * half, eps);
     for (int64_t i = 0; i < half; ++i) {
@@ -98,29 +104,51 @@ INLINE void norm_and_turn(const T* __restrict__ x, const T* __restrict__ weight,
 
 INLINE float silu_of(float x) { return x / (1.0f + exponential(-x)); }
 
-template <class T>
+// x * sigmoid(2u) = x * (1 + tanh(u)) / 2 for u = sqrt(2 / pi) * (x + 0.044715 x^3), without a difference of near numbers.
+INLINE float gelu_tanh_of(float x) {
+    const float twice_u = 1.5957691216f * (x + 0.044715f * (x * x * x));
+    return x / (1.0f + exponential(-twice_u));
+}
+
+template <Activation activation, class T>
 INLINE void gate(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y, int64_t size) {
-    for (int64_t i = 0; i < size; ++i)
-        y[i] = narrow_scalar<T>(rounded<T>(silu_of(widen_scalar(gate[i]))) * widen_scalar(up[i]));
+    for (int64_t i = 0; i < size; ++i) {
+        const float x = widen_scalar(gate[i]);
+        const float activated = activation == Activation::silu ? silu_of(x) : gelu_tanh_of(x);
+        y[i] = narrow_scalar<T>(rounded<T>(activated) * widen_scalar(up[i]));
+    }
 }
 
 // target_clones takes no templates: one function for each element type.
 #define ROW_FUNCTIONS(T)                                                                                        \
     FOR_EACH_ISA void add_row(T* x, const T* addend, int64_t size) { add_elements<T>(x, addend, size); }        \
-    FOR_EACH_ISA void norm_row(const T* x, const T* weight, T* y, int64_t size, float eps) {                    \
-        norm_elements<T>(x, weight, y, size, eps);                                                              \
-    }                                                                                                           \
     FOR_EACH_ISA void turn_head(const T* x, const float* cos, const float* sin, T* y, int64_t half) {           \
         turn<T>(x, cos, sin, y, half);                                                                          \
     }                                                                                                           \
-    FOR_EACH_ISA void norm_and_turn_head(const T* x, const T* weight, const float* cos, const float* sin, T* y, \
-                                         int64_t half, float eps) {                                             \
-        norm_and_turn<T>(x, weight, cos, sin, y, half, eps);                                                    \
+    FOR_EACH_ISA void silu_row(const T* gates, const T* up, T* y, int64_t size) {                               \
+        gate<Activation::silu>(gates, up, y, size);                                                             \
     }                                                                                                           \
-    FOR_EACH_ISA void gated_row(const T* gates, const T* up, T* y, int64_t size) { gate<T>(gates, up, y, size); }
+    FOR_EACH_ISA void gelu_tanh_row(const T* gates, const T* up, T* y, int64_t size) {                          \
+        gate<Activation::gelu_tanh>(gates, up, y, size);                                                        \
+    }
 ROW_FUNCTIONS(Bf16)
 ROW_FUNCTIONS(Fp16)
 ROW_FUNCTIONS(float)
+
+// And one for each type of the weights.
+#define NORM_FUNCTIONS(T, W)                                                                                    \
+    FOR_EACH_ISA void norm_row(const T* x, const W* weight, T* y, int64_t size, float eps) {                    \
+        norm_elements(x, weight, y, size, eps);                                                                 \
+    }                                                                                                           \
+    FOR_EACH_ISA void norm_and_turn_head(const T* x, const W* weight, const float* cos, const float* sin, T* y, \
+                                         int64_t half, float eps) {                                             \
+        norm_and_turn(x, weight, cos, sin, y, half, eps);                                                       \
+    }
+NORM_FUNCTIONS(Bf16, Bf16)
+NORM_FUNCTIONS(Bf16, float)
+NORM_FUNCTIONS(Fp16, Fp16)
+NORM_FUNCTIONS(Fp16, float)
+NORM_FUNCTIONS(float, float)
 
 FOR_EACH_ISA float largest(const float* x, int64_t size) {
     float most[kLanes];
@@ -188,7 +216,10 @@ template <class T>
 void rms_norm(const Norm<T>& n, int threads) {
     for_each(n.rows, n.size, threads, [&](int64_t row) {
         if (n.addend.data) add_row(n.x.at(row), n.addend.at(row), n.size);
-        norm_row(n.x.at(row), n.weight, n.y.at(row), n.size, n.eps);
+        if (n.weight.wide)
+            norm_row(n.x.at(row), n.weight.wide, n.y.at(row), n.size, n.eps);
+        else
+            norm_row(n.x.at(row), n.weight.narrow, n.y.at(row), n.size, n.eps);
     });
 }
 
@@ -201,8 +232,11 @@ void place_heads(const Heads<T>& h, int threads) {
         for (int64_t head = 0; head < turned; ++head) {
             T* q = h.q.at(token) + head * size;
             T* target = head < h.q_heads ? q : h.k.at(token) + (head - h.q_heads) * size;
-            if (h.weight)
-                norm_and_turn_head(source + head * size, h.weight + head * size, cos, sin, target, size / 2, h.eps);
+            const NormWeight<T> weight = h.weight + head * size;
+            if (weight.wide)
+                norm_and_turn_head(source + head * size, weight.wide, cos, sin, target, size / 2, h.eps);
+            else if (weight.narrow)
+                norm_and_turn_head(source + head * size, weight.narrow, cos, sin, target, size / 2, h.eps);
             else
                 turn_head(source + head * size, cos, sin, target, size / 2);
         }
@@ -211,9 +245,13 @@ void place_heads(const Heads<T>& h, int threads) {
 }
 
 template <class T>
-void silu_and_mul(const GatedUnit<T>& u, int threads) {
+void gated_unit(const GatedUnit<T>& u, int threads) {
     for_each(u.rows, u.size, threads, [&](int64_t row) {
-        gated_row(u.gate_up.at(row), u.gate_up.at(row) + u.size, u.y.at(row), u.size);
+        const T *gates = u.gate_up.at(row), *up = gates + u.size;
+        if (u.activation == Activation::silu)
+            silu_row(gates, up, u.y.at(row), u.size);
+        else
+            gelu_tanh_row(gates, up, u.y.at(row), u.size);
     });
 }
 
@@ -225,7 +263,7 @@ void add(const Sum<T>& s, int threads) {
 #define INSTANTIATE(T)                                    \
     template void rms_norm<T>(const Norm<T>&, int);       \
     template void place_heads<T>(const Heads<T>&, int);   \
-    template void silu_and_mul<T>(const GatedUnit<T>&, int); \
+    template void gated_unit<T>(const GatedUnit<T>&, int); \
     template void add<T>(const Sum<T>&, int);
 INSTANTIATE(Bf16)
 INSTANTIATE(Fp16)

@@ -16,6 +16,8 @@
 namespace py = pybind11;
 namespace rows = nanovllm::rows;
 using nanovllm::Address;
+using nanovllm::NormAddress;
+using nanovllm::norm_weight;
 using nanovllm::pointer;
 using nanovllm::rows_at;
 using nanovllm::with_element;
@@ -26,25 +28,25 @@ void check_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be positive, got " + std::to_string(threads) + ".");
 }
 
-void rms_norm(const std::string& dtype, const Address& x, const Address& addend, uintptr_t weight, const Address& y,
-              int64_t count, int64_t size, float eps, int threads) {
+void rms_norm(const std::string& dtype, const Address& x, const Address& addend, const NormAddress& weight,
+              const Address& y, int64_t count, int64_t size, float eps, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
-        const rows::Norm<T> norm{rows_at<T>(x), rows_at<const T>(addend), pointer<const T>(weight),
+        const rows::Norm<T> norm{rows_at<T>(x), rows_at<const T>(addend), norm_weight<T>(weight),
                                  rows_at<T>(y), count, size, eps};
         const py::gil_scoped_release release;
         rows::rms_norm(norm, threads);
     });
 }
 
-void place_heads(const std::string& dtype, const Address& heads, uintptr_t weight, const Address& cos,
+void place_heads(const std::string& dtype, const Address& heads, const NormAddress& weight, const Address& cos,
                  const Address& sin, const Address& q, const Address& k, const Address& v, int64_t tokens,
                  int64_t q_heads, int64_t kv_heads, int64_t head_dim, float eps, int threads) {
     check_threads(threads);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
-        const rows::Heads<T> all{rows_at<const T>(heads), pointer<const T>(weight), rows_at<const float>(cos),
+        const rows::Heads<T> all{rows_at<const T>(heads), norm_weight<T>(weight), rows_at<const float>(cos),
                                  rows_at<const float>(sin), rows_at<T>(q), rows_at<T>(k), rows_at<T>(v), tokens,
                                  q_heads, kv_heads, head_dim, eps};
         const py::gil_scoped_release release;
@@ -52,14 +54,15 @@ void place_heads(const std::string& dtype, const Address& heads, uintptr_t weigh
     });
 }
 
-void silu_and_mul(const std::string& dtype, const Address& gate_up, const Address& y, int64_t count, int64_t size,
-                  int threads) {
+void gated_unit(const std::string& dtype, const std::string& activation, const Address& gate_up, const Address& y,
+                int64_t count, int64_t size, int threads) {
     check_threads(threads);
+    const rows::Activation chosen = nanovllm::activation_of(activation);
     with_element(dtype, [&](auto element) {
         using T = decltype(element);
-        const rows::GatedUnit<T> gated{rows_at<const T>(gate_up), rows_at<T>(y), count, size};
+        const rows::GatedUnit<T> gated{chosen, rows_at<const T>(gate_up), rows_at<T>(y), count, size};
         const py::gil_scoped_release release;
-        rows::silu_and_mul(gated, threads);
+        rows::gated_unit(gated, threads);
     });
 }
 
@@ -123,8 +126,8 @@ void define_rows(py::module_& m) {
     m.def("place_heads", &place_heads, py::kw_only(), py::arg("dtype"), py::arg("heads"), py::arg("weight"),
           py::arg("cos"), py::arg("sin"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("tokens"),
           py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("threads"));
-    m.def("silu_and_mul", &silu_and_mul, py::kw_only(), py::arg("dtype"), py::arg("gate_up"), py::arg("y"),
-          py::arg("rows"), py::arg("size"), py::arg("threads"));
+    m.def("gated_unit", &gated_unit, py::kw_only(), py::arg("dtype"), py::arg("activation"), py::arg("gate_up"),
+          py::arg("y"), py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("cos_sin", &cos_sin, py::kw_only(), py::arg("angles"), py::arg("cos"), py::arg("sin"), py::arg("rows"),
           py::arg("size"), py::arg("factor"), py::arg("threads"));
     m.def("powers", &powers, py::kw_only(), py::arg("bases"), py::arg("exponents"), py::arg("results"),

@@ -9,6 +9,13 @@ inline __m512 widen(const Bf16* p) {
 inline __m512 widen(const Fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline __m512 widen(const float* p) { return _mm512_loadu_ps(p); }
 
+// Of pairs of bf16 elements the first ones, or the second ones.
+template <int e>
+inline __m512 widen_half(__m512i pairs) {
+    const __m512i second = _mm512_set1_epi32(int(0xffff0000));
+    return _mm512_castsi512_ps(e == 0 ? _mm512_slli_epi32(pairs, 16) : _mm512_and_si512(pairs, second));
+}
+
 struct Avx512 {
     using F = __m512;
     static constexpr int W = 16, kVectors = 4;

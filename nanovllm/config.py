@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.model_files.hub import find_directories
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
+from nanovllm.vllm_arguments import ENGINE_ALIASES, own_arguments
 
 # More than any machine has, and small enough for integer tensors.
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
@@ -241,8 +241,6 @@ class EngineConfig:
             _require(self.enable_lora or value == default, name, rule, value)
             if value is not None:
                 _require_int(name, value, 1)
-        rule = f"needs tensor_parallel_size=1, not {self.tensor_parallel_size}: adapters are not divided among ranks"
-        _require(not self.enable_lora or self.tensor_parallel_size == 1, "enable_lora", rule, self.enable_lora)
         rule = f"must be at least max_loras={self.max_loras}: each adapter on the device is in host memory too"
         _require(self.num_cpu_loras >= self.max_loras, "max_cpu_loras", rule, self.max_cpu_loras)
 
@@ -260,7 +258,7 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
     """
     own = {f.name for f in fields(EngineConfig)} - {"model"}
     given = {name: value for name, value in engine_args.items() if value is not None or name not in NONE_IS_DEFAULT}
-    given = own_arguments("engine argument", given, own | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS, ConfigError)
+    given = own_arguments("engine argument", given, own | ENGINE_ALIASES.keys(), "ENGINE_ARGUMENTS", ConfigError)
     for alias, name in ENGINE_ALIASES.items():
         _rename(given, alias, name)
     _resolve_values(given)

@@ -54,6 +54,7 @@ class ForwardContext:
     kv_cache: KVCache
     adapters: Sequence[RowAdapters | None] = ()
 
+    @property
     def adapters_of_parts(self) -> Iterable[RowAdapters | None]:
         """The adapters of part after part; without end if no row has one."""
         return self.adapters or repeat(None)

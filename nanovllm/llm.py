@@ -35,7 +35,7 @@ from nanovllm.prompts import (
     refuse_unknown,
 )
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import LLM_METHODS
+from nanovllm.vllm_arguments import vllm_names
 
 if TYPE_CHECKING:  # for annotations only: these are sides
     from nanovllm.chat_template.process import TemplateProcess
@@ -125,8 +125,9 @@ class LLM:
         return cls(**vars(engine_args))
 
     def __getattr__(self, name: str) -> Any:
-        if name in LLM_METHODS:
-            raise AttributeError(f"LLM.{name}() is not supported: {LLM_METHODS[name]}", name=name, obj=self)
+        side = vllm_names()
+        if side is not None and name in side.LLM_METHODS:
+            raise AttributeError(f"LLM.{name}() is not supported: {side.LLM_METHODS[name]}", name=name, obj=self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property

@@ -23,7 +23,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, prompt_part
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from nanovllm.vllm_names import ENGINE_CALL_ARGUMENTS, own_arguments
+from nanovllm.vllm_arguments import own_arguments
 
 if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
     from nanovllm.vllm_api.metrics_reader import Metric
@@ -108,7 +108,7 @@ class LLMEngine(llm_engine.LLMEngine):
         vLLM's other arguments: see `vllm_names`.
         """
         arguments = own_arguments(
-            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, ENGINE_CALL_ARGUMENTS, RequestError
+            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, "ENGINE_CALL_ARGUMENTS", RequestError
         )
         if "params" in arguments:
             arguments["sampling_params"] = arguments.pop("params")
@@ -178,7 +178,7 @@ def _runner(config: EngineConfig) -> sides.Runner:
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
     """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
-    own_arguments(f"argument of {method}", arguments, (), ENGINE_CALL_ARGUMENTS, RequestError)
+    own_arguments(f"argument of {method}", arguments, (), "ENGINE_CALL_ARGUMENTS", RequestError)
 
 
 def _sampling_defaults(config: EngineConfig) -> SamplingParams:

@@ -1,69 +1,22 @@
 """vLLM's names: what this engine makes of each argument of vLLM's EngineArgs, SamplingParams and LLM.
 
-A name is a field of `EngineConfig` or `SamplingParams` and does what it does in vLLM, or it stands in a table here.
-Values of a table that mean what the engine does anyway are accepted; all others are refused with the reason. The lists
-are those of vLLM 0.33, with a few names of earlier versions that scripts still use.
+A name is a field of `EngineConfig` or `SamplingParams` and does what it does in vLLM, or it stands in a table here, by
+the reason why the engine does not have it. The lists are those of vLLM 0.33, with a few names of earlier versions that
+scripts still use. See `nanovllm.vllm_arguments` for what is accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from nanovllm.errors import quoted, unknown_name_message
+from nanovllm.vllm_arguments import Table, VllmName
 
-
-@dataclass(frozen=True, slots=True)
-class VllmName:
-    """A name of vLLM's for something that this engine does not have.
-
-    same: the values that mean what the engine does anyway; the first is vLLM's default. reason: completes "not
-    supported: ..." for all other values.
-    """
-
-    same: tuple[Any, ...]
-    reason: str
-
-    def accepts(self, value: object) -> bool:
-        return any(value is known or _equal(value, known) for known in self.same)
-
-
-Table = Mapping[str, VllmName]
 CONFIG: tuple[Any, ...] = (None, {})  # a group of settings, none of which is set
 OFF = (False,)
 OFF_OR_NONE = (None, False)
 UNSET = (None,)
-
-# vLLM's names of engine arguments that this engine has under a name of its own.
-ENGINE_ALIASES: Mapping[str, str] = MappingProxyType(
-    {"block_size": "kvcache_block_size", "num_gpu_blocks_override": "num_gpu_blocks"}
-)
-
-
-def own_arguments(
-    what: str, given: Mapping[str, Any], known: Collection[str], table: Table, error: type[Exception]
-) -> dict[str, Any]:
-    """The arguments that this engine has. vLLM's others are left out where they mean what the engine does anyway.
-
-    what: such as "engine argument". Raises `error` for other values, and for unknown names with the nearest valid one.
-    """
-    for name, value in given.items():
-        if name not in known and name not in table:
-            raise error(unknown_name_message(what, name, [*known, *table], listed=known))
-        if name not in known and not table[name].accepts(value):
-            raise error(f"{name}={quoted(value)}: not supported: {table[name].reason}")
-    return {name: value for name, value in given.items() if name in known}
-
-
-def _equal(value: object, known: object) -> bool:
-    if isinstance(value, bool) is not isinstance(known, bool):
-        return False  # 1 is not True
-    try:
-        return bool(value == known)
-    except Exception:  # from the object's own __eq__, such as an array's
-        return False
 
 
 def _table(*groups: tuple[str, Mapping[str, tuple[Any, ...]]]) -> Table:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.kv_quantization import dequantize_rows, quantize_rows_torch
 from nanovllm.ops.reference_attention import reference_attention
 
 # Absolute bounds on (output, LSE) against fp64 on the same inputs, for keys, queries and values of size 1.
@@ -87,6 +88,18 @@ class Case:
             assert (state.out[rows] - out).abs().max() <= out_bound
             assert (state.lse[:, rows] - lse).abs().max() <= lse_bound
         assert (state.out[unused] == 0).all() and (state.lse[:, unused] == -math.inf).all()
+
+
+def quantised(shape: Shape, dtype: torch.dtype, stored: torch.dtype, seed: int = 2, device: str = "cpu") -> Case:
+    """A case whose pool is in 8 bits and whose known answers are those of the stored values."""
+    case = Case(shape, dtype, seed, device)
+    case.pool = quantize_rows_torch(case.pool, stored)
+    case.keys = [(_stored_values(k, stored), _stored_values(v, stored)) for k, v in case.keys]
+    return case
+
+
+def _stored_values(x: Tensor, stored: torch.dtype) -> Tensor:
+    return dequantize_rows(quantize_rows_torch(x, stored), torch.float32)
 
 
 def part(seq: SequenceMetadata, first: int, last: int, block_size: int) -> SequenceMetadata:

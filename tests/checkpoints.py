@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -37,8 +39,10 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 MAX_POSITIONS = 256
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}  # of Gemma 3's layers with a window
 
 # One of each RoPE kind. The trained length of llama3 and yarn is well below MAX_POSITIONS.
 ROPES: dict[str, dict[str, Any]] = {
@@ -92,10 +96,11 @@ def make_checkpoint(
     """Write a random checkpoint of `family` to `path` and return it as Transformers' model, in eval mode.
 
     The same arguments give the same weights. `sliding_window` applies to all layers of a Mistral and to the layers
-    from `max_window_layers` up of a Qwen; `attention_bias` to Qwen3 and Llama, `mlp_bias` to Llama (Qwen2 always
-    has its own biases). `experts` and `experts_per_tok` apply to the families that have experts. `sharded` spreads the
-    tensors over several files with an index; `fused_experts` writes one tensor for all experts of a layer, as
-    Transformers does on request. fields: further ones of the config.
+    from `max_window_layers` up of a Qwen, and to every other layer of a Gemma 3, the first one too, unless `fields`
+    have layer_types; `attention_bias` to Qwen3, Gemma 3 and Llama, `mlp_bias` to Llama (Qwen2 always has its own
+    biases). `experts` and `experts_per_tok` apply to the families that have experts. `sharded` spreads the tensors over
+    several files with an index; `fused_experts` writes one tensor for all experts of a layer, as Transformers does on
+    request. fields: further ones of the config.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(
@@ -107,7 +112,7 @@ def make_checkpoint(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        rope_parameters=dict(rope or ROPES["default"]),
+        rope_parameters=_rope_parameters(family, rope or ROPES["default"]),
         tie_word_embeddings=tie,
         bos_token_id=None,
         pad_token_id=None,
@@ -127,15 +132,22 @@ def make_checkpoint(
     return model
 
 
+def _rope_parameters(family: str, rope: dict[str, Any]) -> dict[str, Any]:
+    return {"full_attention": dict(rope), "sliding_attention": dict(LOCAL_ROPE)} if family == "gemma3" else dict(rope)
+
+
 def _family_options(
     family: str, sliding_window: int | None, max_window_layers: int, attention_bias: bool, mlp_bias: bool
 ) -> dict[str, Any]:
-    if attention_bias and family not in ("qwen3", "qwen3_moe", "llama"):
+    if attention_bias and family not in ("qwen3", "qwen3_moe", "llama", "gemma3"):
         raise ValueError(f"{family} has no attention_bias option")
     if mlp_bias and family != "llama":
         raise ValueError(f"{family} has no mlp_bias option")
     if family in ("mistral", "mixtral", "phi3"):
         return {"sliding_window": sliding_window}
+    if family == "gemma3":
+        options: dict[str, Any] = {"sliding_window": sliding_window or MAX_POSITIONS, "sliding_window_pattern": 2}
+        return {**options, "attention_bias": attention_bias, "query_pre_attn_scalar": 24}
     if family == "llama":
         if sliding_window is not None:
             raise ValueError("llama has no sliding_window option")
@@ -161,16 +173,20 @@ def _expert_options(family: str, intermediate: int, experts: int, experts_per_to
 def randomize(model: PreTrainedModel, seed: int) -> None:
     """Draw all weights from `seed`: projections keep sizes near 1, logits have a spread of about 4.
 
-    Norm weights are around 1 and biases around 0, both far enough from them that omitting one shows.
+    Norm weights are around 1 and biases around 0, both far enough from them that omitting one shows. Gemma 3's norm
+    weights are around 0, since 1 is added to them, and its embedding is small, since it is multiplied.
     """
+    is_gemma = isinstance(model, Gemma3ForCausalLM)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() >= 2:  # 3 for the experts of a layer
-            gain = 4.0 if "embed" in name or "lm_head" in name else 1.2
+            gain = 4.0 if ("embed" in name and not is_gemma) or "lm_head" in name else 1.2
             parameter.copy_(noise * gain / parameter.shape[-1] ** 0.5)
+        elif name.endswith("bias") or is_gemma:
+            parameter.copy_(0.3 * noise)
         else:
-            parameter.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise)
+            parameter.copy_(1 + 0.2 * noise)
 
 
 def edit_config(path: str | Path, file: str = "config.json", **changes: Any) -> None:

@@ -154,7 +154,7 @@ class RowsOnCpu(NativeAttention):
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
-    norm, add_norm, gate = cpu_kernels.rms_norm, cpu_kernels.add_rms_norm_, cpu_kernels.silu_and_mul
+    norm, add_norm = cpu_kernels.rms_norm, cpu_kernels.add_rms_norm_
     angles, power, product = cpu_kernels.cos_sin, cpu_kernels.powers, cpu_kernels.cpu_linear
 
     def into(function: Callable[..., Any]) -> Callable[..., None]:
@@ -177,10 +177,13 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         into(add_norm)((y,), residual, x, weight, eps)
         return y
 
-    def gated(gate_up: Tensor) -> Tensor:
-        y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        into(gate)((y,), gate_up)
-        return y
+    def recorded_unit(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def gated(gate_up: Tensor) -> Tensor:
+            y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+            into(function)((y,), gate_up)
+            return y
+
+        return gated
 
     def cos_sin(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         results = x.new_empty(x.shape[0], 2 * x.shape[1]), torch.empty_like(x)
@@ -199,7 +202,8 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
 
     monkeypatch.setattr(cpu_kernels, "rms_norm", normed)
     monkeypatch.setattr(cpu_kernels, "add_rms_norm_", added_and_normed)
-    monkeypatch.setattr(cpu_kernels, "silu_and_mul", gated)
+    for name in ("silu_and_mul", "gelu_tanh_and_mul"):
+        monkeypatch.setattr(cpu_kernels, name, recorded_unit(getattr(cpu_kernels, name)))
     monkeypatch.setattr(cpu_kernels, "cos_sin", cos_sin)
     monkeypatch.setattr(cpu_kernels, "powers", powers)
     monkeypatch.setattr(cpu_kernels, "cpu_linear", multiplied)

@@ -56,7 +56,8 @@ def little_is_allocated() -> Iterator[None]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"tie": True}, {"biases": True}])
 def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    biases = {"qwen3": {"attention_bias": True}, "llama": {"attention_bias": True, "mlp_bias": True}}
+    biases = {family: {"attention_bias": True} for family in ("qwen3", "gemma3")}
+    biases["llama"] = {"attention_bias": True, "mlp_bias": True}
     more = biases.get(family, {}) if options.pop("biases", False) else options
     make_checkpoint(tmp_path, family, **more)
     spec = load_decoder_spec(tmp_path)
@@ -65,7 +66,8 @@ def test_shapes_and_weights_are_those_of_the_decoder(family: str, options: dict[
         name: slot.shape for name, slot in decoder.slots()
     }
     assert spec.num_weights == sum(slot.view.numel() for _, slot in decoder.slots())
-    assert spec.layer_weight_bytes(1) == sum(slot.view.numel() for _, slot in decoder.layers[0].slots())
+    assert spec.weight_bytes(2) == sum(slot.view.nbytes for _, slot in decoder.slots())
+    assert spec.layer_weight_bytes(2) == sum(slot.view.nbytes for _, slot in decoder.layers[0].slots())
 
 
 @pytest.mark.parametrize("name", HUGE)

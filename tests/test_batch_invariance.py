@@ -33,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         ("qwen2", "bfloat16", {"head_dim": 32}),  # biases
         pytest.param("llama", "float32", {"head_dim": 16}, marks=pytest.mark.slow),
         ("mistral", "float32", {"head_dim": 48, "sliding_window": 21}),
+        pytest.param("gemma3", "bfloat16", {"head_dim": 32, "sliding_window": 21}, marks=pytest.mark.slow),
     ],
 )
 def test_logits_do_not_depend_on_the_batch(tmp_path: Path, family: str, dtype: str, options: dict[str, Any]) -> None:

@@ -46,12 +46,12 @@ def test_a_sequence_grows_when_its_last_token_needs_a_block() -> None:
     manager.grow([seq])
     assert len(seq.block_table) == 1, "its block holds all tokens"
     seq.token_ids.append(7)
-    assert manager.can_grow([seq])
+    assert manager.num_to_grow([seq]) == manager.num_allocatable == 1
     manager.grow([seq])
     manager.grow([seq])
     assert len(seq.block_table) == 2
     seq.token_ids.extend([7] * BLOCK)
-    assert not manager.can_grow([seq]), "all blocks are in use"
+    assert manager.num_to_grow([seq]) == 1 > manager.num_allocatable, "all blocks are in use"
 
 
 def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None:
@@ -59,7 +59,7 @@ def test_a_sequence_grows_into_what_is_only_cached(fresh: Iterator[int]) -> None
     cache(manager, new_tokens(fresh, 1))
     seq = running(manager, range(BLOCK))
     seq.token_ids.append(7)
-    assert manager.num_free == 0 and manager.can_grow([seq])
+    assert manager.num_free == 0 and manager.num_to_grow([seq]) == manager.num_allocatable == 1
     manager.grow([seq])
     assert (manager.num_free, manager.num_cached, manager.num_used) == (0, 0, 2)
 

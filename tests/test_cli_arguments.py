@@ -29,7 +29,8 @@ from nanovllm.cli.main import Parser
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
+from nanovllm.vllm_arguments import ENGINE_ALIASES
+from nanovllm.vllm_names import ENGINE_ARGUMENTS
 
 MILLIONS = {"max_model_len": 1_500_000, "max_num_batched_tokens": 8192}
 KINDS = {ENGINE: (EngineConfig, NO_ENGINE_FLAGS), SAMPLING: (SamplingParams, NO_SAMPLING_FLAGS)}

@@ -175,7 +175,6 @@ def test_invalid_values_are_refused_with_field_rule_and_value(field: str, value:
     [
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, r"='uni': runs one rank, and .* is 2"),
         ({"distributed_executor_backend": "external_launcher"}, r"needs tensor_parallel_size above 1"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, r"enable_lora=True: needs tensor_parallel_size=1, not 2"),
         ({"enable_lora": True, "max_loras": 0}, r"max_loras=0: must be a whole number of at least 1"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, r"max_cpu_loras=3: must be at least max_loras=4"),
         ({"num_cpu_blocks": 8}, r"num_cpu_blocks=8: needs enable_cpu_offload=True"),

@@ -50,6 +50,23 @@ LLAMA_3_ROPE = {
     "original_max_position_embeddings": 64,
     "rope_type": "llama3",
 }
+GEMMA_3 = {  # tied, and 5 of 6 layers with a window, without saying so
+    **{name: value for name, value in {**SIZES, **TOKENS}.items() if name not in ("hidden_act", "tie_word_embeddings")},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 64,
+}
 PUBLIC: dict[str, dict[str, Any]] = {
     "Llama 2": {**LLAMA, "_name_or_path": "x", "pad_token_id": 0, "rope_scaling": None, "max_length": 4096},
     "Llama 3": LLAMA_3,
@@ -67,6 +84,13 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Mistral v0.3": {**MISTRAL, "sliding_window": None, "attention_dropout": 0.0},
     "Mistral Nemo": {**MISTRAL, "head_dim": 32, "sliding_window": None},
     "Qwen2.5": {**QWEN_2, "sliding_window": 131072, "use_mrope": False},
+    "Gemma 3 1B": {**GEMMA_3, "sliding_window_pattern": 6},
+    "Gemma 3 270M": {
+        **GEMMA_3,
+        "_sliding_window_pattern": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": False,
+    },
     "Qwen3": {**QWEN_3, "attention_bias": False, "head_dim": 32, "rope_scaling": None, "sliding_window": None},
 }
 
@@ -111,6 +135,11 @@ WITH_EFFECT = [
     ("Qwen2ForCausalLM", {"use_mrope": True}),
     ("Qwen3ForCausalLM", {"mlp_bias": True}),
     ("Qwen3ForCausalLM", {"is_encoder_decoder": True}),
+    ("Qwen3ForCausalLM", {"rope_local_base_freq": 1e4}),
+    ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}),
+    ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}),
+    ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}),
+    ("Gemma3ForCausalLM", {"hidden_act": "silu"}),
 ]
 
 
@@ -136,7 +165,7 @@ def test_fields_that_are_read_keep_their_own_messages(field: dict[str, Any], tmp
 
 
 def test_the_lists_name_each_field_once() -> None:
-    read = COMMON_FIELDS.union(*(family.own_fields for family in FAMILIES.values()))
+    read = COMMON_FIELDS.union(*(family.own_fields | {family.activation} for family in FAMILIES.values()))
     assert read == NETWORK_FIELDS.keys() | OTHER_FIELDS.keys(), "every field that is read has a type and a range"
     assert not FIELDS_WITHOUT_EFFECT & (read | OFF_VALUES.keys())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from nanovllm.layers.linear import linear
 from nanovllm.ops import _cpu_kernels
-from nanovllm.ops.cpu_kernels import MAX_LAYER_ROWS, FewRowLayer, few_row_layer
+from nanovllm.ops.cpu_kernels import MAX_LAYER_ROWS, FewRowLayer, LayerNorms, few_row_layer
 from nanovllm.ops.packed_weights import kernel_weight, packed_linear
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul
+from nanovllm.ops.row_kernels import GATED_UNITS, add_rms_norm_, place_heads, rms_norm
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
 Tensors = dict[str, Tensor]
@@ -26,9 +27,10 @@ def bf16(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def weights(seed: int, *, bias: bool, qk_norm: bool) -> tuple[tuple, tuple]:
+def weights(seed: int, *, bias: bool, qk_norm: bool, output_norms: bool = False) -> tuple[LayerNorms, tuple]:
     heads = bf16(seed + 1, HEADS + KV_HEADS, HEAD_DIM) if qk_norm else None
-    norms = (bf16(seed, HIDDEN), heads, bf16(seed + 2, HIDDEN))
+    outputs = [bf16(seed + 20 + i, HIDDEN) if output_norms else None for i in range(2)]
+    norms = LayerNorms(bf16(seed, HIDDEN), heads, bf16(seed + 2, HIDDEN), *outputs, EPS)
     shapes = (
         ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
         (HIDDEN, HEADS * HEAD_DIM),
@@ -47,9 +49,11 @@ def in_parts(products: tuple) -> list:
 
 def in_dtype(dtype: torch.dtype, tensors: Any) -> Any:
     """All tensors of nested tuples in another dtype."""
+    if isinstance(tensors, LayerNorms):
+        return LayerNorms(*(in_dtype(dtype, each) for each in tensors))
     if isinstance(tensors, tuple):
         return tuple(in_dtype(dtype, each) for each in tensors)
-    return None if tensors is None else tensors.to(dtype)
+    return tensors.to(dtype) if isinstance(tensors, Tensor) else tensors
 
 
 def rows_of(seed: int, tokens: int) -> Tensors:
@@ -68,17 +72,25 @@ def empty(rows: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def one_by_one(norms: tuple, products: tuple, rows: Tensors) -> tuple[Tensor, ...]:
-    """q, k, v and the residual stream, as the operators make them."""
-    before, heads, after = norms
-    qkv, o, gate_up, down = products
+def one_by_one(
+    norms: LayerNorms, product: Callable[[int, Tensor], Tensor], rows: Tensors, activation: str = "silu"
+) -> tuple[Tensor, ...]:
+    """q, k, v and the residual stream, as the operators make them. product: with the weight of a number."""
+
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, EPS)
+
     q, k, v = empty(rows)
-    projected = linear(rms_norm(rows["x"], before, EPS), *qkv).unflatten(-1, (-1, HEAD_DIM))
-    place_heads(projected, heads, EPS, rows["cos"], rows["sin"], q, k, v)
+    projected = product(0, normed(rows["x"], norms.input)).unflatten(-1, (-1, HEAD_DIM))
+    place_heads(projected, norms.heads, EPS, rows["cos"], rows["sin"], q, k, v)
     x = rows["x"].clone()
-    normed = add_rms_norm_(x, linear(rows["attended"], *o), after, EPS)
-    x += linear(silu_and_mul(linear(normed, *gate_up)), *down)
+    hidden = add_rms_norm_(x, normed(product(1, rows["attended"]), norms.attention_output), norms.mlp, EPS)
+    x += normed(product(3, GATED_UNITS[activation](product(2, hidden))), norms.mlp_output)
     return q, k, v, x
+
+
+def dense(products: tuple) -> Callable[[int, Tensor], Tensor]:
+    return lambda i, x: linear(x, *products[i])
 
 
 def in_two_calls(layer: FewRowLayer, rows: Tensors) -> tuple[Tensor, ...]:
@@ -95,32 +107,47 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**30), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
-def test_bits_are_those_of_the_operators(seed: int, tokens: int, bias: bool, qk_norm: bool, dtype: torch.dtype) -> None:
-    norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm))
-    layer = few_row_layer(norms, in_parts(products), EPS, HEAD_DIM)
+@given(
+    st.integers(0, 2**30), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.booleans(), st.booleans(),
+    st.booleans(), st.sampled_from(sorted(GATED_UNITS)), st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_bits_are_those_of_the_operators(
+    seed: int,
+    tokens: int,
+    bias: bool,
+    qk_norm: bool,
+    output_norms: bool,
+    wide_norms: bool,
+    activation: str,
+    dtype: torch.dtype,
+) -> None:
+    norms, products = in_dtype(dtype, weights(seed, bias=bias, qk_norm=qk_norm, output_norms=output_norms))
+    if wide_norms:
+        norms = in_dtype(torch.float32, norms)
+    layer = few_row_layer(norms, in_parts(products), dtype, HEAD_DIM, activation)
     assert layer is not None
     rows = rows_of(seed + 20, tokens)
     rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}
     assert layer.takes(rows["x"])
-    for ours, theirs in zip(in_two_calls(layer, rows), one_by_one(norms, products, rows), strict=True):
+    expected = one_by_one(norms, dense(products), rows, activation)
+    for ours, theirs in zip(in_two_calls(layer, rows), expected, strict=True):
         assert same_bits(ours, theirs)
 
 
 def test_weights_that_are_written_later_count() -> None:
     norms, products = weights(0, bias=False, qk_norm=True)
-    layer = few_row_layer(norms, in_parts(products), EPS, HEAD_DIM)
+    layer = few_row_layer(norms, in_parts(products), torch.bfloat16, HEAD_DIM, "silu")
     assert layer is not None
     rows = rows_of(1, 3)
     before = in_two_calls(layer, rows)
     products[3][0].neg_()
-    after, expected = in_two_calls(layer, rows), one_by_one(norms, products, rows)
+    after, expected = in_two_calls(layer, rows), one_by_one(norms, dense(products), rows)
     assert same_bits(after[3], expected[3]) and not same_bits(after[3], before[3])
 
 
 def test_rows_that_are_not_taken() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
-    layer = few_row_layer(norms, in_parts(products), EPS, HEAD_DIM)
+    layer = few_row_layer(norms, in_parts(products), torch.bfloat16, HEAD_DIM, "silu")
     assert layer is not None
     assert not layer.takes(bf16(0, MAX_LAYER_ROWS + 1, HIDDEN))
     assert not layer.takes(bf16(0, 1, HIDDEN).float())
@@ -132,9 +159,9 @@ def test_there_is_none_for_weights_that_the_kernels_do_not_take() -> None:
     norms, products = weights(0, bias=False, qk_norm=False)
     for cast in (lambda weight: weight.double(), lambda weight: weight.to("meta")):
         casted = tuple((cast(weight), bias) for weight, bias in products)
-        assert few_row_layer(norms, in_parts(casted), EPS, HEAD_DIM) is None
+        assert few_row_layer(norms, in_parts(casted), torch.bfloat16, HEAD_DIM, "silu") is None
     without = [*in_parts(products)[:3], (None, None)]
-    assert few_row_layer(norms, without, EPS, HEAD_DIM) is None
+    assert few_row_layer(norms, without, torch.bfloat16, HEAD_DIM, "silu") is None
 
 
 PACKED = ("q4_k", "q6_k", "q8_0", "int4 zeros", "fp8 channel")
@@ -153,7 +180,8 @@ def test_packed_weights_give_the_bits_of_the_operators(seed: int, tokens: int, b
     parts = [[kernel_weight(weight)] for weight in packed]
     first = packed[0].rows(slice(0, split)).in_panels()
     parts[0] = [kernel_weight(first), products[0][0][split:]]
-    layer = few_row_layer(norms, [(of, b) for of, (_, b) in zip(parts, products, strict=True)], EPS, HEAD_DIM)
+    given = [(of, b) for of, (_, b) in zip(parts, products, strict=True)]
+    layer = few_row_layer(norms, given, dtype, HEAD_DIM, "silu")
     assert layer is not None
     rows = rows_of(seed + 20, tokens)
     rows |= {name: rows[name].to(dtype) for name in ("x", "attended")}
@@ -165,14 +193,7 @@ def test_packed_weights_give_the_bits_of_the_operators(seed: int, tokens: int, b
         low, high = (None, None) if b is None else (b[:split], b[split:])
         return torch.cat((packed_linear(x, first, low), linear(x, weight[split:], high)), dim=1)
 
-    before, heads, after = norms
-    q, k, v = empty(rows)
-    projected = product(0, rms_norm(rows["x"], before, EPS)).unflatten(-1, (-1, HEAD_DIM))
-    place_heads(projected, heads, EPS, rows["cos"], rows["sin"], q, k, v)
-    x = rows["x"].clone()
-    normed = add_rms_norm_(x, product(1, rows["attended"]), after, EPS)
-    x += product(3, silu_and_mul(product(2, normed)))
-    for ours, theirs in zip(in_two_calls(layer, rows), (q, k, v, x), strict=True):
+    for ours, theirs in zip(in_two_calls(layer, rows), one_by_one(norms, product, rows), strict=True):
         assert same_bits(ours, theirs)
 
 

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nanovllm.layers import sampler
 from nanovllm.ops import cpu_kernels
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, gelu_tanh_and_mul, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.torch_rows import rotate
 
 EPS = 1e-6
@@ -52,6 +53,8 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     scale = 1 / torch.sqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    if weight.dtype == torch.float32:
+        return (x.double() * scale * weight.double()).bfloat16()
     return (x.double() * scale).bfloat16() * weight
 
 
@@ -77,9 +80,11 @@ def threads(count: int) -> Iterator[None]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]), st.sampled_from([1e-3, 1.0, 300.0]))
-def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: float) -> None:
+@given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]), st.sampled_from([1e-3, 1.0, 300.0]), st.booleans())
+def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: float, wide: bool) -> None:
     x, weight = bf16(seed, rows, width, gap=gap, size=size), bf16(seed + 1, width)
+    if wide:
+        weight = 1.0 + weight.float()
     assert_close(rms_norm(x, weight, EPS), plain_norm(x, weight), roundings=2)
 
 
@@ -98,13 +103,15 @@ def test_norm_of_a_sum_is_the_sum_and_its_norm(seed: int, rows: int, width: int,
 @settings(deadline=None, max_examples=60)
 @given(
     SEEDS, ROWS, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 6, 16, 80, 128]), st.booleans(),
-    st.sampled_from([0, 5]),
+    st.booleans(), st.sampled_from([0, 5]),
 )  # fmt: skip
 def test_heads_are_normalised_turned_and_placed(
-    seed: int, tokens: int, q_heads: int, kv_heads: int, head_dim: int, normed: bool, gap: int
+    seed: int, tokens: int, q_heads: int, kv_heads: int, head_dim: int, normed: bool, wide: bool, gap: int
 ) -> None:
     heads = bf16(seed, tokens, q_heads + 2 * kv_heads, head_dim, gap=gap)
     weight = bf16(seed + 1, q_heads + kv_heads, head_dim) if normed else None
+    if weight is not None and wide:
+        weight = 1.0 + weight.float()
     angles = torch.randn(tokens, 1, head_dim // 2, generator=torch.Generator().manual_seed(seed))
     cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
     q, k, v = (bf16(0, tokens, count, head_dim, gap=gap) for count in (q_heads, kv_heads, kv_heads))
@@ -156,6 +163,22 @@ def test_activation_in_other_dtypes(dtype: torch.dtype) -> None:
     rows = torch.tensor([[100.0, -100.0, torch.inf, -90.0, torch.nan]])
     expected = torch.tensor([[100.0, 0.0, torch.inf, 0.0, torch.nan]])
     torch.testing.assert_close(silu_and_mul(torch.cat((rows, torch.ones_like(rows)), dim=1)), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gelu_is_torchs_approximation_by_tanh(dtype: torch.dtype) -> None:
+    """Against fp64; where torch subtracts near numbers, far below 0, the result is the more exact one."""
+    gate = torch.linspace(-12, 40, 100_001, dtype=torch.float64).to(dtype)
+    wide = gate.double()
+    exact = wide * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))
+    torch.testing.assert_close(exact, F.gelu(wide, approximate="tanh"), atol=1e-14, rtol=1e-9)
+    ours = gelu_tanh_and_mul(torch.cat((gate, torch.ones_like(gate))).unsqueeze(0))[0]
+    bound = {torch.float32: 2.0**-19, torch.float16: 2.0**-10, torch.bfloat16: ONE_ULP}[dtype]
+    assert ours.dtype == dtype and torch.all((ours.double() - exact).abs() <= bound * exact.abs() + 2.0**-24)
+    rows = torch.tensor([[1e30, -1e30, torch.inf, -90.0, torch.nan, 2.0]])
+    expected = torch.tensor([[3e30, 0.0, torch.inf, 0.0, torch.nan, 3 * F.gelu(rows[0, 5], approximate="tanh")]])
+    up = torch.full_like(rows, 3.0)
+    torch.testing.assert_close(gelu_tanh_and_mul(torch.cat((rows, up), dim=1)), expected, equal_nan=True)
 
 
 # ---- other dtypes
@@ -221,9 +244,16 @@ def test_rounds_where_transformers_does() -> None:
     """One rounding more or less changes the bits of every few numbers; a sum in another order of one in thousands."""
     x, weight = bf16(1, 50, 1024), bf16(2, 1024)
     assert share_of_equal_bits(rms_norm(x, weight, EPS), plain_norm(x, weight)) > 0.999
+    one_plus = 1.0 + weight.float()
+    gemma = Gemma3RMSNorm(1024, EPS)
+    gemma.weight.data.copy_(weight)
+    assert share_of_equal_bits(rms_norm(x, one_plus, EPS), gemma(x).detach()) > 0.999
+    assert share_of_equal_bits(rms_norm(x, one_plus.bfloat16(), EPS), gemma(x).detach()) < 0.9
     gate_up = bf16(3, 50, 2048, size=3.0)
     gate, up = gate_up.chunk(2, dim=-1)
     assert share_of_equal_bits(silu_and_mul(gate_up), F.silu(gate) * up) > 0.999
+    activated = F.gelu(gate.double(), approximate="tanh").bfloat16()  # torch's in fp32 subtracts near numbers
+    assert share_of_equal_bits(gelu_tanh_and_mul(gate_up), activated * up) > 0.999
     heads, head_weight = bf16(4, 50, 6, 64), bf16(5, 5, 64)
     angles = torch.randn(50, 1, 32)
     cos, sin = torch.cat((angles.cos(), angles.cos()), dim=-1), angles.sin()
@@ -289,7 +319,9 @@ def work(seed: int, rows: int) -> dict[str, tuple[Callable[..., Tensor], list[Te
             f"norm, {dtype}": (lambda x: rms_norm(x, bf16(seed, 200).to(x.dtype), EPS), [x]),
             f"norm of a sum, {dtype}": (add_norm, [x, y]),
             f"heads, {dtype}": (heads, [bf16(seed, rows, 8, 64).to(dtype), cos, sin]),
+            f"norm, fp32 weight, {dtype}": (lambda x: rms_norm(x, bf16(seed, 200).float(), EPS), [x]),
             f"activation, {dtype}": (silu_and_mul, [bf16(seed, rows, 600).to(dtype)]),
+            f"gelu, {dtype}": (gelu_tanh_and_mul, [bf16(seed, rows, 600).to(dtype)]),
         }
     return found
 

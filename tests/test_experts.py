@@ -26,7 +26,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.engine.profiling import activation_peak
-from nanovllm.errors import ConfigError
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.experts import Experts
 from nanovllm.lora.adapter_files import read_adapter
@@ -42,7 +41,7 @@ EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24
 def layer(dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> Experts:
     """One with random weights."""
     spec = dataclasses.replace(ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,)), **fields)
-    made = Experts(spec, 0, HIDDEN, method=None, dtype=dtype, device=CPU)
+    made = Experts(spec, 0, HIDDEN, activation="silu", method=None, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(seed)
     for _, slot in made.slots():
         slot.view.copy_(torch.randn(slot.shape, generator=generator) / slot.shape[1] ** 0.5)
@@ -102,7 +101,7 @@ def test_bfloat16_errs_less_than_transformers(tmp_path: Path, family: str) -> No
 def test_without_data_the_largest_group_counts() -> None:
     spec = ExpertSpec(EXPERTS, CHOSEN, INNER, True, (True,))
     meta = torch.device("meta")
-    made = Experts(spec, 0, HIDDEN, method=None, dtype=torch.float32, device=meta)
+    made = Experts(spec, 0, HIDDEN, activation="silu", method=None, dtype=torch.float32, device=meta)
     assert made(torch.empty(9, HIDDEN, device=meta)).shape == (9, HIDDEN)
 
 
@@ -240,12 +239,6 @@ def test_a_config_without_experts_is_a_dense_network(tmp_path: Path) -> None:
     edit_config(tmp_path, decoder_sparse_step=3)
     spec = load_decoder_spec(tmp_path)
     assert spec.experts is None and spec.num_expert_layers == 0
-
-
-def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "mixtral")
-    message = refusal(lambda: load_decoder_spec(tmp_path).of_rank(0, 2), ConfigError)
-    assert "tensor_parallel_size=2: the experts of a MixtralForCausalLM are not divided" in message
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:

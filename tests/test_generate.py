@@ -42,6 +42,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "heads": 8, "kv_heads": 2, "head_dim": 80},
     "qwen3-moe": {"family": "qwen3_moe", "layers": 3, "mlp_only_layers": [0], "experts": 6, "experts_per_tok": 3},
     "mixtral": {"family": "mixtral", "heads": 4, "kv_heads": 1, "experts": 4, "sliding_window": 40},
+    "gemma3": {"family": "gemma3", "layers": 4, "sliding_window": 18, "head_dim": 32, "rope": ROPES["linear"]},
+    "gemma3-tied": {
+        "family": "gemma3",
+        "sliding_window": 40,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "kv_heads": 1,
+        "tie": True,
+    },
     "mistral-window": {"family": "mistral", "sliding_window": 18, "head_dim": 16},
 }
 FAST = ["qwen3", "qwen2-windows", "llama3-rope"]

@@ -70,7 +70,7 @@ def test_the_guide_names_every_part_and_the_time_after_which_it_is_ended(check: 
     told = {cells[0].strip(): cells[-1].strip() for cells in rows if len(cells) == 4}
     for each in check.PARTS:
         assert told[each.name] == f"{each.seconds} s"
-    commands = [cells[1] for cells in rows if cells[0].strip() in ("first", "second", "third")]
+    commands = [cells[1] for cells in rows if cells[0].strip() in ("first", "second", "third", "fourth")]
     named = [name for command in commands for name in command.split('PART="')[1].split('"')[0].split()]
     assert set(named) == {each.name for each in check.PARTS}
 
@@ -178,7 +178,7 @@ def test_the_report_holds_every_part_of_earlier_runs_too(
     directory = tmp_path / "new" / "results"
     assert check.main(["--output-dir", str(directory)]) == 1
     report = json.loads((directory / "gpu-check.json").read_text())
-    assert report["machine"]["device"] == "cuda" and len(report["bars"]) == 9
+    assert report["machine"]["device"] == "cuda" and len(report["bars"]) == 10
     assert [(p["part"], p["status"], p["commit"]) for p in report["parts"]] == [
         ("build", 0, "abc"),
         ("tests", 1, "abc"),
@@ -219,7 +219,10 @@ def test_a_copy_without_git_is_told_its_commit(check: ModuleType, monkeypatch: p
 def offload_figures(ratio: float, decode: float = 10.0) -> dict[str, Any]:
     """What bench_offload.py writes, as far as the bars read it."""
     result = {
-        "ratios": {"on device": {"prefill": {"median": ratio}}},
+        "ratios": {
+            "on device": {"prefill": {"median": ratio}},
+            "offload, KV in the model's dtype": {"decode": {"median": 1.8}},
+        },
         "prefill_gflop_s": 480_000.0,
         "traffic": {"offload": {"decode_h2d_gb_s": 45.0}},
         "rates": {"offload": {"decode_tok_s": {"median": decode}}},
@@ -237,6 +240,7 @@ def good_parts() -> dict[str, Any]:
         "offload-32k": offload_figures(0.98),
         "offload-128k": offload_figures(0.99),
         "cpu-attention-32k": offload_figures(0.98, decode=13.5),
+        "kv-8-bits-32k": offload_figures(0.98),
     }
     parts = {name: {"part": name, "figures": found, "output": ""} for name, found in figures.items()}
     return parts | {"recall-128k": {"part": "recall-128k", "figures": None, "output": "32 of 32 answers are right\n"}}
@@ -245,8 +249,8 @@ def good_parts() -> dict[str, Any]:
 def test_bars_are_read_from_the_figures(check: ModuleType) -> None:
     found = {bar.name: (round(bar.value, 3), bar.met) for bar in check.gpu_bars.bars(good_parts())}
     assert list(found.values()) == [
-        (0.975, True), (5.0, True), (0.98, True), (0.99, True), (0.6, True), (0.9, True), (1.35, True), (0.04, True),
-        (1.0, True),
+        (0.975, True), (5.0, True), (0.98, True), (0.99, True), (0.6, True), (0.9, True), (1.35, True), (1.8, True),
+        (0.04, True), (1.0, True),
     ]  # fmt: skip
 
 

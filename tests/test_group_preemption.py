@@ -81,7 +81,7 @@ def test_a_shared_block_is_swapped_once_and_the_map_says_where() -> None:
     request, manager = bench.scheduler.running[0], bench.manager
     held = {block for seq in request.sequences for block in seq.block_table}
     assert len(held) == 2 + 3
-    physical_ids = {manager.tiers.physical_id(block) for block in held}
+    physical_ids = {manager.tiers.physical_ids[block] for block in held}
     out = manager.swap_out(request.sequences)
     manager.check()
     assert out is not None and set(out) == physical_ids and len(out) == 5 and min(out.values()) == 32

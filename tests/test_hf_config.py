@@ -22,6 +22,7 @@ ARCHITECTURES = [
     "Phi3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "MixtralForCausalLM",
+    "Gemma3ForCausalLM",
 ]
 
 

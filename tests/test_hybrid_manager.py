@@ -37,10 +37,10 @@ def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
         manager.move(7, Tier.DEVICE)
     with pytest.raises(IndexError):
         manager.assign(8, Tier.DEVICE)
-    assert manager.num_assigned == 1
+    assert len(manager.physical_ids) == 1
     assert manager.move(7, Tier.HOST) == BlockMove(0, 1)
     manager.release(7)
-    assert manager.num_assigned == 0 and manager.num_free(Tier.DEVICE) == manager.num_free(Tier.HOST) == 1
+    assert not manager.physical_ids and manager.pools[Tier.DEVICE].num_free == manager.pools[Tier.HOST].num_free == 1
 
 
 @given(st.lists(st.integers(0, 9), max_size=120))

@@ -69,8 +69,8 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors", "side_modules"},
-    {"memory_checks", "model_files", "vllm_names", "worker_process"},
-    {"config", "outputs", "tokenizer"},
+    {"memory_checks", "model_files", "vllm_arguments", "worker_process"},
+    {"config", "outputs", "tokenizer", "vllm_names"},
     {"sampling_rules"},
     {"sampling_params"},
     {"prompts"},

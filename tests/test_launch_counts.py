@@ -39,6 +39,7 @@ from checkpoints import make_checkpoint
 from cpu_attention_helpers import kv_cache
 from engines import PREFILL_WAYS, greedy, offloaded, random_prompt, set_prefill, set_ring
 from graph_devices import CapturingDevice, RowsOnCpu
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM
@@ -50,6 +51,7 @@ from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.engine import model_runner
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -238,6 +240,20 @@ def test_attention_over_a_group_is_two_launches_with_few_rows(monkeypatch: pytes
     )
     TritonAttention().attend(q, pool, AttentionMetadata(rows), AttentionState.empty(q), 0.25, None)
     assert 1 <= len(launches) <= 2
+
+
+def test_few_rows_without_offload_attend_in_one_call_a_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, layers = PagedStep.attend, []
+
+    def counted(step: PagedStep, layer: int, *arguments: Tensor) -> Tensor:
+        layers.append(layer)
+        return attend(step, layer, *arguments)
+
+    monkeypatch.setattr(PagedStep, "attend", counted)
+    with LLM(model_dir, kvcache_block_size=BLOCK, num_gpu_blocks=20) as llm:
+        for length in (MAX_STEP_ROWS, MAX_STEP_ROWS + 1):
+            llm.generate(random_prompt(length, VOCAB, length), greedy(1), use_tqdm=False)
+            assert layers == list(range(LAYERS)), length
 
 
 def test_nothing_in_the_forward_pass_makes_the_host_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

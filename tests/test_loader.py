@@ -257,6 +257,6 @@ def test_decoder_slots_cover_every_parameter_once(single: Path) -> None:
     biases = [linear.bias for linear in linears]
     assert all(bias is not None and (bias == 1).all() for bias in biases)
     assert all((linear.weight.dense == 1).all() for linear in linears)
-    norms = [norm for layer in decoder.layers for norm in (layer.input_norm, layer.post_norm)]
+    norms = [norm for layer in decoder.layers for norm in (layer.input_norm, layer.mlp_norm)]
     assert all((weight == 1).all() for weight in [*norms, decoder.norm, decoder.embedding.dense, decoder.lm_head.dense])
     assert all(layer.qk_norm is not None and (layer.qk_norm == 1).all() for layer in decoder.layers)

@@ -22,7 +22,6 @@ from transformers import Phi3Config, PreTrainedModel
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.errors import ConfigError
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.hf_config import load_decoder_spec
 
@@ -167,9 +166,3 @@ def test_factors_that_do_not_fit_are_refused(tmp_path: Path, rope: dict[str, Any
     make_phi3(tmp_path)
     edit_config(tmp_path, rope_parameters={**longrope(8), **rope})
     assert expected in refusal(lambda: load_decoder_spec(tmp_path))
-
-
-def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
-    make_phi3(tmp_path)
-    message = refusal(lambda: load_decoder_spec(tmp_path).of_rank(0, 2), ConfigError)
-    assert "tensor_parallel_size=2: qkv_proj and gate_up_proj of a Phi3ForCausalLM are not divided" in message

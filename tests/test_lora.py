@@ -180,6 +180,7 @@ def test_beam_search_is_that_of_the_merged_model(folder: Path, tmp_path: Path) -
         ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         ("qwen3_moe", ALL[:4]),
         pytest.param("mixtral", ALL[:4], marks=pytest.mark.slow),
+        pytest.param("gemma3", ALL, marks=pytest.mark.slow),
     ],
 )
 def test_merged_projections_and_experts(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
-from nanovllm.kvcache import chunked_attention
+from nanovllm.kvcache import step_plan
 from nanovllm.kvcache.budget import (
     CpuAttentionUse,
     TransferCount,
@@ -32,7 +33,7 @@ from nanovllm.kvcache.budget import (
 )
 from nanovllm.kvcache.layerwise import NO_LAYERWISE
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import RingUse
+from nanovllm.kvcache.step_plan import BlockRead
 from nanovllm.layerwise_prefill.plan import Sizing
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
@@ -133,24 +134,24 @@ def test_a_batch_moves_the_sum_and_shared_blocks_once(model_dir: Path, share: fl
 
 def test_a_step_announces_its_host_blocks_once_for_all_layers(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens have 4,000 blocks: made anew for each layer, they took as long as their copies."""
-    uses: list[RingUse] = []
+    reads: list[BlockRead] = []
 
-    def counted(*arguments: int) -> RingUse:
-        uses.append(RingUse(*arguments))
-        return uses[-1]
+    def counted(*arguments: Any) -> BlockRead:
+        reads.append(BlockRead(*arguments))
+        return reads[-1]
 
     with LLM(model_dir, **offloaded(BLOCK, 4, 40, cpu_attention=False)) as llm:
         batches = recorded_batches(llm)
         stream = llm.stream([random_prompt(12 * BLOCK + 1, VOCAB, 5)], greedy(3))
         next(stream)
-        monkeypatch.setattr(chunked_attention, "RingUse", counted)
+        monkeypatch.setattr(step_plan, "BlockRead", counted)
         batches.clear()
         next(stream)
         stream.close()
         resident = llm.kv_stats().resident_blocks
     ((batch, _, moved),) = batches
     on_host = sum(physical_id >= resident for physical_id in batch.sequences[0].block_table)
-    assert len(uses) == on_host > 8 and moved.h2d_copies == LAYERS * on_host
+    assert len(reads) == len(batch.sequences[0].block_table) and moved.h2d_copies == LAYERS * on_host > 8
 
 
 @pytest.mark.parametrize("way", PREFILL_WAYS)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
+from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 
 LAYERS, BLOCKS, KV_HEADS, BLOCK_SIZE, HEADS, HEAD_DIM = 3, 7, 2, 5, 6, 48
@@ -37,9 +37,7 @@ def table_and_slots() -> tuple[AttentionMetadata, Tensor]:
 
 def step_of(pool: Tensor, window: int | None = None) -> PagedStep:
     table, slots = table_and_slots()
-    step = NativeAttention().paged_step(pool, slots, table, pool.dtype, HEADS, 0.2, window)
-    assert step is not None
-    return step
+    return PagedStep(pool, slots, table, pool.dtype, HEADS, 0.2, window)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -58,17 +56,10 @@ def test_every_layer_has_the_bits_of_the_single_operators(dtype: torch.dtype, wi
     assert torch.equal(pool, expected_pool)
 
 
-def test_many_rows_go_the_other_way() -> None:
-    pool, _, _, _ = tensors(torch.float32)
-    table = AttentionMetadata([SequenceMetadata(0, MAX_STEP_ROWS + 1, 0, 0, MAX_STEP_ROWS + 1, range(6))])
-    slots = torch.arange(MAX_STEP_ROWS + 1)
-    assert NativeAttention().paged_step(pool, slots, table, pool.dtype, HEADS, 0.2, None) is None
-
-
 def test_what_does_not_fit_is_refused() -> None:
     pool, q, k, v = tensors(torch.float32)
     table, slots = table_and_slots()
-    step, backend = step_of(pool), NativeAttention()
+    step = step_of(pool)
     with pytest.raises(ValueError, match="contiguous"):
         step.attend(0, q.transpose(0, 1).contiguous().transpose(0, 1), k, v)
     with pytest.raises(ValueError, match="contiguous"):
@@ -76,8 +67,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="no layer 3"):
         step.attend(LAYERS, q, k, v)
     with pytest.raises(ValueError, match="no slot"):
-        backend.paged_step(pool, slots + BLOCKS * BLOCK_SIZE, table, pool.dtype, HEADS, 0.2, None)
+        PagedStep(pool, slots + BLOCKS * BLOCK_SIZE, table, pool.dtype, HEADS, 0.2, None)
     with pytest.raises(ValueError, match="no block"):
-        backend.paged_step(pool[:, :3], slots.clamp(max=14), table, pool.dtype, HEADS, 0.2, None)
+        PagedStep(pool[:, :3], slots.clamp(max=14), table, pool.dtype, HEADS, 0.2, None)
     with pytest.raises(ValueError, match="rows of q"):
-        backend.paged_step(pool, slots[:-1], table, pool.dtype, HEADS, 0.2, None)
+        PagedStep(pool, slots[:-1], table, pool.dtype, HEADS, 0.2, None)

@@ -69,7 +69,7 @@ def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way
     with LLM(recall_dir, **arguments) as llm:
         set_prefill(llm, way)
         if num_gpu_blocks == 2:
-            assert manager_of(llm).tiers.num_free(Tier.DEVICE) == 0
+            assert manager_of(llm).tiers.pools[Tier.DEVICE].num_free == 0
         stream = llm.stream([make_prompt(first, 1)], greedy(30))
         next(stream)
         for state in ("running", "cached"):

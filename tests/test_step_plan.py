@@ -15,7 +15,7 @@ from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
     CpuAttentionGroup,
@@ -168,8 +168,8 @@ def test_a_group_attended_out_of_turn_is_refused() -> None:
     device = CpuDevice()
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_size=BLOCK, itemsize=4)
     engine = OffloadEngine(device, layout, torch.float32, DeviceSplit(4, 0), num_host_blocks=6)
-    engine.begin([(layer, [RingUse(block, BLOCK) for block in (4, 5)]) for layer in range(2)])
-    with pytest.raises(EngineError, match=r"layer 1 of host block 4, but announced layer 0 of host block 4 next"):
+    engine.begin([(layer, [BlockTokens(block, BLOCK, 0) for block in (4, 5)]) for layer in range(2)])
+    with pytest.raises(EngineError, match=r"layer 1 of block 4, but announced layer 0 of block 4 next"):
         engine.acquire(1, 4)
     for layer in range(2):
         assert engine.acquire(layer, 4).shape == (2, 2, 1, BLOCK, 16)

@@ -17,13 +17,15 @@ import torch
 from checkpoints import edit_config, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 from fast import fast_only
+from lora_helpers import make_adapter
+from quantized_checkpoints import quantize
 from rank_processes import kept_rank_processes
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import _sum_in_order
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.models.sharding import shard
+from nanovllm.models.sharding import Sizes, shard
 from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
@@ -60,12 +62,13 @@ def prompts(*lengths: int) -> list[list[int]]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: int, num_ranks: int) -> None:
     heads = kv_heads * group
+    sizes = Sizes(heads, kv_heads, head_dim=16, intermediate=96, vocab=199)
     if num_ranks > heads:
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={num_ranks}: .*{heads} query heads"):
-            shard(heads, kv_heads, 16, 96, 199, 0, num_ranks)
+            shard(sizes, num_ranks)
         return
     try:
-        shards = [shard(heads, kv_heads, 16, 96, 199, rank, num_ranks) for rank in range(num_ranks)]
+        shards = shard(sizes, num_ranks)
     except ConfigError:  # 3 KV heads of 2 query heads on 8 ranks, say: a KV head would have more ranks than queries
         assert any(
             [rank * kv_heads // num_ranks for rank in range(num_ranks)].count(head) > group for head in range(kv_heads)
@@ -102,7 +105,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "experts": {"family": "qwen3_moe", "mlp_only_layers": [1]},
     "two KV heads for each rank": {"family": "mistral", "kv_heads": 4, "sliding_window": 24, "intermediate": 97},
+    "norms of sums over the ranks": {"family": "gemma3", "kv_heads": 1, "tie": True, "sliding_window": 24},
 }
 
 
@@ -155,6 +160,18 @@ def test_tokens_are_those_of_one_rank(way: str, model_dir: Path) -> None:
                 metrics = llm.metrics()
                 assert metrics.preemptions_by_swap + metrics.preemptions_by_recompute > 0
     assert found[0] == found[1]
+
+
+def test_adapters_of_a_quantized_model_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """`test_sharded_weights.py` has the other forms of weights, and the tokens of merged models."""
+    model = make_checkpoint(tmp_path / "plain", hidden=128, intermediate=128, heads=4, kv_heads=2, head_dim=32)
+    adapter = make_adapter(tmp_path / "adapter", model)
+    path, found = quantize(tmp_path / "plain", tmp_path / "awq", "awq-32"), []
+    for size in (1, 2):
+        with LLM(path, tensor_parallel_size=size, enable_lora=True, **RESIDENT) as llm:
+            outputs = llm.generate([prompts(40)[0]] * 2, greedy(10), use_tqdm=False, lora_request=[adapter, None])
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
 
 
 def logprobs_of(llm: LLM, given: list[list[int]]) -> list[list[tuple[int, float]]]:

@@ -64,7 +64,7 @@ def test_nothing() -> None:
 
 def test_a_layer_computes_the_same_at_once_as_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ExpertSpec(6, 3, 40, True, (True,))
-    layer = Experts(spec, 0, 48, method=None, dtype=torch.float32, device=torch.device(DEVICE))
+    layer = Experts(spec, 0, 48, activation="silu", method=None, dtype=torch.float32, device=torch.device(DEVICE))
     for seed, (_, slot) in enumerate(layer.slots()):
         slot.view.copy_(random(*slot.shape, seed=seed) / slot.shape[1] ** 0.5)
     x = random(13, 48)

@@ -21,7 +21,7 @@ from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows
 from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import add_rms_norm_, gelu_tanh_and_mul, place_heads, rms_norm, silu_and_mul, store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
 from nanovllm.ops.triton_prefill import prefill_
@@ -238,9 +238,10 @@ def test_the_flattened_loop_carries_a_state_on_that_is_not_empty() -> None:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("size", [16, 96, 1000])
-def test_rms_norm(size: int, dtype: torch.dtype) -> None:
-    x, weight = random(3, size + 8, dtype=dtype)[:, :size], random(size, dtype=dtype, seed=1)
+@pytest.mark.parametrize(("size", "wide"), [(16, False), (96, False), (96, True), (1000, False)])
+def test_rms_norm(size: int, wide: bool, dtype: torch.dtype) -> None:
+    x = random(3, size + 8, dtype=dtype)[:, :size]
+    weight = random(size, dtype=torch.float32 if wide else dtype, seed=1)
     expected = rms_norm(x.cpu(), weight.cpu(), 1e-6)
     torch.testing.assert_close(triton_rows.rms_norm(x, weight, 1e-6).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
 
@@ -260,14 +261,15 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [None, "narrow", "wide"])
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim", [(2, 1, 16), (14, 2, 80), (4, 4, 128)])
-def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: str | None, dtype: torch.dtype) -> None:
     tokens = 3
     positions = torch.tensor([0, 7, 100_000])
     cos, sin = RotaryEmbedding(RopeSpec(), head_dim, torch.device("cpu")).cos_sin(positions, positions + 1)
     heads = random(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    weight = random(num_heads + num_kv_heads, head_dim, dtype=dtype, seed=1) if normed else None
+    weight_dtype = torch.float32 if normed == "wide" else dtype
+    weight = random(num_heads + num_kv_heads, head_dim, dtype=weight_dtype, seed=1) if normed else None
     shapes = [(tokens, count, head_dim) for count in (num_heads, num_kv_heads, num_kv_heads)]
     expected = [torch.empty(shape, dtype=dtype) for shape in shapes]
     place_heads(heads.cpu(), None if weight is None else weight.cpu(), 1e-6, cos, sin, *expected)
@@ -280,10 +282,10 @@ def test_place_heads(num_heads: int, num_kv_heads: int, head_dim: int, normed: b
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("size", [16, 1500])
-def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
+def test_gated_units(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
-    expected = silu_and_mul(gate_up.cpu())
-    torch.testing.assert_close(triton_rows.silu_and_mul(gate_up).cpu(), expected, rtol=ONE_ULP[dtype], atol=1e-6)
+    for unit, ours in ((silu_and_mul, triton_rows.silu_and_mul), (gelu_tanh_and_mul, triton_rows.gelu_tanh_and_mul)):
+        torch.testing.assert_close(ours(gate_up).cpu(), unit(gate_up.cpu()), rtol=ONE_ULP[dtype], atol=1e-6)
 
 
 # ---- drawing

@@ -9,11 +9,12 @@ import pytest
 import torch
 from packed_cases import VARIANTS, random_weight
 from torch import Tensor
-from triton_mode import DEVICE, DTYPES, TRITON_MARKS
+from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from nanovllm.ops import packed_weights, triton_packed
+from nanovllm.ops.kv_quantization import quantize_rows_torch
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
-from nanovllm.ops.triton_packed import SCHEMES, PackedConfig, packed_config, packed_linear
+from nanovllm.ops.triton_packed import SCHEMES, PackedConfig, packed_config, packed_linear, round_inputs
 
 pytestmark = TRITON_MARKS
 PACKED = tuple(variant for variant in VARIANTS if variant.split()[0] in SCHEMES)
@@ -102,11 +103,68 @@ def test_tiles_fit_the_sizes(rows: int, out_features: int, in_features: int, gro
     )
 
 
+@pytest.mark.parametrize("group_size", [32, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounded_inputs_are_those_of_the_kv_cache(dtype: torch.dtype, group_size: int) -> None:
+    """With 9 rows, of which one is zero and one tiny, and the last group shorter than the others."""
+    x = torch.randn(9, 108, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)[:, :100]
+    x[2], x[3] = 0.0, x[3] / 4096
+    rounded, scales = round_inputs(x, group_size)
+    for group, part in enumerate(x.split(group_size, dim=1)):
+        rows = quantize_rows_torch(part, torch.float8_e4m3fn).view(torch.uint8)
+        begin = group * group_size
+        found = rounded[:, begin : begin + part.shape[1]].contiguous().view(torch.uint8)
+        assert torch.equal(found, rows[:, :-4])
+        assert torch.equal(scales[:, group], rows[:, -4:].contiguous().view(torch.float32)[:, 0])
+
+
+MULTIPLIES_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.skipif(not MULTIPLIES_FP8, reason="the GPU does not multiply fp8")
+@pytest.mark.parametrize(("variant", "columns", "splits"), [("fp8 channel", 32, 3), ("fp8 blocks", 128, 1)])
+def test_products_of_fp8_inputs(variant: str, columns: int, splits: int) -> None:
+    """The products of the rounded inputs, which are exact in fp32."""
+    in_features = 300 if variant == "fp8 blocks" else 100
+    weight = random_weight(variant, 20, in_features).to(DEVICE)
+    x = torch.randn(18, in_features, generator=torch.Generator().manual_seed(1)).to(DEVICE, NARROW)
+    bias = torch.randn(20, generator=torch.Generator().manual_seed(2)).to(DEVICE, NARROW)
+    group_size = 128 if variant == "fp8 blocks" else in_features
+    rounded, scales = round_inputs(x, group_size)
+    widened = rounded.float() * scales.repeat_interleave(group_size, dim=1)[:, :in_features]
+    assert weight.scales is not None
+    config = PackedConfig(16, 32, columns, splits, 4, 1)
+    parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
+    found = packed_linear(x, *parts, group_size, bias, config, fp8_inputs=True)
+    assert found.dtype == NARROW
+    dense = dequantize(weight).double()
+    expected = widened.double() @ dense.T + bias.double()
+    size = widened.double().abs() @ dense.abs().T + bias.double().abs()
+    assert ((found.double() - expected).abs() <= BOUNDS[NARROW] * size).all()
+    assert ((found.double() - x.double() @ dense.T - bias.double()).abs() <= 2**-4 * size).all()
+
+
+def test_which_products_round_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit inputs of weights whose checkpoint says so, where the GPU multiplies fp8."""
+    calls: list[bool] = []
+    monkeypatch.setattr(packed_weights, "use_triton", lambda x: True)
+    monkeypatch.setattr(triton_packed, "packed_linear", lambda *args, fp8_inputs: calls.append(fp8_inputs))
+    plain = random_weight("fp8 channel", 32, 256).to("meta")
+    rounding = replace(plain, fp8_inputs=True)
+    x = torch.empty(3, 256, device="meta", dtype=torch.bfloat16)
+    for multiplies in (True, False):
+        monkeypatch.setattr(packed_weights, "multiplies_fp8", lambda device, multiplies=multiplies: multiplies)
+        for weight in (plain, rounding):
+            packed_weights.packed_linear(x, weight)
+        packed_weights.packed_linear(x.float(), rounding)
+    assert calls == [False, True, False, False, False, False]
+
+
 def test_which_products_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton computes, int4, int8 and fp8 weights go there with one group size; GGUF's types go to torch."""
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(packed_weights, "use_triton", lambda x: True)
-    monkeypatch.setattr(triton_packed, "packed_linear", lambda *args: calls.append(args))
+    monkeypatch.setattr(triton_packed, "packed_linear", lambda *args, fp8_inputs: calls.append(args))
     x = torch.empty(3, 256, device="meta")
     for variant in ("int4 zeros", "int8 channel", "fp8 tensor", "q4_k"):
         packed_weights.packed_linear(x, random_weight(variant, 32, 256).to("meta"))

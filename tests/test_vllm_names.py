@@ -15,7 +15,8 @@ from checkpoints import make_checkpoint
 from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS, VllmName
+from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
+from nanovllm.vllm_names import ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}

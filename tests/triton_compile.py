@@ -1,7 +1,8 @@
 """Compile every Triton kernel for a GPU that need not be there, as its launcher would launch it; JSON to stdout.
 
-    python triton_compile.py ARCH DTYPE HEAD_DIM...
+    python triton_compile.py ARCH DTYPE HEAD_DIM...               every launch of the engine
     python triton_compile.py ARCH DTYPE HEAD_DIM... --variants    what a sweep tries, and nothing else
+    python triton_compile.py ARCH DTYPE HEAD_DIM... --all         every launch of the engine, and what a sweep tries
     python triton_compile.py ARCH DTYPE HEAD_DIM... --counts      many batches, a row for each kernel compiled
 
 The launchers run with CPU tensors, whose types, alignment and sizes are all that the compiler looks at. To be run with
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 import triton
-from packed_cases import random_weight
+from packed_cases import VARIANTS, random_weight
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -31,9 +32,12 @@ from triton.runtime.jit import JITFunction
 from nanovllm.ops import triton_packed, triton_rows
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kernel_config import prefill_config
+from nanovllm.ops.kv_quantization import LARGEST, SCALE_BYTES, dtype_name, has_scales
 from nanovllm.ops.packed_weights import PackedWeight
 from nanovllm.ops.triton_decode import decode_
 from nanovllm.ops.triton_experts import grouped_linear, weighted_sum
+from nanovllm.ops.triton_kv import quantize_rows_triton
+from nanovllm.ops.triton_lora import FIELDS, add_low_rank_
 from nanovllm.ops.triton_merge import merge_parts_triton
 from nanovllm.ops.triton_prefill import prefill_
 
@@ -77,23 +81,31 @@ def resources(kernel: Any) -> dict[str, Any]:
     }
 
 
-def attention(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
-    """Prefill and decode; decode without grouped heads as well, since the compiler takes a size of 1 for a constant."""
+def attention(arch: int, head_dim: int, dtype: torch.dtype, kv: torch.dtype | None = None) -> Launches:
+    """Prefill and decode over KV blocks of dtype `kv`; decode without grouped heads as well, since the compiler takes a
+    size of 1 for a constant."""
     rows = 200
-    q = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype)
-    pool = torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
+    q, pool = torch.zeros(rows + 1, HEADS, head_dim, dtype=dtype), empty_pool(head_dim, kv or dtype)
     one = SequenceMetadata(0, 1, 100, 0, 101, [0])
     table = AttentionMetadata([one, SequenceMetadata(1, rows, 0, 0, rows, [1, 2])]).on(q.device)
     state = AttentionState.empty(q)
     alone, alone_state = AttentionMetadata([one]).on(q.device), AttentionState.empty(q[:1, :KV_HEADS])
+    uneven = empty_pool(head_dim, kv or dtype, BLOCK - 8)  # blocks that are no whole number of tiles
     config = prefill_config(head_dim, dtype, divmod(arch, 10))
-    return {
+    launches: Launches = {
         "prefill": lambda: prefill_(q, pool, table, state, 0.1, None, config),
         "prefill, window": lambda: prefill_(q, pool, table, state, 0.1, 1024, config),
+        "prefill, uneven blocks": lambda: prefill_(q, uneven, table, state, 0.1, None, config),
         "decode": lambda: decode_(q, pool, table, state, 0.1, None),
         "decode, window, ALiBi": lambda: decode_(q, pool, table, state, 0.1, 1024, torch.ones(HEADS)),
         "decode, one row": lambda: decode_(q[:1, :KV_HEADS], pool, alone, alone_state, 0.1, None),
     }
+    return {name if kv is None else f"{name}, {dtype_name(kv)} KV": launch for name, launch in launches.items()}
+
+
+def empty_pool(head_dim: int, kv: torch.dtype, block: int = BLOCK) -> Tensor:
+    row = head_dim + (SCALE_BYTES if has_scales(kv) else 0)
+    return torch.empty(3, 2, KV_HEADS, block, row, dtype=kv)
 
 
 def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
@@ -116,14 +128,17 @@ def variants(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
 
 
 def counts(head_dim: int, dtype: torch.dtype) -> Launches:
-    """Batches that differ in everything that differs from step to step, through every kernel."""
+    """Batches that differ in everything that differs from step to step, through every kernel in one configuration."""
     pool = torch.empty(40, 2, KV_HEADS, 16, head_dim, dtype=dtype)
+    memory, table_of_adapters = torch.empty(4, 4096, dtype=dtype), torch.zeros(4, 3, FIELDS, dtype=torch.int64)
+    packed_weight, weights = random_weight("int4 zeros", 64, 64), torch.empty(32, 64, 64, dtype=dtype)
     found: Launches = {}
     for few, many, blocks in ((1, 0, 1), (2, 0, 3), (16, 0, 16), (17, 0, 17), (0, 1, 6), (3, 2, 7), (32, 1, 32)):
 
         def launch(few: int = few, many: int = many, blocks: int = blocks) -> None:
             rows = few + 81 * many
-            q, k = torch.zeros(rows, HEADS, head_dim, dtype=dtype), torch.zeros(rows, KV_HEADS, head_dim, dtype=dtype)
+            heads = torch.zeros(rows, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
+            q, k = heads.new_zeros(rows, HEADS, head_dim), heads.new_zeros(rows, KV_HEADS, head_dim)
             state, end = AttentionState.empty(q), 16 * blocks - 3
             sequences = [SequenceMetadata(i, 1, end - 1, 0, end, range(blocks)) for i in range(few)]
             sequences += [SequenceMetadata(few + 81 * i, 81, end - 81, 0, end, range(blocks)) for i in range(many)]
@@ -134,40 +149,72 @@ def counts(head_dim: int, dtype: torch.dtype) -> Launches:
             merge_parts_triton(
                 state.out[1:], state.lse[:, 1:], state.out[1:], state.lse[:, 1:], q[None, 1:], state.lse[None, :, 1:]
             )
-            triton_rows.store_kv(pool, k, k, torch.zeros(rows, dtype=torch.int64))
-            triton_rows.draw(
-                torch.empty(rows, 1000 + rows), torch.arange(1000 + rows), torch.zeros(rows, dtype=torch.int64)
-            )
+            numbers = torch.zeros(rows, dtype=torch.int64)
+            triton_rows.store_kv(pool, k, k, numbers)
+            quantize_rows_triton(k, torch.int8)
+            triton_rows.draw(torch.empty(rows, 1000 + rows), torch.arange(1000 + rows), numbers)
+            x, angles = q[:, 0], torch.empty(rows, 1, head_dim)
+            triton_rows.rms_norm(x, x[0], 1e-6)
+            triton_rows.silu_and_mul(x)
+            triton_rows.place_heads(heads, heads[0, KV_HEADS:], 1e-6, angles, angles[..., ::2].contiguous(), q, k, k)
+            multiply(k[:16, 0, :64], packed_weight)
+            y = grouped_linear(k[:, 0, :64], weights, torch.zeros(32, dtype=torch.int64), numbers)
+            weighted_sum(y, torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2))
+            of_adapters = torch.zeros(4 + rows, dtype=torch.int64)  # beginning at addresses of any alignment
+            add_low_rank_(y, y, memory, table_of_adapters, of_adapters[4 - few % 2 :][:rows], of_adapters[:4], 16)
 
         found[f"{few} rows of decode, {many} chunks, {blocks} blocks"] = launch
     return found
 
 
 def others(rows: int, head_dim: int, dtype: torch.dtype) -> Launches:
-    """Everything beside attention, for this many tokens."""
+    """Everything beside attention and products, for this many tokens."""
     x, weight = torch.empty(rows, HEADS * head_dim, dtype=dtype), torch.empty(HEADS * head_dim, dtype=dtype)
     heads = torch.empty(rows, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
     q, k, v = (torch.empty(rows, count, head_dim, dtype=dtype) for count in (HEADS, KV_HEADS, KV_HEADS))
-    pool = torch.empty(3, 2, KV_HEADS, BLOCK, head_dim, dtype=dtype)
+    pool, bytes_pool = empty_pool(head_dim, dtype), empty_pool(head_dim, torch.int8).view(torch.uint8)
+    rounded = torch.empty(rows, KV_HEADS, head_dim + SCALE_BYTES, dtype=torch.uint8)
     state = AttentionState.empty(q)
     cos, sin = torch.empty(rows, 1, head_dim), torch.empty(rows, 1, head_dim // 2)
     norm_weight = torch.empty(HEADS + KV_HEADS, head_dim, dtype=dtype)
-    packed = {
-        variant: random_weight(variant, 1024, HEADS * head_dim)
-        for variant in ("int4", "int4 zeros", "int8 zeros", "fp8 channel", "fp8 blocks")
-    }
     slots, scores, tokens = torch.zeros(rows, dtype=torch.int64), torch.empty(rows, 1000), torch.arange(1000)
     return {
         "merge": lambda: merge_parts_triton(state.out, state.lse, state.out, state.lse, q[None], state.lse[None]),
         "store_kv": lambda: triton_rows.store_kv(pool, k, v, slots),
+        "store_kv, 8 bits": lambda: triton_rows.store_kv(bytes_pool, rounded, rounded, slots),
+        "quantize_rows, int8": lambda: quantize_rows_triton(k, torch.int8),
+        "quantize_rows, fp8": lambda: quantize_rows_triton(k, torch.float8_e4m3fn),
         "rms_norm": lambda: triton_rows.rms_norm(x, weight, 1e-6),
         "add_rms_norm": lambda: triton_rows.add_rms_norm_(x, x, weight, 1e-6),
         "heads": lambda: triton_rows.place_heads(heads, norm_weight, 1e-6, cos, sin, q, k, v),
+        "rms_norm, fp32 weights": lambda: triton_rows.rms_norm(x, weight.float(), 1e-6),
+        "heads, fp32 weights": lambda: triton_rows.place_heads(heads, norm_weight.float(), 1e-6, cos, sin, q, k, v),
         "silu_and_mul": lambda: triton_rows.silu_and_mul(x),
+        "gelu_tanh_and_mul": lambda: triton_rows.gelu_tanh_and_mul(x),
         "draw": lambda: triton_rows.draw(scores, tokens, slots),
-        **{f"packed {variant}": lambda w=weight: multiply(x, w) for variant, weight in packed.items()},
-        **experts(rows, head_dim, dtype),
     }
+
+
+def products(arch: int, rows: int, dtype: torch.dtype) -> Launches:
+    """Products of this many rows with packed weights, experts and adapters."""
+    x = torch.empty(rows, 1024, dtype=dtype)
+    return packed(arch, x) | experts(rows, 128, dtype) | low_rank(x)
+
+
+def packed(arch: int, x: Tensor) -> Launches:
+    """Products with packed weights; with inputs in fp8 where the GPU multiplies fp8."""
+    weights = {
+        variant: random_weight(variant, 1024, x.shape[1])
+        for variant in VARIANTS
+        if variant.split()[0] in triton_packed.SCHEMES
+    }
+    bias = torch.empty(1024, dtype=x.dtype)
+    launches: Launches = {f"packed {variant}": lambda w=weight: multiply(x, w) for variant, weight in weights.items()}
+    launches["packed int4, bias"] = lambda: multiply(x, weights["int4"], bias)
+    if arch >= 89 and x.dtype != torch.float32:
+        for variant in ("fp8 channel", "fp8 blocks"):
+            launches[f"packed {variant}, fp8 inputs"] = lambda w=weights[variant]: multiply(x, w, fp8_inputs=True)
+    return launches
 
 
 def experts(rows: int, width: int, dtype: torch.dtype) -> Launches:
@@ -182,11 +229,53 @@ def experts(rows: int, width: int, dtype: torch.dtype) -> Launches:
     }
 
 
-def multiply(x: Tensor, weight: PackedWeight) -> None:
+def low_rank(x: Tensor) -> Launches:
+    """LoRA adapters of one rank tile and of several."""
+    memory, rows = torch.empty(4, 1 << 12, dtype=x.dtype), torch.zeros(len(x), dtype=torch.int64)
+    table, ends = torch.zeros(4, 3, FIELDS, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    return {
+        f"adapters of rank {rank}": lambda rank=rank: add_low_rank_(x, x, memory, table, rows, ends, rank)
+        for rank in (16, 256)
+    }
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, fp8_inputs: bool = False) -> None:
     """As `packed_weights.packed_linear` does on CUDA."""
     assert weight.scales is not None
     group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
-    triton_packed.packed_linear(x, weight.scheme, weight.data, weight.scales, weight.zeros, group_size)
+    parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
+    triton_packed.packed_linear(x, *parts, group_size, bias, fp8_inputs=fp8_inputs)
+
+
+def engine_launches(arch: int, head_dim: int, dtype: torch.dtype) -> Launches:
+    """What the engine can launch for a model of this dtype and head size, with any KV cache."""
+    launches = attention(arch, head_dim, dtype)
+    for kv in LARGEST:
+        launches |= attention(arch, head_dim, dtype, kv)
+    return launches | others(200, head_dim, dtype) | one_row(others(1, head_dim, dtype))
+
+
+def product_launches(arch: int, dtype: torch.dtype) -> Launches:
+    """What it can launch for products, which do not depend on the head size."""
+    return products(arch, 200, dtype) | one_row(products(arch, 1, dtype))
+
+
+def one_row(launches: Launches) -> Launches:
+    return {f"{name}, one row": launch for name, launch in launches.items()}
+
+
+def chosen(arch: int, head_dim: int, dtype: torch.dtype, with_products: bool) -> Launches:
+    """The launches that the options choose."""
+    if "--counts" in sys.argv:
+        return counts(head_dim, dtype)
+    if "--variants" in sys.argv:
+        return variants(arch, head_dim, dtype)
+    launches = engine_launches(arch, head_dim, dtype)
+    if with_products:
+        launches |= product_launches(arch, dtype)
+    if "--all" in sys.argv:
+        launches |= variants(arch, head_dim, dtype)
+    return launches
 
 
 def main() -> None:
@@ -195,21 +284,13 @@ def main() -> None:
     driver.set_active(NoDriver(arch))
     table: list[dict[str, Any]] = []
     for head_dim in head_dims:
-        if "--variants" in sys.argv:
-            launches = variants(arch, head_dim, dtype)
-        elif "--counts" in sys.argv:
-            launches = counts(head_dim, dtype)
-        else:
-            launches = attention(arch, head_dim, dtype) | others(200, head_dim, dtype)
-            launches |= {f"{name}, one row": launch for name, launch in others(1, head_dim, dtype).items()}
+        launches = chosen(arch, head_dim, dtype, with_products=head_dim == head_dims[0])
         seen: set[str] = set()
         for name, launch in launches.items():
             for kernel in compiled_by(launch):
                 row = {"launch": name, "kernel": kernel.name, "head_dim": head_dim, "dtype": sys.argv[2]}
-                if "--counts" not in sys.argv:
+                if "--counts" not in sys.argv or kernel.hash not in seen:
                     table.append(row | resources(kernel))
-                elif kernel.hash not in seen:
-                    table.append(row)
                 seen.add(kernel.hash)
     json.dump(table, sys.stdout)
 

@@ -20,6 +20,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "GGUF": ("gguf",),
     "structured outputs": ("structured_outputs",),
     "LoRA": ("lora",),
+    "CUDA device": ("device/cuda.py", "device/cuda_graph.py", "device/pinned.py"),
     "trace": ("device/trace.py", "device/trace_blocks.py"),
     "ordering check": ("device/ordering.py",),
     "progress": ("progress_bar.py",),
@@ -27,6 +28,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "batches": ("batch", "cli/batch.py"),
     "command line": ("cli", "__main__.py"),
     "vLLM's API": ("vllm_api",),
+    "vLLM's names": ("vllm_names.py",),
     "recall and demo": ("recall", "demo.py"),
     "SmolLM2": ("smollm2",),
 }
@@ -35,7 +37,7 @@ SIDES: dict[str, tuple[str, ...]] = {
 NEEDS: dict[str, tuple[str, ...]] = {
     "planner": ("CPU attention", "command line"),
     "batches": ("command line", "progress"),
-    "command line": ("progress",),
+    "command line": ("progress", "vLLM's names"),
     "server": ("chat templates", "command line", "progress", "vLLM's API"),
     "recall and demo": ("SmolLM2",),
 }

@@ -9,7 +9,8 @@ from typing import Any, Self, get_type_hints
 from nanovllm.cli.arguments import flag_options, vllm_flag_options
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, unknown_name_message
-from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
+from nanovllm.vllm_arguments import ENGINE_ALIASES
+from nanovllm.vllm_names import ENGINE_ARGUMENTS
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # vLLM's
 

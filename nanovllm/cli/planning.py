@@ -50,7 +50,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     dtype = given.get("dtype", "auto")
     spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
     num_ranks = given.get("tensor_parallel_size", 1)
-    spec = spec.of_rank(0, num_ranks) if num_ranks > 1 else spec
+    if num_ranks > 1:
+        spec = max(spec.of_ranks(num_ranks), key=lambda part: part.num_weights)
     network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
     if args.gpu_mem is not None:
         return _plan(args, network, None)
@@ -109,8 +110,8 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
         memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
     else:
         memory = _this_memory(network, config, device)
-    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
     memory = smallest([memory], network.num_ranks)
+    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
     layout = network.layout(network.block_size(config))
     spec = network.spec
     return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)

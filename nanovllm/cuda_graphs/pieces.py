@@ -19,8 +19,8 @@ class StepMemory:
     """The tensors that the pieces of a step exchange, with one row per sequence."""
 
     x: Tensor  # [rows, hidden]: the residual stream, and at the end the hidden states after the final norm
-    cos: Tensor  # as of `RotaryEmbedding.cos_sin`
-    sin: Tensor
+    cos: Tensor  # [rows, rotary embeddings, head_dim], each as of `RotaryEmbedding.cos_sin`
+    sin: Tensor  # [rows, rotary embeddings, head_dim / 2]
     q: Tensor  # [rows, heads, head_dim]: the queries of a layer, then its attention output
     k: Tensor  # [rows, kv_heads, head_dim]
     v: Tensor
@@ -35,8 +35,8 @@ class StepMemory:
 
         return cls(
             x=zeros(spec.hidden_size),
-            cos=zeros(1, head_dim, dtype=torch.float32),
-            sin=zeros(1, head_dim // 2, dtype=torch.float32),
+            cos=zeros(len(spec.ropes), head_dim, dtype=torch.float32),
+            sin=zeros(len(spec.ropes), head_dim // 2, dtype=torch.float32),
             q=zeros(spec.num_heads, head_dim),
             k=zeros(spec.num_kv_heads, head_dim),
             v=zeros(spec.num_kv_heads, head_dim),
@@ -52,12 +52,14 @@ def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> N
     if index == 0:
         token_ids, positions, rope_lengths = inputs
         step.x.copy_(model.embed(token_ids))
-        cos, sin = model.rotary.cos_sin(positions, rope_lengths)
-        step.cos.copy_(cos)
-        step.sin.copy_(sin)
+        for rope, (cos, sin) in enumerate(model.angles(positions, rope_lengths)):
+            step.cos[:, rope : rope + 1].copy_(cos)
+            step.sin[:, rope : rope + 1].copy_(sin)
     else:
         model.layers[index - 1].finish_(step.x, step.q.flatten(1))
     if index < model.spec.num_layers:
-        model.layers[index].project(step.x, step.cos, step.sin, step.q, step.k, step.v)
+        layer = model.layers[index]
+        cos, sin = (angles[:, layer.rope : layer.rope + 1] for angles in (step.cos, step.sin))
+        layer.project(step.x, cos, sin, step.q, step.k, step.v)
     else:
         model.normalize_(step.x)

@@ -95,19 +95,6 @@ class HostTask(Protocol):
         ...
 
 
-class StepSequence(Protocol):
-    """A sequence of a step, as `engine.batch.ScheduledSequence`. layerwise: None unless it goes layer by layer."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def block_table(self) -> Sequence[int]: ...
-
-    @property
-    def layerwise(self) -> object | None: ...
-
-
 class CallStream(Stream):
     """A stream whose work runs on host cores, concurrently with the submitting thread."""
 
@@ -173,10 +160,6 @@ class Device(ABC):
     @abstractmethod
     def link_busy(self) -> Busy:
         """Bytes copied to the device so far, and the time during which such copies ran. Does not wait."""
-
-    def begin_step(self, sequences: Iterable[StepSequence]) -> None:
-        """Announce the sequences of the next step. Only the trace uses them."""
-        return
 
     def declare_kernel(
         self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, StepSequence, Stream
+from nanovllm.device.base import CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import times_of
-from nanovllm.device.trace_blocks import TracedBlocks, Uses
+from nanovllm.device.trace_blocks import StepSequence, TracedBlocks, Uses
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.errors import EngineError
 
@@ -173,9 +173,8 @@ class TracedDevice(DeviceWrapper):
         setattr(owner, method, traced)
 
     def begin_step(self, sequences: Iterable[StepSequence]) -> None:
-        sequences = tuple(sequences)
+        """Work from now on belongs to a step of these sequences."""
         self._step = self._blocks.begin_step(sequences)
-        self.inner.begin_step(sequences)
 
     def in_layer(self) -> Uses:
         """What the compute stream's work is about, as far as it is known without addresses."""
@@ -281,3 +280,9 @@ def trace_model(device: Device, model: TracedModel) -> None:
     device.wrap(model, "embed", "embedding", None)
     device.wrap(model, "normalize_", "final norm", None)
     device.wrap(model, "compute_logits", "logits", None)
+
+
+def begin_step(device: Device, sequences: Iterable[StepSequence]) -> None:
+    """Name the sequences of the next step, whose requests the trace names."""
+    assert isinstance(device, TracedDevice)
+    device.begin_step(sequences)

@@ -6,10 +6,11 @@ import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 from torch import Tensor
 
-from nanovllm.device.base import PitchedCopy, StepSequence
+from nanovllm.device.base import PitchedCopy
 
 MOST_REQUESTS = 8  # that an event names
 DEVICE_POOLS = ("KV blocks", "resident blocks")  # [layers, blocks, ...]
@@ -57,6 +58,19 @@ class Pool:
     @property
     def piece_bytes(self) -> int:
         return self.num_bytes // (self.shape[0] * self.shape[1])
+
+
+class StepSequence(Protocol):
+    """A sequence of a step, as `engine.batch.ScheduledSequence`. layerwise: None unless it goes layer by layer."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def block_table(self) -> Sequence[int]: ...
+
+    @property
+    def layerwise(self) -> object | None: ...
 
 
 class TracedBlocks:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, Mark, PitchedCopy, StepSequence, Stream
+from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, Mark, PitchedCopy, Stream
 
 
 class StreamWrapper(Stream):
@@ -68,9 +68,6 @@ class DeviceWrapper(Device):
 
     def link_busy(self) -> Busy:
         return self.inner.link_busy()
-
-    def begin_step(self, sequences: Iterable[StepSequence]) -> None:
-        self.inner.begin_step(sequences)
 
     def declare_kernel(
         self, name: str, reads: Iterable[Tensor] = (), writes: Iterable[Tensor] = (), stream: Stream | None = None

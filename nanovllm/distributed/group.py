@@ -8,7 +8,7 @@ those of a ring, 2 (N - 1) / N of the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class ProcessGroup:
         self._gather_all(parts, x)
         return _sum_in_order(parts.view(self.size, *x.shape))
 
-    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         """See `RankGroup`."""
         padded = F.pad(x, (0, max(widths) - x.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -199,11 +199,11 @@ class StepResult:
     sequence, what is wrong with its numbers; its samples are then meaningless.
     """
 
-    samples: Sequence[Sequence[Sample]]
-    h2d_bytes: Sequence[int]
-    d2h_bytes: Sequence[int]
-    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    errors: Mapping[int, str] = field(default_factory=dict)
+    samples: list[list[Sample]] = field(default_factory=list)
+    h2d_bytes: list[int] = field(default_factory=list)
+    d2h_bytes: list[int] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class Executor(Protocol):

@@ -82,7 +82,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        return self.tiers.num_free(Tier.DEVICE) + self.tiers.num_free(Tier.HOST)
+        return self.tiers.pools[Tier.DEVICE].num_free + self.tiers.pools[Tier.HOST].num_free
 
     @property
     def num_cached(self) -> int:
@@ -94,7 +94,7 @@ class BlockManager:
 
     @property
     def num_swapped(self) -> int:
-        return self.tiers.num_swap_blocks - self.tiers.num_free(Tier.SWAP)
+        return self.tiers.num_swap_blocks - self.tiers.pools[Tier.SWAP].num_free
 
     @property
     def num_allocatable(self) -> int:
@@ -148,12 +148,11 @@ class BlockManager:
             needed += min(count, self._blocks[block_id].ref_count - 1)
         return needed
 
-    def can_grow(self, sequences: Seq[Sequence]) -> bool:
-        """Whether `grow` would succeed for these sequences of one request."""
-        return self.num_to_grow(sequences) <= self.num_allocatable
-
     def grow(self, sequences: Iterable[Sequence]) -> None:
-        """Give running sequences the blocks of all their tokens, and copy shared blocks that they write next."""
+        """Give running sequences the blocks of all their tokens, and copy shared blocks that they write next.
+
+        The caller has checked that `num_to_grow` blocks can be allocated.
+        """
         for seq in sequences:
             index = seq.num_computed // self.block_size
             if index < len(seq.block_table) and self._blocks[seq.block_table[index]].ref_count > 1:
@@ -189,7 +188,7 @@ class BlockManager:
         """
         computed = [seq.block_table[: -(-seq.num_computed // self.block_size)] for seq in sequences]
         holders = Counter(block_id for table in computed for block_id in table)
-        if len(holders) > self.tiers.num_free(Tier.SWAP):
+        if len(holders) > self.tiers.pools[Tier.SWAP].num_free:
             return None
         moves: list[BlockMove] = []
         swapped = {block_id: self._swap_out(block_id, count, moves) for block_id, count in holders.items()}
@@ -226,7 +225,7 @@ class BlockManager:
         copy = self._add_block(Tier.SWAP)
         self._blocks[copy].ref_count = holders
         block.ref_count -= holders
-        moves.append(BlockMove(self.tiers.physical_id(block_id), self.tiers.physical_id(copy), keeps_source=True))
+        moves.append(BlockMove(self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy], keeps_source=True))
         return copy
 
     # ---- prefix cache
@@ -268,13 +267,13 @@ class BlockManager:
 
     def physical_ids(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Physical ids of the blocks that hold the sequence's first `num_tokens` tokens."""
-        return [self.tiers.physical_id(block_id) for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
+        return [self.tiers.physical_ids[block_id] for block_id in seq.block_table[: -(-num_tokens // self.block_size)]]
 
     def block_states(self) -> bytes:
         """The `BlockState` of every physical block, in the order of the physical ids; swapped blocks are used."""
         states = bytearray(self.num_blocks + self.tiers.num_swap_blocks)
         for block_id, block in self._blocks.items():
-            states[self.tiers.physical_id(block_id)] = BlockState.USED if block.ref_count else BlockState.CACHED
+            states[self.tiers.physical_ids[block_id]] = BlockState.USED if block.ref_count else BlockState.CACHED
         return bytes(states)
 
     def promote(self, sequences: Iterable[Sequence]) -> None:
@@ -282,12 +281,12 @@ class BlockManager:
 
         A promoted block is loaded once, a block on the host in every step.
         """
-        if self.tiers.num_free(Tier.HOST) == self.tiers.num_host_blocks:
+        if self.tiers.pools[Tier.HOST].num_free == self.tiers.num_host_blocks:
             return
         promoted = 0
         for seq in sequences:
             for block_id in seq.block_table[: seq.num_computed // self.block_size]:
-                if promoted == MAX_PROMOTIONS_PER_STEP or not self._can_vacate_device_block():
+                if promoted == MAX_PROMOTIONS_PER_STEP or not self._can_vacate_device_block:
                     return
                 if self.tiers.tier_of(block_id) is Tier.HOST:
                     self._vacate_device_block()
@@ -299,19 +298,20 @@ class BlockManager:
         moves, self._moves = self._moves, []
         return moves
 
+    @property
     def _can_vacate_device_block(self) -> bool:
-        return self.tiers.num_free(Tier.DEVICE) > 0 or bool(self._evictors[Tier.DEVICE])
+        return self.tiers.pools[Tier.DEVICE].num_free > 0 or bool(self._evictors[Tier.DEVICE])
 
     def _vacate_device_block(self) -> None:
         """Free a device block: its least recently used cached block moves to the host.
 
         If the host is full, the least recently used cached block of both tiers is evicted.
         """
-        if self.tiers.num_free(Tier.DEVICE):
+        if self.tiers.pools[Tier.DEVICE].num_free:
             return
         on_device, on_host = self._evictors[Tier.DEVICE], self._evictors[Tier.HOST]
         last_used, leaving = on_device.oldest()
-        if not self.tiers.num_free(Tier.HOST):
+        if not self.tiers.pools[Tier.HOST].num_free:
             if not on_host or last_used < on_host.oldest()[0]:
                 self._evict(leaving)
                 return
@@ -327,10 +327,10 @@ class BlockManager:
 
     def _tier_for_new_block(self) -> Tier:
         """The tier for the next block; frees a block there if it is full."""
-        if self._can_vacate_device_block():
+        if self._can_vacate_device_block:
             self._vacate_device_block()
             return Tier.DEVICE
-        if not self.tiers.num_free(Tier.HOST):
+        if not self.tiers.pools[Tier.HOST].num_free:
             self._evict(self._evictors[Tier.HOST].oldest()[1])
         return Tier.HOST
 
@@ -343,7 +343,8 @@ class BlockManager:
     def _copy(self, block_id: int) -> int:
         """Copy on write: a new block with the same content; drops one reference to the shared one."""
         copy = self._new_block()
-        self._moves.append(BlockMove(self.tiers.physical_id(block_id), self.tiers.physical_id(copy), keeps_source=True))
+        src, dst = self.tiers.physical_ids[block_id], self.tiers.physical_ids[copy]
+        self._moves.append(BlockMove(src, dst, keeps_source=True))
         self._drop_reference(block_id)
         self.num_copied_blocks += 1
         return copy
@@ -359,12 +360,12 @@ class BlockManager:
         if is_unreferenced and (ends_there or self.num_allocatable < num_needed):
             if not ends_there:
                 self.prefix_cache.forget(source)
-            if self.tiers.tier_of(source.block_id) is Tier.HOST and self._can_vacate_device_block():
+            if self.tiers.tier_of(source.block_id) is Tier.HOST and self._can_vacate_device_block:
                 self._vacate_device_block()
                 self._move(source.block_id, Tier.DEVICE, num_tokens)
             return source.block_id
         copy = self._new_block()
-        src, dst = self.tiers.physical_id(source.block_id), self.tiers.physical_id(copy)
+        src, dst = self.tiers.physical_ids[source.block_id], self.tiers.physical_ids[copy]
         self._moves.append(BlockMove(src, dst, keeps_source=True, num_tokens=num_tokens))
         self._drop_reference(source.block_id)
         self.stats.copied_blocks += 1
@@ -412,7 +413,7 @@ class BlockManager:
         counts = [states[: self.num_blocks].count(state) for state in BlockState]
         assert counts == [self.num_free, self.num_cached, self.num_used]
         assert states[self.num_blocks :].count(BlockState.USED) == self.num_swapped
-        assert self.tiers.num_assigned == len(self._blocks)
+        assert self.tiers.physical_ids.keys() == self._blocks.keys()
         for tier, evictor in self._evictors.items():
             for block_id in evictor:
                 block = self._blocks[block_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -43,13 +44,10 @@ class StepWatch:
         self._num_layers = num_layers
         self._begun = self._total = 0
 
-    def begin_step(self, batch: Batch) -> None:
-        """Start to count the layers of a step."""
-        self._begun, self._total = 0, batch.token_layers(self._num_layers) if self.on_layer is not None else 0
-
-    def watched(self, kv_cache: KVCache) -> KVCache:
-        """The KV cache, which reports each layer that begins if there is a function to call."""
-        return kv_cache if self.on_layer is None else WatchedKVCache(kv_cache, self._report)
+    def begin_step(self, batch: Batch) -> Callable[[int], None]:
+        """Start to count the layers of a step. Call the result before each layer, with the number of its tokens."""
+        self._begun, self._total = 0, batch.token_layers(self._num_layers)
+        return self._report
 
     def _report(self, tokens: int) -> None:
         """Call `on_layer`. An error in it is logged and does not fail the step."""
@@ -65,18 +63,16 @@ class StepWatch:
 class ExecutionOrder(Protocol):
     """Computes those sequences of a batch that go through the layers in this order.
 
-    In each step the runner calls `begin_step` of every order, then `run` of every order, both in one fixed sequence.
+    In each step the runner calls `begin_step` of its orders, then `run` of those that take part, both in one fixed
+    sequence.
     """
 
-    def begin_step(self, batch: Batch) -> StepTraffic:
-        """Start the step's loads. Returns the KV bytes that each of this order's sequences moves."""
+    def begin_step(self, batch: Batch) -> StepTraffic | None:
+        """Start the step's loads. Returns the KV bytes that each of this order's sequences moves; None without any."""
         ...
 
-    def run(self, watch: StepWatch) -> ComputedRows | None:
-        """Compute the step. None if no sequence of the batch goes in this order.
-
-        Layers attend through `watch.watched(kv_cache)`.
-        """
+    def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
+        """Compute the step. on_attend: called before each layer's attention, with the number of its tokens."""
         ...
 
     def abandon_step(self) -> None:
@@ -128,16 +124,20 @@ class ChunkOrder:
         self._sequences: Sequence[ScheduledSequence] = ()
         self._metadata: tuple[SequenceMetadata, ...] = ()
 
-    def begin_step(self, batch: Batch) -> StepTraffic:
+    def begin_step(self, batch: Batch) -> StepTraffic | None:
         """Carry out the block moves of the batch and start the loads of its chunks."""
-        self._sequences, self._metadata = batch.chunked, sequence_metadata(batch.chunked)
-        return self._kv_cache.begin_step(self._metadata, batch.moves)
+        self._sequences = batch.chunked
+        starts = accumulate((len(seq.token_ids) for seq in self._sequences), initial=0)  # in the flat batch
+        self._metadata = tuple(
+            SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table)
+            for start, seq in zip(starts, self._sequences, strict=False)
+        )
+        traffic = self._kv_cache.begin_step(self._metadata, batch.moves)
+        return traffic if self._sequences else None
 
-    def run(self, watch: StepWatch) -> ComputedRows | None:
-        if not self._sequences:
-            return None
+    def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
         inputs, sequences = _inputs(self._sequences, self._metadata), self._metadata
-        kv_cache = watch.watched(self._kv_cache)
+        kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
         rows = [(seq.adapter, len(seq.token_ids)) for seq in self._sequences]
         adapters = self._adapters.of_rows(rows) if self._adapters is not None else ()
         if not adapters and self._decode_runner is not None and self._decode_runner.take(sequences):
@@ -149,16 +149,6 @@ class ChunkOrder:
 
     def abandon_step(self) -> None:
         self._kv_cache.abandon_step()
-
-
-def sequence_metadata(sequences: Sequence[ScheduledSequence]) -> tuple[SequenceMetadata, ...]:
-    """Where each sequence's tokens are in the flat batch that they form in this order."""
-    metadata: list[SequenceMetadata] = []
-    start = 0
-    for seq in sequences:
-        metadata.append(SequenceMetadata.full(start, len(seq.token_ids), seq.context_len, seq.block_table))
-        start += len(seq.token_ids)
-    return tuple(metadata)
 
 
 def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceMetadata]) -> Tensor:

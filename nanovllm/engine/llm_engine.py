@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 
 from nanovllm.engine.adapter import Adapters
-from nanovllm.engine.batch import Executor
+from nanovllm.engine.batch import Batch, Executor
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
@@ -79,7 +79,7 @@ class LLMEngine:
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
         self._dropped: deque[str] = deque()  # requests to abort at the next use
-        self._step_prompt_tokens = 0.0  # that the running step computes
+        self._batch: Batch | None = None  # of the running step
 
     # ---- requests
 
@@ -166,7 +166,9 @@ class LLMEngine:
 
     def progress(self, step_share: float = 0.0) -> Progress:
         """How far the unfinished requests are, in tokens, once this share of the running step is done."""
-        return progress_of(self.scheduler, self.limits.num_layers).plus(step_share * self._step_prompt_tokens)
+        num_layers, batch = self.limits.num_layers, self._batch
+        step_tokens = batch.prompt_tokens(num_layers) if batch is not None else 0.0
+        return progress_of(self.scheduler, num_layers).plus(step_share * step_tokens)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -197,11 +199,11 @@ class LLMEngine:
         batch = self.scheduler.schedule(self._clock.now())
         if not batch.sequences:
             return []
-        self._step_prompt_tokens = batch.prompt_tokens(self.limits.num_layers)
+        self._batch = batch
         try:
             result = self.executor.execute(batch)
         finally:
-            self._step_prompt_tokens = 0.0
+            self._batch = None
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
             self._detokenize(request)

@@ -16,7 +16,7 @@ from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
 from nanovllm.engine.profiling import measure_memory, reserve_for_adapters
-from nanovllm.engine.scoring import Scores, explain_non_finite_logits, score
+from nanovllm.engine.scoring import explain_non_finite_logits, score
 from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import layout_of
@@ -33,7 +33,8 @@ from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
-from nanovllm.ops.kv_quantization import dtype_name, stored_dtype
+from nanovllm.ops.cpu_kernels import dtype_name
+from nanovllm.ops.kv_quantization import stored_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,11 @@ class ModelRunner:
         if group is not None:
             group.exchange(None)  # memory is measured when all ranks have loaded their weights
         memory = measure_memory(self.device, self.model, self._backend, config)
-        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
         if group is not None:
             memory = smallest(group.exchange(memory), group.local_size)
+        memory = reserve_for_adapters(memory, config, self.spec, self.dtype.itemsize)
+        if group is not None:  # adapters take more on the rank that has most of the model
+            memory = smallest(group.exchange(memory), local_size=1)
         groups = sides.sequence_groups()
         asked_swap_bytes = groups.asked_swap_bytes(config) if groups is not None else 0
         without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes)
@@ -74,32 +77,38 @@ class ModelRunner:
         self.plan = self.sizing.plan()
         self.num_swap_blocks = groups.plan_swap_space(config, layout, memory, self.plan) if groups is not None else 0
         self._log_sizes()
-        trace = sides.trace() if config.trace is not None else None
-        if trace is not None and config.trace is not None:
-            self.device = trace.TracedDevice(self.device, config.trace)
+        self._trace = sides.trace() if config.trace is not None else None
+        if self._trace is not None and config.trace is not None:
+            self.device = self._trace.TracedDevice(self.device, config.trace)
         self._adapters = self._make_adapter_manager()
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
-        if trace is not None:  # after the graphs, which record no marks
-            trace.trace_model(self.device, self.model)
+        if self._trace is not None:  # after the graphs, which record no marks
+            self._trace.trace_model(self.device, self.model)
         chunks = ChunkOrder(self.model, self.kv_cache, self._graphs, self._adapters)
         self._orders: list[ExecutionOrder] = [chunks, *layerwise]
+        self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
         self._watch = StepWatch(self.spec.num_layers)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; the KV that the step was writing is undefined."""
         self.check_health()
-        scores = Scores([], [], {})
-        self._watch.begin_step(batch)
-        self.device.begin_step(batch.sequences)
+        # Layer-by-layer prefill also takes part in the step after its last, to drop what it kept between two steps.
+        orders = self._orders if batch.layerwise is not None or self._was_layerwise else self._orders[:1]
+        self._was_layerwise = batch.layerwise is not None
+        result = StepResult()
+        on_attend = self._watch.begin_step(batch) if self._watch.on_layer is not None else None
+        if self._trace is not None:
+            self._trace.begin_step(self.device, batch.sequences)
         try:
             with self.device.compute():
                 unloaded = self._adapters.begin_step(batch.adapters) if self._adapters is not None else {}
-                traffic = [order.begin_step(batch) for order in self._orders]
-                for order in self._orders:
-                    if (rows := order.run(self._watch)) is not None:
-                        scores.extend(score(self.model, rows, lambda: self._why_not_finite))
+                begun = [(order, moved) for order in orders if (moved := order.begin_step(batch)) is not None]
+                for order, moved in begun:
+                    score(self.model, order.run(on_attend), result, lambda: self._why_not_finite)
+                    result.h2d_bytes.extend(moved.h2d_bytes)
+                    result.d2h_bytes.extend(moved.d2h_bytes)
                 self.kv_cache.end_step()
         except BaseException:
             for order in self._orders:
@@ -107,10 +116,8 @@ class ModelRunner:
             raise
         for index, seq in enumerate(batch.sequences):
             if seq.adapter is not None and seq.adapter in unloaded:
-                scores.errors[index] = unloaded[seq.adapter]
-        h2d_bytes = [num_bytes for moved in traffic for num_bytes in moved.h2d_bytes]
-        d2h_bytes = [num_bytes for moved in traffic for num_bytes in moved.d2h_bytes]
-        return StepResult(scores.samples, h2d_bytes, d2h_bytes, scores.prompt_logprobs, scores.errors)
+                result.errors[index] = unloaded[seq.adapter]
+        return result
 
     def check_health(self) -> None:
         """Raise EngineError if no step can run any more."""
@@ -151,7 +158,7 @@ class ModelRunner:
         """The KV cache of the plan's sizes, and the execution orders other than `ChunkOrder` that it allows."""
         spec, plan, config = self.spec, self.plan, self.sizing.config
         layout = replace(self.sizing.layout, num_kv_heads=spec.num_kv_heads)
-        geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), self.dtype)
+        geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), self.dtype)
         device, dtype, backend, num_swap = self.device, self._kv_dtype, self._backend, self.num_swap_blocks
         if not config.enable_cpu_offload:
             return PagedKVCache(device, layout, dtype, geometry, backend, plan.num_gpu_blocks, num_swap), []

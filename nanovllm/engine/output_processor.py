@@ -77,7 +77,8 @@ class SequenceOutput:
 
     def completion(self) -> CompletionOutput:
         """Everything so far."""
-        self._update_logprobs()
+        if self._seq.request.sampling.num_logprobs is not None:
+            self._update_logprobs(self._seq.request.sampling.num_logprobs)
         text = "" if self.text is None else self.text.visible()
         return self._completion(text, self._seq.output_token_ids, self._logprobs)
 
@@ -87,7 +88,8 @@ class SequenceOutput:
         if seq.num_output_tokens == sent and seq.finished == self._sent_end:
             return None
         self._num_sent_tokens, self._sent_end = seq.num_output_tokens, seq.finished
-        self._update_logprobs()
+        if seq.request.sampling.num_logprobs is not None:
+            self._update_logprobs(seq.request.sampling.num_logprobs)
         text = "" if self.text is None else self.text.take()
         return self._completion(text, seq.token_ids[seq.prompt_len + sent :], self._logprobs[sent:])
 
@@ -103,12 +105,12 @@ class SequenceOutput:
             stop_reason=seq.stop_reason,
         )
 
-    def _update_logprobs(self) -> None:
-        count, done = self._seq.request.sampling.num_logprobs, len(self._logprobs)
-        if count is not None:
-            token_ids = self._seq.token_ids[self._seq.prompt_len + done :]
-            for token_id, found in zip(token_ids, self._seq.logprobs[done:], strict=True):
-                self._logprobs.append(self._token_texts.logprobs(token_id, found, count))
+    def _update_logprobs(self, count: int) -> None:
+        """Add the new tokens' log-probabilities, with the `count` most likely ones."""
+        done = len(self._logprobs)
+        token_ids = self._seq.token_ids[self._seq.prompt_len + done :]
+        for token_id, found in zip(token_ids, self._seq.logprobs[done:], strict=True):
+            self._logprobs.append(self._token_texts.logprobs(token_id, found, count))
 
 
 class OutputProcessor:
@@ -164,7 +166,7 @@ class OutputProcessor:
             finished=request.finished,
             metrics=request.metrics,
             num_cached_tokens=request.metrics.cached_tokens,
-            prompt_logprobs=self._new_prompt_logprobs(),
+            prompt_logprobs=None if request.params.prompt_logprobs is None else self._new_prompt_logprobs(),
             error=request.error,
             lora_request=request.adapter.request if request.adapter is not None else None,
         )
@@ -186,15 +188,13 @@ class OutputProcessor:
         except Exception as error:
             self.fail_text(seq, error)
 
-    def _new_prompt_logprobs(self) -> list[Mapping[int, Logprob] | None] | None:
+    def _new_prompt_logprobs(self) -> list[Mapping[int, Logprob] | None]:
         request, reported = self.request, self._prompt_logprobs
         count = request.sampling.num_prompt_logprobs
         if count is not None:
             new = request.prompt_logprobs[len(reported) - 1 :]
             for token_id, found in zip(request.prompt_token_ids[len(reported) :], new, strict=False):
                 reported.append(self._token_texts.logprobs(token_id, found, count))
-        if request.params.prompt_logprobs is None:
-            return None
         if request.params.output_kind is not RequestOutputKind.DELTA:
             return reported
         sent, self._num_sent_prompt_logprobs = self._num_sent_prompt_logprobs, len(reported)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.batch import LogitAdjustments, LogitsProcessors, PromptTargets, SamplingRow, TokenMask, token_array
+from nanovllm.engine.grammar import GrammarState
 from nanovllm.engine.request import Sequence
 
 # Larger values change nothing, and would not fit the sampler's tensors.
@@ -27,7 +28,7 @@ def sampling_row(seq: Sequence) -> SamplingRow:
         index=seq.num_output_tokens,
         num_logprobs=seq.request.num_logprobs,
         adjustments=_adjustments(seq),
-        mask=_mask(seq),
+        mask=seq.request.sampling.allowed if seq.grammar is None else _grammar_mask(seq, seq.grammar),
         processors=processors,
     )
 
@@ -51,11 +52,8 @@ def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
     return banned
 
 
-def _mask(seq: Sequence) -> TokenMask | None:
-    """The tokens that may come next; the mask of a grammar is made while the step computes."""
-    grammar = seq.grammar
-    if grammar is None:
-        return seq.request.sampling.allowed
+def _grammar_mask(seq: Sequence, grammar: GrammarState) -> TokenMask:
+    """The tokens that may come next. The mask is made while the step computes."""
     new = seq.token_ids[seq.prompt_len + grammar.num_read :]
     return grammar.mask(new, hold_end=seq.num_output_tokens < seq.params.min_tokens)
 
@@ -65,7 +63,7 @@ def _adjustments(seq: Sequence) -> LogitAdjustments | None:
     p, s = seq.params, seq.request.sampling
     # A grammar's mask holds end tokens back itself, unless nothing else may follow.
     holds_end = seq.num_output_tokens < p.min_tokens and seq.grammar is None
-    banned = token_array(s.end_tokens if holds_end else ())
+    banned = list(s.end_tokens) if holds_end else []
     if s.bad_words:
         longest = max(map(len, s.bad_words))
         banned.extend(banned_tokens(s.bad_words, seq.token_ids[max(seq.prompt_len, len(seq) - longest + 1) :]))
@@ -73,7 +71,7 @@ def _adjustments(seq: Sequence) -> LogitAdjustments | None:
     if not banned and not s.biased and not penalized:
         return None
     return LogitAdjustments(
-        banned=banned,
+        banned=token_array(banned),
         biased=s.biased,
         biases=s.biases,
         repetition_penalty=max(1 / MAX_REPETITION_PENALTY, min(p.repetition_penalty, MAX_REPETITION_PENALTY)),

@@ -70,22 +70,27 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """The batch of the next step; empty when nothing can run. `now` becomes the time of first scheduling."""
-        self._restart_longer()
+        for request in [request for request in self.running if request.outgrew_kv]:
+            self._restart_longer(request)
         self._grow_running()
         free_seqs = self.limits.max_num_seqs - sum(request.num_seqs for request in self.running)
         budget = SchedulingBudget(self.limits.max_num_batched_tokens, free_seqs, self.limits.chunk)
         budget.adapters = {request.adapter.number for request in self.running if request.adapter is not None}
         budget.max_loras = self.limits.max_loras
+        prefills: list[Request] = []
         for request in self.running:
-            if not request.is_prefill:  # first of all, so that a long prefill never stalls a decode
+            if request.is_prefill:
+                prefills.append(request)
+            else:  # first of all, so that a long prefill never stalls a decode
                 budget.schedule(request)
-        self._reserve_for_long_prefill(budget)
-        for request in self.running:
-            if request.is_prefill and request is not budget.long_prefill:
-                budget.schedule(request)
-        self._resume_swapped(budget)
-        self._admit_waiting(budget, now)
-        budget.schedule_long_prefill()
+        if prefills:
+            self._schedule_prefills(prefills, budget)
+        if self.swapped:
+            self._resume_swapped(budget)
+        if self.waiting:
+            self._admit_waiting(budget, now)
+        if budget.long_prefill is not None:
+            budget.schedule_long_prefill()
         return self._make_batch(budget)
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
@@ -118,20 +123,19 @@ class Scheduler:
 
     # ---- the stages of a step
 
-    def _restart_longer(self) -> None:
-        """Requests that have outgrown the length up to which their K/V holds wait to be computed again."""
-        for request in [request for request in self.running if request.outgrew_kv]:
-            self.preemption.restart(request)
-            request.switch_rope()
-            _insert(self.waiting, request)
-            self.running.remove(request)
+    def _restart_longer(self, request: Request) -> None:
+        """A request that has outgrown the length up to which its K/V holds waits to be computed again."""
+        self.preemption.restart(request)
+        request.switch_rope()
+        _insert(self.waiting, request)
+        self.running.remove(request)
 
     def _grow_running(self) -> None:
         """Give each running request the blocks of its next tokens; preempt from the end of the list to free them."""
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:  # preempted for an earlier one
                 continue
-            while not self.block_manager.can_grow(request.computing):
+            while self.block_manager.num_to_grow(request.computing) > self.block_manager.num_allocatable:
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
@@ -139,19 +143,22 @@ class Scheduler:
             else:
                 self.block_manager.grow(request.computing)
 
-    def _reserve_for_long_prefill(self, budget: SchedulingBudget) -> None:
-        """Find the long prefill among the running requests, plan its next part, and reserve tokens for it.
+    def _schedule_prefills(self, prefills: list[Request], budget: SchedulingBudget) -> None:
+        """Schedule the running prefills but the long one: plan its next part, and reserve tokens for it.
 
         It is the layer-by-layer one, else the first that the tokens left in this step do not complete. A request whose
         sequences are recomputed side by side has no single prompt, and does not count.
         """
-        alone = [request for request in self.running if len(request.computing) == 1]
+        alone = [request for request in prefills if len(request.computing) == 1]
         layerwise = (request for request in alone if request.computing[0].layerwise is not None)
         long = (request for request in alone if request.computing[0].num_remaining > max(budget.left, 1))
-        request = next(layerwise, next(long, None))
-        if request is not None:
-            self._plan_order(request.computing[0])
-            budget.reserve_for(request)
+        long_prefill = next(layerwise, next(long, None))
+        if long_prefill is not None:
+            self._plan_order(long_prefill.computing[0])
+            budget.reserve_for(long_prefill)
+        for request in prefills:
+            if request is not long_prefill:
+                budget.schedule(request)
 
     def _resume_swapped(self, budget: SchedulingBudget) -> None:
         """Resume swapped requests in order, as far as blocks, sequence slots and tokens allow."""
@@ -276,7 +283,7 @@ class Scheduler:
             rope_len=seq.request.rope_len,
             block_table=self.block_manager.physical_ids(seq, end),
             samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
-            prompt_targets=prompt_targets(seq, chunk),
+            prompt_targets=prompt_targets(seq, chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
             adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
         )

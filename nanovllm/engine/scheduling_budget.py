@@ -88,6 +88,7 @@ class SchedulingBudget:
 
     def schedule_long_prefill(self) -> None:
         """Give the long prefill all tokens that are left, the reserved ones too, unless it goes layer by layer."""
+        assert self.long_prefill is not None
         self.left, self._reserved = self.left + self._reserved, 0
-        if self.long_prefill is not None and self.long_prefill.computing[0].layerwise is None:
+        if self.long_prefill.computing[0].layerwise is None:
             self.schedule(self.long_prefill)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanovllm.engine.batch import Sample, SamplingRow, ScheduledSequence, TokenLogprobs
+from nanovllm.engine.batch import Sample, SamplingRow, StepResult, TokenLogprobs
 from nanovllm.engine.execution_order import ComputedRows
 from nanovllm.errors import told
 from nanovllm.layers.logits import process
@@ -24,50 +23,27 @@ EVERYTHING_BANNED = (
 MOST_NAMED = 3  # weights in an error message
 
 
-@dataclass(slots=True)
-class Scores:
-    """What was drawn and measured for each sequence; `errors` by the index of a sequence, as in StepResult."""
-
-    samples: list[list[Sample]]
-    prompt_logprobs: list[list[TokenLogprobs]]
-    errors: dict[int, str]
-
-    def extend(self, other: Scores) -> None:
-        """Append the scores of sequences that follow these in the batch."""
-        self.errors |= {len(self.samples) + index: error for index, error in other.errors.items()}
-        self.samples += other.samples
-        self.prompt_logprobs += other.prompt_logprobs
-
-
-def score(
-    model: Decoder,
-    rows: ComputedRows,
-    why_not_finite: Callable[[], str],
-) -> Scores:
-    """Draw the tokens that are due, and the log-probabilities of the prompt tokens that are asked for.
+def score(model: Decoder, rows: ComputedRows, result: StepResult, why_not_finite: Callable[[], str]) -> None:
+    """Append the sequences of `rows` to `result`: the tokens that are due, and the asked prompt log-probabilities.
 
     why_not_finite: gives the error of a sequence whose logits hold NaN or infinity. The samples of a sequence with an
     error are meaningless.
     """
-    hidden, sequences, starts = rows.hidden, rows.sequences, rows.starts
-    scores = Scores([[] for _ in sequences], [[] for _ in sequences], {})
-    for i in _measure_prompts(model, hidden, sequences, starts, scores.prompt_logprobs):
-        scores.errors[i] = why_not_finite()
-    for i, error in _draw_samples(model, hidden, sequences, starts, scores.samples).items():
-        scores.errors[i] = error if error is not None else why_not_finite()
-    return scores
+    first = len(result.samples)
+    result.samples.extend([] for _ in rows.sequences)
+    result.prompt_logprobs.extend([] for _ in rows.sequences)
+    if any(seq.prompt_targets is not None for seq in rows.sequences):
+        for i in _measure_prompts(model, rows, result.prompt_logprobs[first:]):
+            result.errors[first + i] = why_not_finite()
+    for i, error in _draw_samples(model, rows, result.samples[first:]).items():
+        result.errors[first + i] = error if error is not None else why_not_finite()
 
 
-def _draw_samples(
-    model: Decoder,
-    hidden: Tensor,
-    sequences: Sequence[ScheduledSequence],
-    starts: Sequence[int],
-    samples: list[list[Sample]],
-) -> dict[int, str | None]:
+def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]]) -> dict[int, str | None]:
     """Append the tokens of each sequence's `samples`. Returns errors by index of a sequence, None for logits that are
     not finite.
     """
+    hidden, sequences, starts = rows.hidden, rows.sequences, rows.starts
     due = [(i, row) for i, seq in enumerate(sequences) for row in seq.samples]
     if not due:
         return {}
@@ -75,9 +51,10 @@ def _draw_samples(
     logits = model.compute_logits(hidden[upload(last_rows, hidden.device)])
     if not model.has_logits:
         return {}
-    rows = [row for _, row in due]
-    processed, errors = _processed(logits, rows)
-    tokens = sample(logits, rows, processed)
+    sampling = [row for _, row in due]
+    has_processors = any(row.processors is not None for row in sampling)
+    processed, errors = _processed(logits, sampling) if has_processors else ({}, {})
+    tokens = sample(logits, sampling, processed)
     failed: dict[int, str | None] = {}
     for position, ((i, row), token) in enumerate(zip(due, tokens, strict=True)):
         error = errors.get(position) or (row.mask.error if row.mask is not None else None)
@@ -85,7 +62,9 @@ def _draw_samples(
             failed[i] = None
         elif error is not None or token < 0:
             failed.setdefault(i, error or EVERYTHING_BANNED)
-    logprobs = token_logprobs(logits, tokens, [None if i in failed else row.num_logprobs for i, row in due])
+    counts = [None if i in failed else row.num_logprobs for i, row in due]
+    asked = any(count is not None for count in counts)
+    logprobs = token_logprobs(logits, tokens, counts) if asked else [None] * len(due)
     for (i, _), token, found in zip(due, tokens, logprobs, strict=True):
         samples[i].append(Sample(token, TokenLogprobs(*found) if found is not None else None))
     return failed
@@ -104,31 +83,25 @@ def _processed(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[dict[int, T
     return found, errors
 
 
-def _measure_prompts(
-    model: Decoder,
-    hidden: Tensor,
-    sequences: Sequence[ScheduledSequence],
-    starts: Sequence[int],
-    results: list[list[TokenLogprobs]],
-) -> set[int]:
+def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[TokenLogprobs]]) -> set[int]:
     """Append the log-probabilities of each sequence's `prompt_targets`. Returns the indices of sequences whose logits
     are not finite.
 
     Computes the logits of MAX_ROWS rows at a time, to bound their memory.
     """
     failed: set[int] = set()
-    for i, (seq, start) in enumerate(zip(sequences, starts, strict=True)):
+    for i, (seq, start) in enumerate(zip(rows.sequences, rows.starts, strict=True)):
         targets = seq.prompt_targets
         for begin in range(0, len(targets.token_ids) if targets is not None else 0, MAX_ROWS):
             assert targets is not None
             token_ids, first = targets.token_ids[begin : begin + MAX_ROWS], start + targets.first_row + begin
-            logits = model.compute_logits(hidden[first : first + len(token_ids)])
+            logits = model.compute_logits(rows.hidden[first : first + len(token_ids)])
             if not model.has_logits:
                 continue
             found = token_logprobs(logits, token_ids, [targets.num_logprobs] * len(token_ids))
             if not is_finite(logits):
                 failed.add(i)
-            results[i] += [TokenLogprobs(*row) for row in found if row is not None]
+            results[i].extend(TokenLogprobs(*row) for row in found if row is not None)
     return failed
 
 

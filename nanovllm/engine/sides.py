@@ -171,6 +171,8 @@ class Trace(Protocol):
 
     def trace_model(self, device: Device, model: Decoder) -> None: ...
 
+    def begin_step(self, device: Device, sequences: Sequence[ScheduledSequence]) -> None: ...
+
 
 class ProgressBars(Protocol):
     """Shows the progress of `LLM.generate`. Without it nothing is shown."""

@@ -38,6 +38,10 @@ class GgufMethod:
             return
         yield f"{module}.weight", CheckpointTensor((out_features, in_features), (self.types[module],))
 
+    def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        kind = self._type(module)
+        return 1, 1 if kind is None else kind.block_size
+
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         kind = self._type(module)
         if kind is None:

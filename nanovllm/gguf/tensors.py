@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,24 +35,48 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def read_tensor(tensor: GgufTensor, heads: int | None = None) -> Tensor:
+def read_tensor(tensor: GgufTensor, heads: int | None, part: tuple[slice, ...] = ()) -> Tensor:
     """The tensor's data: numbers in its shape, or of a packed type the bytes [rows, bytes of a row].
 
-    heads: the number of heads whose rows llama.cpp has put into another order for RoPE; they are put back.
+    heads: the number of heads whose rows llama.cpp has put into another order for RoPE; they are put back. part: what
+    is read, as slices of the first axes: rows of whole heads, and columns of whole blocks.
     """
-    with tensor.file.open("rb") as file:
-        data = np.fromfile(file, np.uint8, tensor.num_bytes, offset=tensor.offset)
-    if len(data) < tensor.num_bytes:
-        raise ModelError(
-            f"{tensor.file} is truncated: tensor {quoted(tensor.name)} at byte {tensor.offset} has {tensor.num_bytes} "
-            f"bytes, and only {len(data)} could be read; copy it again."
-        )
-    values = torch.from_numpy(data)
+    num_rows, num_columns = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
+    everything = slice(None)
+    rows, columns = (
+        range(size)[kept] for size, kept in zip((num_rows, num_columns), (*part, everything, everything), strict=False)
+    )
+    data = _read_bytes(tensor, rows, columns, num_columns)
+    values = torch.from_numpy(data).view(len(rows), -1)
     if tensor.type.name in DTYPES:
-        values = values.view(DTYPES[tensor.type.name]).reshape(tensor.shape)
+        values = values.view(DTYPES[tensor.type.name])
+    if len(tensor.shape) == 1:
+        values = values.flatten()
+    return values if heads is None else _in_halves(values, heads * len(rows) // num_rows)
+
+
+def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: int) -> Any:
+    """The bytes of rows and columns of a matrix [., num_columns], a piece of the file after the other."""
+    block = tensor.type
+    first, size, row_bytes = (
+        number // block.block_size * block.block_bytes for number in (columns.start, len(columns), num_columns)
+    )
+    if size == row_bytes:
+        starts, shape = [rows.start * row_bytes], (1, len(rows) * row_bytes)
     else:
-        values = values.view(-1, tensor.row_bytes)
-    return values if heads is None else _in_halves(values, heads)
+        starts, shape = [row * row_bytes + first for row in rows], (len(rows), size)
+    # Memory of its own, which goes back to the system with the tensor: malloc would keep some of it.
+    data = np.ndarray(shape, np.uint8, mmap.mmap(-1, max(1, shape[0] * shape[1]), flags=mmap.MAP_PRIVATE))
+    with tensor.file.open("rb") as file:
+        for piece, start in zip(data, starts, strict=True):
+            file.seek(tensor.offset + start)
+            num_read = file.readinto(piece.data)
+            if num_read < len(piece):
+                raise ModelError(
+                    f"{tensor.file} is truncated: tensor {quoted(tensor.name)} at byte {tensor.offset} has "
+                    f"{tensor.num_bytes} bytes, and only {start + num_read} could be read; copy it again."
+                )
+    return data
 
 
 def _in_halves(rows: Tensor, heads: int) -> Tensor:

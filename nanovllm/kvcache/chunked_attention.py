@@ -9,6 +9,7 @@ for CPU attention go to `CpuAttention`, if there is one: in order with the other
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, StepTraffic
 from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import (
     BlockRead,
     CpuAttentionGroup,
@@ -27,6 +28,7 @@ from nanovllm.kvcache.step_plan import (
     plan_block_reads,
 )
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
+from nanovllm.ops.kv_quantization import has_scales
 from nanovllm.ops.merge import merge_states_
 from nanovllm.ops.row_kernels import as_stored
 from nanovllm.ops.triton_support import use_triton
@@ -83,7 +85,7 @@ class OffloadedKVCache(KVCacheBase):
     ) -> None:
         super().__init__(engine, geometry, backend, num_gpu_blocks)
         self.cpu_attention = cpu_attention
-        self._first_host_id = engine.split.resident_blocks
+        self._stores_scales = has_scales(engine.ring.dtype)
         self._plans: dict[int | None, LayerPlan] = {}  # of the current step, by sliding window
 
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
@@ -94,14 +96,13 @@ class OffloadedKVCache(KVCacheBase):
             self.cpu_attention.begin_step(self._plans)
         # A shared block is loaded once; its bytes count for its first reader.
         traffic, windows = StepTraffic([0] * len(sequences), [0] * len(sequences)), self._geometry.windows
-        uses: dict[int | None, list[list[RingUse]]] = {}  # made once for all layers: they can be a hundred thousand
-        for window, plan in self._plans.items():
-            uses[window] = [[self._ring_use(read) for read in group.reads] for group in plan.ring]
+        ring = {window: [group.reads for group in plan.ring] for window, plan in self._plans.items()}
+        for window, groups in ring.items():
             token_bytes = windows.count(window) * self.layout.token_layer_bytes
-            for read in (read for group in plan.ring for read in group.reads):
+            for read in chain.from_iterable(groups):
                 traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
                 traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
-        self.engine.begin([(layer, group) for layer, window in enumerate(windows) for group in uses[window]])
+        self.engine.begin([(layer, reads) for layer, window in enumerate(windows) for reads in ring[window]])
         return traffic
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -110,7 +111,8 @@ class OffloadedKVCache(KVCacheBase):
         Uses up the next ring groups that were announced to the engine: layers must be attended in order, each once a
         step. Raises EngineError otherwise.
         """
-        k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
+        if self._stores_scales:
+            k, v = as_stored(k, self.engine.ring.dtype), as_stored(v, self.engine.ring.dtype)
         window = self._geometry.windows[layer]
         plan, state, cpu_attention = self._plans[window], AttentionState.empty(q), self.cpu_attention
         if cpu_attention is not None:
@@ -121,10 +123,7 @@ class OffloadedKVCache(KVCacheBase):
                 cpu_attention.attend_in_order(layer, group, q, state)
                 continue
             in_ring = isinstance(group, RingGroup)
-            if in_ring:
-                pool = self.engine.acquire(layer, group.reads[0].physical_id - self._first_host_id)
-            else:
-                pool = self.engine.resident[layer]
+            pool = self.engine.acquire(layer, group.reads[0].physical_id) if in_ring else self.engine.resident[layer]
             for index, read in group.written:
                 self._write(read, pool[index], k, v, ctx.sequences)
             if in_ring and group.written:
@@ -153,16 +152,13 @@ class OffloadedKVCache(KVCacheBase):
                 window_reads,
                 sequences,
                 block_size,
-                self._first_host_id,
+                self.engine.split.resident_blocks,
                 self.engine.group_slots,
                 chosen.get(window, ()),
                 cpu_attention is not None and cpu_attention.concurrent,
             )
             for window, window_reads in reads.items()
         }
-
-    def _ring_use(self, read: BlockRead) -> RingUse:
-        return RingUse(read.physical_id - self._first_host_id, read.stored_tokens, read.new_tokens)
 
     def _write(
         self, read: BlockRead, block: Tensor, k: Tensor, v: Tensor, sequences: Sequence[SequenceMetadata]

@@ -64,52 +64,44 @@ class IdPool:
 
 
 class HybridManager:
-    """Maps block ids to physical block ids."""
+    """Maps block ids to physical block ids.
+
+    physical_ids: by block id; pools: the free physical ids of each tier. Only the methods here change them.
+    """
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int, num_swap_blocks: int = 0) -> None:
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         self.num_swap_blocks = num_swap_blocks
-        self._pools = {
+        self.pools = {
             Tier.DEVICE: IdPool(0, num_device_blocks),
             Tier.HOST: IdPool(num_device_blocks, num_host_blocks),
             Tier.SWAP: IdPool(num_device_blocks + num_host_blocks, num_swap_blocks),
         }
-        self._physical_ids: dict[int, int] = {}
-
-    @property
-    def num_assigned(self) -> int:
-        return len(self._physical_ids)
-
-    def num_free(self, tier: Tier) -> int:
-        """Free blocks of `tier`."""
-        return self._pools[tier].num_free
+        self.physical_ids: dict[int, int] = {}
 
     def tier_of(self, block_id: int) -> Tier:
-        physical_id = self._physical_ids[block_id]
+        physical_id = self.physical_ids[block_id]
         if physical_id < self.num_device_blocks:
             return Tier.DEVICE
         return Tier.HOST if physical_id < self.num_device_blocks + self.num_host_blocks else Tier.SWAP
 
-    def physical_id(self, block_id: int) -> int:
-        return self._physical_ids[block_id]
-
     def assign(self, block_id: int, tier: Tier) -> None:
         """Give a new block a free physical id on `tier`. Raises ValueError if the block already has one."""
-        if block_id in self._physical_ids:
-            raise ValueError(f"block {block_id} already has physical block id {self._physical_ids[block_id]}")
-        self._physical_ids[block_id] = self._pools[tier].take()
+        if block_id in self.physical_ids:
+            raise ValueError(f"block {block_id} already has physical block id {self.physical_ids[block_id]}")
+        self.physical_ids[block_id] = self.pools[tier].take()
 
     def release(self, block_id: int) -> None:
         """Forget the block and free its physical id."""
         tier = self.tier_of(block_id)
-        self._pools[tier].give_back(self._physical_ids.pop(block_id))
+        self.pools[tier].give_back(self.physical_ids.pop(block_id))
 
     def move(self, block_id: int, tier: Tier) -> BlockMove:
         """Assign the block to another tier. Carry out the returned move before the next forward pass."""
-        source_tier, source = self.tier_of(block_id), self._physical_ids[block_id]
+        source_tier, source = self.tier_of(block_id), self.physical_ids[block_id]
         if source_tier is tier:
             raise ValueError(f"block {block_id} is already on the {tier.value}")
-        self._physical_ids[block_id] = self._pools[tier].take()
-        self._pools[source_tier].give_back(source)
-        return BlockMove(source, self._physical_ids[block_id])
+        self.physical_ids[block_id] = self.pools[tier].take()
+        self.pools[source_tier].give_back(source)
+        return BlockMove(source, self.physical_ids[block_id])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -29,52 +30,19 @@ from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.transfer_order import TransferOrder
 
 
-@dataclass(frozen=True, slots=True)
-class RingUse:
-    """One use of a slot by a layer of a host block.
+@dataclass(slots=True)
+class BlockTokens:
+    """Tokens of a block in a step: `stored_tokens` were there before it, `new_tokens` after them are written in it.
 
-    Its `stored_tokens` are loaded first, 0 if the host holds none yet. The `new_tokens` after them are written into the
-    slot and copied to the host.
+    In a slot of the ring, the stored tokens of a host block are loaded first, and the new ones are copied to the host.
     """
 
-    host_block: int
+    physical_id: int
     stored_tokens: int
-    new_tokens: int = 0
+    new_tokens: int
 
 
-RingUses = tuple[int, Sequence[RingUse]]  # a layer, and host blocks that it uses together; all layers share the blocks
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTokens:
-    """Tokens of one layer of a host block, and the slot that they are copied to or from."""
-
-    slot: int
-    layer: int
-    host_block: int
-    first_token: int
-    num_tokens: int
-
-
-def neighbours(pieces: Sequence[SlotTokens], block_size: int, blocks_in_reach: int) -> list[list[SlotTokens]]:
-    """Cut the pieces into lists that one strided copy moves: full blocks in neighbouring slots and host blocks.
-
-    blocks_in_reach: no copy crosses a multiple of this many host blocks.
-    """
-    found: list[list[SlotTokens]] = []
-    for piece in pieces:
-        last = found[-1][-1] if found else None
-        if (
-            last is not None
-            and last.num_tokens == piece.num_tokens == block_size
-            and (piece.slot, piece.host_block) == (last.slot + 1, last.host_block + 1)
-            and piece.layer == last.layer
-            and piece.host_block % blocks_in_reach
-        ):
-            found[-1].append(piece)
-        else:
-            found.append([piece])
-    return found
+RingUses = tuple[int, Sequence[BlockTokens]]  # a layer, and host blocks that it uses together; layers share these
 
 
 class OffloadEngine:
@@ -123,7 +91,7 @@ class OffloadEngine:
     def blocks_in_flight(self) -> tuple[int, ...]:
         """Physical ids of the host blocks in ring slots: of the acquired group and of those that are being loaded."""
         groups = self._groups[self._next : self._next + self._num_groups]
-        return tuple(self.split.resident_blocks + use.host_block for _, uses in groups for use in uses)
+        return tuple(use.physical_id for _, uses in groups for use in uses)
 
     def count(self, kind: CopyKind | Literal["cpu_attention"], number: int, num_bytes: int) -> None:
         """Count copies, or host blocks, one layer of each, that the CPU attended to."""
@@ -144,17 +112,17 @@ class OffloadEngine:
         for group, (layer, uses) in enumerate(groups[: self._num_groups]):
             self.load_to_slot_layer(group, layer, uses)
 
-    def acquire(self, layer: int, host_block: int) -> Tensor:
+    def acquire(self, layer: int, physical_id: int) -> Tensor:
         """The blocks of the next announced group, ready for compute: `[slots, 2, kv_heads, block_size, head_dim]`.
 
-        layer, host_block: the first use of the group that the caller attends to. Loads are issued ahead in the order of
-        `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
+        layer, physical_id: of the first block of the group that the caller attends to. Loads are issued ahead in the
+        order of `begin`, so a group attended out of turn would read the slots of another one: that raises EngineError.
         """
         next_layer, uses = self._groups[self._next] if self._next < len(self._groups) else (0, ())
-        if not uses or (next_layer, uses[0].host_block) != (layer, host_block):
-            announced = f"layer {next_layer} of host block {uses[0].host_block}" if uses else "no further group"
+        if not uses or (next_layer, uses[0].physical_id) != (layer, physical_id):
+            announced = f"layer {next_layer} of block {uses[0].physical_id}" if uses else "no further group"
             raise EngineError(
-                f"the pass attends to a group that begins with layer {layer} of host block {host_block}, but announced "
+                f"the pass attends to a group that begins with layer {layer} of block {physical_id}, but announced "
                 f"{announced} next; attend to the groups in the order given to begin()"
             )
         group = self._next % self._num_groups
@@ -183,7 +151,7 @@ class OffloadEngine:
 
     # ---- the layer buffer; `index` is the block's index in its sequence
 
-    def fill_buffer(self, index: int, layer: int, use: RingUse) -> None:
+    def fill_buffer(self, index: int, layer: int, use: BlockTokens) -> None:
         """Start a layer of the block: load its stored tokens once compute has released the slot."""
         self.load_to_slot_layer(self._num_groups + index, layer, [use])
 
@@ -191,7 +159,7 @@ class OffloadEngine:
         """Compute uses the block of `layer_buffer` from now on, after its load."""
         self.order.before_compute(self._num_groups + index)
 
-    def store_buffered(self, index: int, layer: int, use: RingUse) -> None:
+    def store_buffered(self, index: int, layer: int, use: BlockTokens) -> None:
         """Copy newly written tokens from the buffer to the host block."""
         self.offload_slot_layer(self._num_groups + index, layer, [use])
 
@@ -201,42 +169,46 @@ class OffloadEngine:
 
     # ---- copies of one layer of the blocks in a group of slots; after the ring's groups, one for each buffered block
 
-    def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[RingUse]) -> None:
+    def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
         stream = self.order.before_fill(group)
         self._copy(group, layer, uses, "h2d", stream)
-        self.order.after_fill(group)
+        self.order.after_fill(group, stream)
 
-    def offload_slot_layer(self, group: int, layer: int, uses: Sequence[RingUse]) -> None:
+    def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
         self._copy(group, layer, uses, "d2h", self.order.before_store(group))
 
-    def _copy(self, group: int, layer: int, uses: Sequence[RingUse], kind: CopyKind, stream: Stream) -> None:
+    def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
+        """Copy the stored tokens of the uses to the slots of the group, or their new tokens from there."""
         in_buffer = group - self._num_groups
-        first_slot = group * self.group_slots if in_buffer < 0 else self.split.ring_slots + in_buffer
-        pieces = []
-        for slot, use in enumerate(uses, first_slot):
-            first_token, num_tokens = (0, use.stored_tokens) if kind == "h2d" else (use.stored_tokens, use.new_tokens)
-            if num_tokens:
-                pieces.append(SlotTokens(slot, layer, use.host_block, first_token, num_tokens))
-        for together in neighbours(pieces, self.layout.block_size, self._blocks_in_reach):
-            copy = self._strided_copy(together, kind)
-            self.device.copy_2d(copy, stream)
-            self.count(kind, len(together), copy.width * copy.height)
+        memory, first_slot = (self.layer_buffer, in_buffer) if in_buffer >= 0 else (self.ring, group * self.group_slots)
+        tokens = [use.stored_tokens if kind == "h2d" else use.new_tokens for use in uses]
+        # Uses with equal keys are copied together: full blocks that are neighbours on the host, within reach of a copy.
+        keys: list[tuple[int, ...]] = []
+        for index, use in enumerate(uses):
+            block = use.physical_id - self.split.resident_blocks
+            is_full = tokens[index] == self.layout.block_size
+            keys.append((block - index, block // self._blocks_in_reach) if is_full else (index,))
+        for _, run in groupby(range(len(uses)), keys.__getitem__):
+            first, *others = run
+            if tokens[first]:
+                slot, number = memory[first_slot + first], 1 + len(others)
+                copy = self._strided_copy(slot, layer, uses[first], number, kind)
+                self.device.copy_2d(copy, stream)
+                self.count(kind, number, copy.width * copy.height)
 
-    def _strided_copy(self, pieces: Sequence[SlotTokens], kind: CopyKind) -> PitchedCopy:
-        """The copy of part of one host block's layer, or of all of several neighbouring ones."""
-        layout, piece = self.layout, pieces[0]
-        in_buffer = piece.slot - self.split.ring_slots
-        slot = self.ring[piece.slot] if in_buffer < 0 else self.layer_buffer[in_buffer]
-        host = self.host[piece.host_block, piece.layer]
-        if piece.num_tokens == layout.block_size:  # all of it is contiguous
+    def _strided_copy(self, slot: Tensor, layer: int, use: BlockTokens, num_blocks: int, kind: CopyKind) -> PitchedCopy:
+        """The copy of part of one host block's layer, or of all of several neighbouring ones from `use` on."""
+        layout, host = self.layout, self.host[use.physical_id - self.split.resident_blocks, layer]
+        first_token, num_tokens = (0, use.stored_tokens) if kind == "h2d" else (use.stored_tokens, use.new_tokens)
+        if num_tokens == layout.block_size:  # all of it is contiguous
             slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes  # from one block to the next
-            width, height = layout.block_layer_bytes, len(pieces)
+            width, height = layout.block_layer_bytes, num_blocks
         else:  # tokens are contiguous within a head, so each head of K and V is one row
-            slot, host = slot[0, 0, piece.first_token :], host[0, 0, piece.first_token :]
+            slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]
             slot_pitch = host_pitch = layout.head_pitch
-            width, height = piece.num_tokens * layout.row_bytes, layout.rows_per_token
+            width, height = num_tokens * layout.row_bytes, layout.rows_per_token
         if kind == "h2d":
             return PitchedCopy(slot, host, slot_pitch, host_pitch, width, height, kind)
         return PitchedCopy(host, slot, host_pitch, slot_pitch, width, height, kind)

@@ -15,7 +15,7 @@ from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
-from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
+from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.upload import upload
 
@@ -42,7 +42,7 @@ class PagedKVCache(KVCacheBase):
         # that attends, since a step with a CUDA graph needs neither.
         self._slots: Tensor | None = None
         self._tables: dict[int | None, AttentionMetadata] = {}
-        self._few_rows: dict[int | None, PagedStep | None] = {}  # faster attention for steps of few rows on the CPU
+        self._few_rows: dict[int | None, PagedStep] = {}  # faster attention for steps of few rows on the CPU
 
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
         self.engine.move_blocks(moves)
@@ -79,12 +79,12 @@ class PagedKVCache(KVCacheBase):
             window: AttentionMetadata([seq.visible(window, block_size) for seq in self._sequences])
             for window in set(self._geometry.windows)
         }
-        if isinstance(self._backend, NativeAttention):
+        self._few_rows = {}
+        if isinstance(self._backend, NativeAttention) and len(self._slots) <= MAX_STEP_ROWS:
             dtype, heads, scale = self._geometry.dtype, self._geometry.num_heads, self._geometry.scale
-            self._few_rows = {
-                window: self._backend.paged_step(self._pool, self._slots, table, dtype, heads, scale, window)
-                for window, table in self._tables.items()
-            }
+            for window, table in self._tables.items():
+                of_step = (self._slots, table, dtype, heads, scale, window)
+                self._few_rows[window] = PagedStep(self._pool, *of_step, self._backend.num_threads)
         return self._slots
 
     def _blocks(self, *, written: bool = False) -> set[int]:

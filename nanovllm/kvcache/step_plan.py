@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from nanovllm.kvcache.offload_engine import BlockTokens
 from nanovllm.ops.attention import AttentionMetadata, SequenceMetadata, first_visible_block
 
 
 @dataclass(slots=True)
-class BlockRead:
-    """A block that sequences of the step attend to, and the new tokens that the step writes to it, if any."""
+class BlockRead(BlockTokens):
+    """A block that sequences of the step attend to, on either tier.
 
-    physical_id: int
+    stored_tokens: in the block before the step; new_tokens: that the step writes, all of the only reader.
+    """
+
     first_position: int
     readers: list[int]  # indices of the sequences
-    stored_tokens: int  # tokens in the block before the step
-    new_tokens: int  # tokens that the step writes, all of the only reader
 
     @property
     def held_tokens(self) -> int:
@@ -79,11 +80,12 @@ def plan_block_reads(sequences: Sequence[SequenceMetadata], block_size: int, win
     its result depends on neither. Sequences share a block at the same index only, and only a full one.
     """
     reads: list[BlockRead] = []
+    visible = [first_visible_block(seq.context_len, window, block_size) for seq in sequences]
     for index in range(max((len(s.block_table) for s in sequences), default=0)):
         at_id: dict[int, BlockRead] = {}
         first = index * block_size
         for reader, seq in enumerate(sequences):
-            if index >= len(seq.block_table) or index < first_visible_block(seq.context_len, window, block_size):
+            if not visible[reader] <= index < len(seq.block_table):
                 continue
             physical_id = seq.block_table[index]
             if physical_id in at_id:
@@ -91,7 +93,7 @@ def plan_block_reads(sequences: Sequence[SequenceMetadata], block_size: int, win
                 continue
             stored = max(0, min(seq.context_len - first, block_size))
             held = min(seq.total_len - first, block_size)
-            at_id[physical_id] = BlockRead(physical_id, first, [reader], stored, held - stored)
+            at_id[physical_id] = BlockRead(physical_id, stored, held - stored, first, [reader])
         reads.extend(at_id.values())
     return reads
 

@@ -72,9 +72,6 @@ class TransferOrder:
         self._queries_written, self._queries_arrived = self._device.new_event(), self._device.new_event()
         self._partial_written, self._partial_arrived = self._device.new_event(), self._device.new_event()
 
-    def _stream(self, group: int) -> Stream:
-        return self._group_streams[group % len(self._group_streams)]
-
     # ---- once a step, in this order
 
     def before_moves(self) -> Stream:
@@ -115,13 +112,14 @@ class TransferOrder:
 
     def before_fill(self, group: int) -> Stream:
         """Copies on the returned stream may overwrite the group's slots."""
-        stream = self._stream(group)
+        stream = self._group_streams[group % len(self._group_streams)]
         if group in self._ring_slot_compute_done:
             stream.wait(self._ring_slot_compute_done[group])
         return stream
 
-    def after_fill(self, group: int) -> None:
-        self._stream(group).record(self._ring_slot_ready[group])
+    def after_fill(self, group: int, stream: Stream) -> None:
+        """The copies have been issued on the stream of `before_fill`."""
+        stream.record(self._ring_slot_ready[group])
 
     def before_compute(self, group: int) -> None:
         """Compute uses the group next, after its loads."""
@@ -129,10 +127,11 @@ class TransferOrder:
 
     def before_store(self, group: int) -> Stream:
         """New K/V are written into the group; the returned stream may copy them to the host."""
-        stream = self._stream(group)
+        index = group % len(self._group_streams)
+        stream = self._group_streams[index]
         self._compute.record(self._kv_written[group])
         stream.wait(self._kv_written[group])
-        self._storing.add(group % len(self._group_streams))
+        self._storing.add(index)
         return stream
 
     def after_compute(self, group: int) -> None:

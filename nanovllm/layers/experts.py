@@ -12,7 +12,7 @@ from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.linear import DenseWeight, RowAdapters, linear
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops.cpu_kernels import use_huge_pages
-from nanovllm.ops.row_kernels import silu_and_mul, softmax
+from nanovllm.ops.row_kernels import GATED_UNITS, softmax
 from nanovllm.ops.triton_support import use_triton
 
 Group = tuple[int, Tensor, Tensor]  # expert, its rows int64 [n], and their weights fp32 [n]
@@ -31,12 +31,14 @@ class Experts:
         layer: int,
         hidden_size: int,
         *,
+        activation: str,
         method: LinearMethod | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """method: how the matrices of the experts are stored."""
+        """activation: one of GATED_UNITS; method: how the matrices of the experts are stored."""
         self.spec = spec
+        self._gated_unit = GATED_UNITS[activation]
         self._router = spec.router(layer)
         self.gate = torch.empty(spec.num_experts, hidden_size, dtype=dtype, device=device)
         modules = [spec.expert(layer, index) for index in range(spec.num_experts)]
@@ -55,7 +57,7 @@ class Experts:
             return self._all_at_once(x, weights, chosen, self.gate_up.dense, self.down.dense)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, rows, of_rows in _groups(weights, chosen):
-            inner = silu_and_mul(self.gate_up[expert].apply(x[rows], None))
+            inner = self._gated_unit(self.gate_up[expert].apply(x[rows], None))
             out.index_add_(0, rows, self.down[expert].apply(inner, None).float() * of_rows[:, None])
         return out.to(x.dtype)
 
@@ -78,7 +80,7 @@ class Experts:
         k = self.spec.num_experts_per_tok
         experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(len(gate_up), device=x.device), right=True)
-        inner = silu_and_mul(grouped_linear(x, gate_up, ends, order // k))
+        inner = self._gated_unit(grouped_linear(x, gate_up, ends, order // k))
         return weighted_sum(grouped_linear(inner, down, ends), order.argsort().view(-1, k), weights)
 
     def slots(self) -> NamedSlots:

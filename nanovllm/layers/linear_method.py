@@ -17,19 +17,30 @@ if TYPE_CHECKING:
     from nanovllm.ops.cpu_kernels import WeightPart
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' codes of the types that convert to any other
+ROWS, COLUMNS = 0, 1  # the dimensions of a matrix
+
+
+class Axis(NamedTuple):
+    """What an entry along an axis of a checkpoint tensor stands for: `size` rows or columns of the matrix."""
+
+    dimension: int
+    size: int = 1
 
 
 class CheckpointTensor(NamedTuple):
     """What a checkpoint must hold under a name, known before anything is allocated.
 
     shape: as stored, unless it is one of other_shapes; dtypes: the types that are read, in the checkpoint's own codes;
-    required: False if the tensor may be absent.
+    required: False if the tensor may be absent. axes: how tensor-parallel ranks divide it with the matrix. check: of a
+    tensor that fills nothing and is only checked, by every rank as a whole; raises ModelError.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     required: bool = True
     other_shapes: tuple[tuple[int, ...], ...] = ()
+    axes: tuple[Axis, ...] = (Axis(ROWS), Axis(COLUMNS))
+    check: Callable[[Tensor], None] | None = None
 
 
 NamedTensors = Iterator[tuple[str, CheckpointTensor]]
@@ -79,7 +90,7 @@ class StoredWeight(Protocol):
         ...
 
     def slots(self) -> NamedSlots:
-        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists them.
+        """The destination of each checkpoint tensor, by name, as `LinearMethod.tensors` lists those that are stored.
 
         After `finish_loading` the views may be copies.
         """
@@ -113,6 +124,10 @@ class LinearMethod(Protocol):
     def tensors(self, module: str, out_features: int, in_features: int) -> NamedTensors:
         """Name and form of each checkpoint tensor of a matrix, without its bias. Raises ModelError for sizes that the
         format cannot have."""
+        ...
+
+    def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        """The multiples at which ranks may divide the rows and the columns of a matrix."""
         ...
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:

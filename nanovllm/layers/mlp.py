@@ -9,11 +9,11 @@ from torch import Tensor
 
 from nanovllm.layers.linear import Linear, RowAdapters
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight
-from nanovllm.ops.row_kernels import silu_and_mul
+from nanovllm.ops.row_kernels import GATED_UNITS
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)). Gate and up are one product."""
+    """down(activation(gate(x)) * up(x)). Gate and up are one product."""
 
     def __init__(
         self,
@@ -24,14 +24,17 @@ class GatedMLP:
         prefix: str,
         bias: bool,
         down_bias: bool,
+        activation: str,
         method: LinearMethod | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """gate_up: the modules of the gate and up projections in the checkpoint, and their output features.
 
-        prefix: of the names of its modules in the checkpoint; method: how the weights are stored.
+        prefix: of the names of its modules in the checkpoint; activation: one of GATED_UNITS; method: how the weights
+        are stored.
         """
+        self._gated_unit = GATED_UNITS[activation]
         self.gate_up = Linear(hidden_size, gate_up, prefix=prefix, bias=bias, method=method, dtype=dtype, device=device)
         self.down = Linear(
             intermediate_size,
@@ -45,7 +48,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, adapters: RowAdapters | None = None) -> Tensor:
         """[rows, hidden] -> [rows, hidden]."""
-        return self.down(silu_and_mul(self.gate_up(x, adapters)), adapters)
+        return self.down(self._gated_unit(self.gate_up(x, adapters)), adapters)
 
     def slots(self) -> NamedSlots:
         yield from self.gate_up.slots()

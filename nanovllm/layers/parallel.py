@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class RankGroup(Protocol):
         """
         ...
 
-    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         """x [rows, widths[rank]] of all ranks next to each other, on rank 0; None on the others."""
         ...
 
@@ -49,7 +50,7 @@ class MetaRanks:
         """See `RankGroup`."""
         return x.new_empty(self.size, *x.shape)[0].float().to(x.dtype)
 
-    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor | None:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor | None:
         """See `RankGroup`."""
         return x.new_empty(2, x.shape[0], sum(widths))[0] if self.rank == 0 else None
 
@@ -58,13 +59,11 @@ class MetaRanks:
         return [value] * self.size
 
 
-def embedding(token_ids: Tensor, table: StoredWeight, vocab: range | None, group: RankGroup | None) -> Tensor:
-    """Rows of an embedding: int64 [tokens] -> [tokens, hidden]. table holds the rows of `vocab`; None: all of them.
+def embedding(token_ids: Tensor, table: StoredWeight, vocab: range, group: RankGroup) -> Tensor:
+    """Rows of an embedding whose rows are divided: int64 [tokens] -> [tokens, hidden]. table holds those of `vocab`.
 
     A token's row is on one rank. The others add zeros to it, which is exact.
     """
-    if vocab is None or group is None:
-        return table.rows(token_ids)
     elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
     rows = table.rows((token_ids - vocab.start).masked_fill(elsewhere, 0))
     return group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))

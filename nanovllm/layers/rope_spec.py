@@ -16,7 +16,9 @@ class RopeSpec:
     kind: RopeKind = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # how many times longer the context is than the trained one; default: unused
-    original_max_position: int = 0  # positions the network was trained on: dynamic, llama3, yarn, longrope
+    # Positions the network was trained on: dynamic, llama3, yarn, longrope, and linear where it is not
+    # max_position_embeddings.
+    original_max_position: int = 0
     attention_factor: float = 1.0  # multiplies cos and sin: yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3

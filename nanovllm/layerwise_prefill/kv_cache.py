@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.layerwise import LayerwiseStep
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.ops.attention import (
     AttentionBackend,
     AttentionMetadata,
@@ -100,13 +100,13 @@ class LayerwiseKVCache:
             self._engine.acquire_buffer(index)
         self._num_acquired = visible.stop
 
-    def _uses(self, layer: int) -> Iterator[tuple[int, RingUse]]:
+    def _uses(self, layer: int) -> Iterator[tuple[int, BlockTokens]]:
         """The blocks that the layer keeps in the buffer, with the tokens to load; none before its window."""
         layerwise = self._part.layerwise
         first = first_visible_block(layerwise.begin, self._geometry.windows[layer], self._block_size)
         for index in self._on_host(range(first, self._num_blocks(layerwise.end))):
             stored = min(max(layerwise.begin - index * self._block_size, 0), self._block_size)
-            yield index, RingUse(self._host_block(index), stored)
+            yield index, BlockTokens(self._block_table[index], stored, 0)
 
     def _write(self, layer: int, chunk: SequenceMetadata, k: Tensor, v: Tensor) -> None:
         """Write the chunk's K/V into its blocks, and store those that are complete to the host."""
@@ -120,7 +120,7 @@ class LayerwiseKVCache:
             new[0] = k[rows].transpose(0, 1)
             new[1] = v[rows].transpose(0, 1)
         for index, first_token, count in self._stores(positions):
-            self._engine.store_buffered(index, layer, RingUse(self._host_block(index), first_token, count))
+            self._engine.store_buffered(index, layer, BlockTokens(self._block_table[index], first_token, count))
 
     def _stores(self, positions: range) -> Iterator[tuple[int, int, int]]:
         """Host blocks that the chunk completes: (index, the prefill's first token in it, its number of tokens)."""
@@ -157,9 +157,6 @@ class LayerwiseKVCache:
 
     def _on_host(self, indices: range) -> Iterator[int]:
         return filter(self._is_on_host, indices)
-
-    def _host_block(self, index: int) -> int:
-        return self._block_table[index] - self._engine.split.resident_blocks
 
     def _block(self, layer: int, index: int) -> Tensor:
         """One layer of a block, `[2, kv_heads, block_size, head_dim]`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.engine.execution_order import AdapterManager, ComputedRows, StepWatch
-from nanovllm.forward_context import ForwardContext, KVCache
+from nanovllm.engine.execution_order import AdapterManager, ComputedRows
+from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.layerwise import LayerwiseStep
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -49,12 +50,12 @@ class LayerwiseOrder:
         self._sequence: ScheduledSequence | None = None  # of the step in progress
         self.state: LayerwiseState | None = None
 
-    def begin_step(self, batch: Batch) -> StepTraffic:
+    def begin_step(self, batch: Batch) -> StepTraffic | None:
         """Start the loads of the step's layer chunks; to be called after the step's block moves."""
         seq = self._sequence = batch.layerwise
         if seq is None or seq.layerwise is None:
             self.state = None
-            return StepTraffic([], [])
+            return None
         first = seq.layerwise.first_layer_chunk
         if first == 0:
             self.state = None  # frees the hidden states of an earlier prefill before the new ones are allocated
@@ -63,16 +64,15 @@ class LayerwiseOrder:
         h2d_bytes, d2h_bytes = self._kv_cache.begin_part(seq.layerwise, seq.block_table)
         return StepTraffic([h2d_bytes], [d2h_bytes])
 
-    def run(self, watch: StepWatch) -> ComputedRows | None:
+    def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
         """Run the layer chunks of the step.
 
         Rows are due with the last layer chunk alone: the last token's, or all of them if the prompt is scored.
         """
         seq, state = self._sequence, self.state
-        if seq is None or seq.layerwise is None:
-            return None
-        assert state is not None
-        part, x, kv_cache = seq.layerwise, state.x, watch.watched(self._kv_cache)
+        assert seq is not None and seq.layerwise is not None and state is not None
+        part, x = seq.layerwise, state.x
+        kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
         for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
             self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache)
         self._kv_cache.end_part()

@@ -23,10 +23,19 @@ TENSOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
 class ModuleAdapter:
     """An adapter's part for one module: y += scale * B A x, with A [rank, in] and B [out, rank]."""
 
+    module: str
     rank: int
     scale: float
-    a: str  # names of the tensors
-    b: str
+
+    @property
+    def a(self) -> str:
+        """The name of A in the file."""
+        return f"{PREFIX}{self.module}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        """The name of B in the file."""
+        return f"{PREFIX}{self.module}.lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +63,26 @@ def stamp_of(directory: Path) -> tuple[int, ...]:
 
 
 def read_adapter(directory: Path, spec: DecoderSpec, max_lora_rank: int) -> AdapterFiles:
-    """The adapter in a directory. Raises ModelError, with the field or tensor, if it does not fit the model."""
+    """The adapter in a directory. Raises ModelError, with the field or tensor, if it does not fit the model.
+
+    spec: of the model, or of a tensor-parallel rank's part of it.
+    """
+    spec = spec.whole or spec
     config, path = read_adapter_config(directory / CONFIG), directory / WEIGHTS
     stored = headers(path)
     _check_names(path, spec, config, stored)
     modules: dict[str, ModuleAdapter] = {}
     for module, (out_size, in_size) in modules_of(spec).items():
-        a, b = (f"{PREFIX}{module}.lora_{which}.weight" for which in "AB")
-        if a not in stored and b not in stored:
+        found = ModuleAdapter(module, config.rank_of(module), config.scale_of(module))
+        if found.a not in stored and found.b not in stored:
             if config.targets_module(module):
-                raise ModelError(f"{path} lacks {a}: {CONFIG} says that the adapter has it; save the adapter anew.")
+                missing = f"{path} lacks {found.a}"
+                raise ModelError(f"{missing}: {CONFIG} says that the adapter has it; save the adapter anew.")
             continue
-        rank = config.rank_of(module)
-        _check_rank(path, module, rank, max_lora_rank)
-        for name, shape in ((a, (rank, in_size)), (b, (out_size, rank))):
+        _check_rank(path, module, found.rank, max_lora_rank)
+        for name, shape in ((found.a, (found.rank, in_size)), (found.b, (out_size, found.rank))):
             _check_tensor(path, name, shape, stored)
-        modules[module] = ModuleAdapter(rank, config.scale_of(module), a, b)
+        modules[module] = found
     return AdapterFiles(path, modules)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,17 @@ def batch_parts(
 
     sequences: each one's adapter, by its number in `weights`, and its rows, in order. Other numbers are none.
     """
-    if not any(number in weights for number, _ in sequences):
+    return [
+        BatchAdapters([(_index(ranges, device), weights[number]) for number, ranges in part.items()]) if part else None
+        for part in ranges_of_parts(sequences, weights, part_rows)
+    ]
+
+
+def ranges_of_parts(
+    sequences: Sequence[tuple[int | None, int]], known: Container[int | None], part_rows: int
+) -> list[dict[int, list[range]]]:
+    """For each part of a batch the rows of each adapter, counted within the part; see `batch_parts`."""
+    if not any(number in known for number, _ in sequences):
         return []
     parts: list[dict[int, list[range]]] = [{} for _ in range(0, sum(n for _, n in sequences), part_rows)]
     start = 0
@@ -48,13 +58,10 @@ def batch_parts(
         while start < end:
             index, first = divmod(start, part_rows)
             rows = range(first, min(first + end - start, part_rows))
-            if number is not None and number in weights:
+            if number is not None and number in known:
                 parts[index].setdefault(number, []).append(rows)
             start += len(rows)
-    return [
-        BatchAdapters([(_index(ranges, device), weights[number]) for number, ranges in part.items()]) if part else None
-        for part in parts
-    ]
+    return parts
 
 
 def _index(ranges: Sequence[range], device: torch.device) -> slice | Tensor:

@@ -6,17 +6,23 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.adapter import Adapter
 from nanovllm.errors import ConfigError, ModelError, told
+from nanovllm.layers.linear import RowAdapters
 from nanovllm.lora.adapter_files import read_adapter, stamp_of
-from nanovllm.lora.batch_adapters import BatchAdapters, batch_parts
+from nanovllm.lora.batch_adapters import batch_parts
 from nanovllm.lora.sizing import most_elements
 from nanovllm.lora.weights import AdapterWeights, PackedAdapter, read_packed
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.triton_support import use_triton
+
+if TYPE_CHECKING:  # imports triton
+    from nanovllm.lora.grouped_adapters import AdapterTables
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +39,11 @@ class LoRAManager:
         self._max_cpu_loras = config.num_cpu_loras
         elements = most_elements(model.spec, config.max_lora_rank)
         self._slots = torch.empty(config.max_loras, elements, dtype=model.dtype, device=model.device)
+        self._tables: AdapterTables | None = None  # where Triton multiplies
+        if use_triton(self._slots):
+            from nanovllm.lora.grouped_adapters import AdapterTables
+
+            self._tables = AdapterTables(model, self._slots, config.max_lora_rank)
         # Both by the number of the adapter, the least recently used one first.
         self._on_device: OrderedDict[int, tuple[int, AdapterWeights]] = OrderedDict()
         self._on_host: OrderedDict[int, PackedAdapter] = OrderedDict()
@@ -43,25 +54,41 @@ class LoRAManager:
 
         Returns, by the adapter's number, why it cannot be loaded.
         """
-        errors: dict[int, str] = {}
         for adapter in adapters:
             if adapter.number in self._on_device:
                 self._on_device.move_to_end(adapter.number)
-        for adapter in adapters:
-            if adapter.number not in self._on_device:
-                try:
-                    packed = self._packed(adapter)
-                except Exception as error:  # of files that have changed, and of other libraries
-                    logger.exception("the adapter %r cannot be loaded", adapter.request.lora_name)
-                    is_own = isinstance(error, ModelError | ConfigError)
-                    sentence = str(error).removesuffix(".") if is_own else told(error)
-                    errors[adapter.number] = f"the adapter {adapter.request.lora_name!r} cannot be loaded: {sentence}"
-                else:
-                    self._load(adapter.number, packed)
-        return errors
+        missing = [adapter for adapter in adapters if adapter.number not in self._on_device]
+        packed: dict[int, PackedAdapter] = {}
+        errors: dict[int, str] = {}
+        for adapter in missing:
+            try:
+                packed[adapter.number] = self._packed(adapter)
+            except Exception as error:  # of files that have changed, and of other libraries
+                logger.exception("the adapter %r cannot be loaded", adapter.request.lora_name)
+                is_own = isinstance(error, ModelError | ConfigError)
+                errors[adapter.number] = str(error).removesuffix(".") if is_own else told(error)
+        self._add_errors_of_ranks(missing, errors)
+        for adapter in missing:
+            if adapter.number not in errors:
+                self._load(adapter.number, packed[adapter.number])
+        names = {adapter.number: adapter.request.lora_name for adapter in missing}
+        return {number: f"the adapter {names[number]!r} cannot be loaded: {why}" for number, why in errors.items()}
 
-    def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[BatchAdapters | None]:
+    def _add_errors_of_ranks(self, adapters: Sequence[Adapter], errors: dict[int, str]) -> None:
+        """Add those that another rank cannot load: what some ranks add to a sum and others not would be wrong."""
+        group = self._model.group
+        if group is None or not adapters:
+            return
+        failed = torch.zeros(len(adapters), group.size, device=self._model.device)
+        failed[:, group.rank] = torch.tensor([float(adapter.number in errors) for adapter in adapters])
+        for adapter, ranks in zip(adapters, group.all_reduce(failed).tolist(), strict=True):
+            if any(ranks):
+                errors.setdefault(adapter.number, f"rank {ranks.index(1.0)} cannot read it, and has logged why")
+
+    def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
         """See `engine.execution_order.AdapterManager`. Rows of an adapter that could not be loaded get none."""
+        if self._tables is not None:
+            return self._tables.batch_parts(sequences, self._on_device, self._model.chunk_rows)
         weights = {number: weights for number, (_, weights) in self._on_device.items()}
         return batch_parts(sequences, weights, self._model.chunk_rows, self._model.device)
 
@@ -82,6 +109,8 @@ class LoRAManager:
         slot = next(slot for slot in range(len(self._slots)) if slot not in taken)
         memory = self._slots[slot, : packed.elements.numel()]
         memory.copy_(packed.elements)
+        if self._tables is not None:
+            self._tables.fill(slot, packed.layout)
         self._on_device[number] = (slot, packed.weights_in(memory))
         self.num_loads += 1
 

@@ -11,6 +11,7 @@ from nanovllm.memory_checks import check_fits
 from nanovllm.models.spec import DecoderSpec
 
 ALIGNMENT = 64  # elements: each matrix of an adapter begins at a multiple of it
+LOW_RANK_BYTES = 3 * 4 * 4  # of a row, for each rank: the parts of a layer in the splits of `ops.triton_lora`, in fp32
 MOST_PART_ROWS = 8192  # of the parts in which a batch goes through a layer
 
 
@@ -54,4 +55,4 @@ def _working_bytes(config: EngineConfig, spec: DecoderSpec, itemsize: int) -> in
     """Bytes beside those of a step without adapters: of one layer's rows their copy, the products with A and B."""
     rows = min(config.max_num_batched_tokens, MOST_PART_ROWS)
     widest = max(out_size + in_size for out_size, in_size in modules_of(spec).values())
-    return rows * (widest + 3 * config.max_lora_rank) * itemsize
+    return rows * (widest * itemsize + LOW_RANK_BYTES * config.max_lora_rank)

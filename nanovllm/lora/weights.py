@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError
 from nanovllm.layers.linear import Linear, linear
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis
 from nanovllm.lora.adapter_files import AdapterFiles, ModuleAdapter
 from nanovllm.lora.sizing import aligned
-from nanovllm.models.checkpoint import open_file
+from nanovllm.models.checkpoint import joined, open_file
 from nanovllm.models.decoder import Decoder
 
 
@@ -81,7 +83,11 @@ class PackedAdapter:
 
 
 def read_packed(files: AdapterFiles, model: Decoder) -> PackedAdapter:
-    """Read an adapter's tensors. Raises ModelError for numbers that are not finite in the model's dtype."""
+    """Read an adapter's tensors. Raises ModelError for numbers that are not finite in the model's dtype.
+
+    A tensor-parallel rank reads its rows of B where it has a module's rows, and its columns of A where it has its
+    columns. B A x of its columns of x is then its part of the sum over the ranks.
+    """
     layout, size = _layout(files, model)
     elements = torch.zeros(size, dtype=model.dtype)
     with open_file(files.weights) as stored:
@@ -89,10 +95,18 @@ def read_packed(files: AdapterFiles, model: Decoder) -> PackedAdapter:
             weights = each.views(elements)
             for part, (_, ranks, b) in zip(each.parts, weights.parts, strict=True):
                 found = part.adapter
-                weights.a[ranks].copy_(_finite(files, found.a, stored.get_tensor(found.a).float(), model.dtype))
-                scaled = stored.get_tensor(found.b).float() * found.scale
+                read_a = _read(stored, found, found.a, (None, Axis(COLUMNS)), model)
+                weights.a[ranks].copy_(_finite(files, found.a, read_a, model.dtype))
+                scaled = _read(stored, found, found.b, (Axis(ROWS), None), model) * found.scale
                 b.copy_(_finite(files, found.b, scaled, model.dtype))
     return PackedAdapter(elements, layout)
+
+
+def _read(stored: Any, adapter: ModuleAdapter, name: str, axes: Sequence[Axis | None], model: Decoder) -> Tensor:
+    """What this rank holds of a tensor, in fp32; `axes` as in `Sharding.part`."""
+    sharding, tensor = model.spec.sharding, stored.get_slice(name)
+    part = () if sharding is None else sharding.part(adapter.module, axes, tensor.get_shape())
+    return joined(lambda slices: tensor[slices or slice(None)], part).float()
 
 
 def _finite(files: AdapterFiles, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

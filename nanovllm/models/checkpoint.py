@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from nanovllm.memory_checks import check_fits, gib
 from nanovllm.model_files.gguf_side import gguf_side, is_gguf
 from nanovllm.model_files.hub import INDEX
 from nanovllm.model_files.json_fields import OBJECT, checked_fields, read_json_object
+from nanovllm.models.sharding import Part
 
 SINGLE = "model.safetensors"
 MAX_NAME = 255  # bytes, of a file
@@ -28,13 +31,14 @@ QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
 class StoredTensor:
     """A tensor as its file's header describes it, without its data.
 
-    dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, None for safetensors.
+    dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, or what slices of the
+    first axes give of it; None for safetensors.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[], Tensor] | None = None
+    read: Callable[[tuple[slice, ...]], Tensor] | None = None
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
@@ -63,13 +67,22 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 @contextmanager
-def open_tensor(name: str, stored: StoredTensor, part: tuple[slice, ...] = ()) -> Iterator[Tensor]:
-    """The tensor's data, or the `part` of it that slices of its first axes give. Raises as `open_file`."""
+def open_tensor(name: str, stored: StoredTensor, part: Part = ()) -> Iterator[Tensor]:
+    """The tensor's data, or a part of it. Raises as `open_file`."""
     if stored.read is not None:
-        yield stored.read()[part]
+        yield joined(stored.read, part)
         return
     with open_file(stored.file) as tensors:
-        yield tensors.get_slice(name)[part] if part else tensors.get_tensor(name)
+        yield joined(lambda slices: tensors.get_slice(name)[slices], part) if part else tensors.get_tensor(name)
+
+
+def joined(read: Callable[[tuple[slice, ...]], Tensor], part: Part) -> Tensor:
+    """A part of a tensor, of which `read` gives what a slice of each axis selects."""
+    tensors = [read(slices) for slices in product(*part)]
+    if len(tensors) == 1:
+        return tensors[0]
+    (axis,) = (index for index, slices in enumerate(part) if len(slices) > 1)
+    return torch.cat(tensors, axis)
 
 
 @contextmanager

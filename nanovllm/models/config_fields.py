@@ -31,6 +31,7 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "head_dim": integer(1, MAX_HEAD_DIM) | NULL,
         "max_position_embeddings": integer(1),
         "hidden_act": TEXT,
+        "hidden_activation": TEXT,
         "rms_norm_eps": number(0, 1),
         "tie_word_embeddings": FLAG,
         "attention_bias": FLAG,
@@ -39,6 +40,8 @@ NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
         "sliding_window": integer(0) | NULL,  # 0 is allowed if no layer has a window
         "max_window_layers": integer(0),
         "layer_types": _LAYERS | NULL,
+        "sliding_window_pattern": integer(1, MAX_LAYERS),
+        "query_pre_attn_scalar": integer(1),
         "num_experts": integer(0, MAX_EXPERTS),
         "num_local_experts": integer(0, MAX_EXPERTS),
         "num_experts_per_tok": integer(1),
@@ -61,6 +64,7 @@ OTHER_FIELDS: Mapping[str, Field] = MappingProxyType(
         "rope_parameters": OBJECT | NULL,
         "rope_scaling": OBJECT | NULL,
         "rope_theta": _THETA | NULL,
+        "rope_local_base_freq": _THETA | NULL,
         "partial_rotary_factor": number(0, 1) | NULL,
         "original_max_position_embeddings": integer(1) | NULL,
     }
@@ -77,13 +81,12 @@ COMMON_FIELDS = frozenset(
         "num_key_value_heads",
         "head_dim",
         "max_position_embeddings",
-        "hidden_act",
         "rms_norm_eps",
         "tie_word_embeddings",
         "dtype",
         "torch_dtype",
         "eos_token_id",
-        *OTHER_FIELDS,
+        *(OTHER_FIELDS.keys() - {"rope_local_base_freq"}),
     }
 )
 
@@ -131,6 +134,8 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         "attn_pdrop",
         "dropout",
         "use_cache",
+        "cache_implementation",
+        "_sliding_window_pattern",  # Transformers' copy; layer_types follows from sliding_window_pattern
         "gradient_checkpointing",
         "pretraining_tp",  # how products were split between devices; Transformers no longer follows it
         "output_router_logits",

@@ -11,13 +11,12 @@ from torch import Tensor
 from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import Linear, RowAdapters, create_weight
-from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot, slot_of
+from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
-from nanovllm.models.sharding import rank_part
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
-from nanovllm.ops.cpu_kernels import FewRowLayer, few_row_layer
+from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
 from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm
 
 CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
@@ -34,7 +33,7 @@ def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 class DecoderLayer:
     """Attention, and a gated MLP or experts.
 
-    Each reads RMS-normalized input, and its output is added to the residual stream.
+    Each reads RMS-normalized input, and its output, in some families normalized too, is added to the residual stream.
     """
 
     def __init__(
@@ -43,17 +42,22 @@ class DecoderLayer:
         self.spec = spec
         self.group = group
         self.index = index
+        self.dtype = dtype
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
-        self.input_norm = torch.empty(hidden, dtype=dtype, device=device)
+        weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
+        self.input_norm, self.mlp_norm, *output_norms = (weight(hidden) for _ in spec.layer_norms)
+        self.attention_output_norm: Tensor | None
+        self.mlp_output_norm: Tensor | None
+        self.attention_output_norm, self.mlp_output_norm = output_norms or (None, None)
         self.qkv = linear(hidden, spec.qkv_parts, prefix=f"{prefix}self_attn.", bias=spec.qkv_bias)
         # One row per head, so that a single call normalizes q and k.
         qk_norm_shape = (spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        self.qk_norm = torch.empty(qk_norm_shape, dtype=dtype, device=device) if spec.qk_norm else None
+        self.qk_norm = weight(qk_norm_shape) if spec.qk_norm else None
         o_bias = spec.o_bias and spec.adds_biases
         self.o = linear(spec.q_size, {"o_proj": hidden}, prefix=f"{prefix}self_attn.", bias=o_bias)
-        self.post_norm = torch.empty(hidden, dtype=dtype, device=device)
-        rotary_dim = spec.rope.rotary_dim
+        self.rope = spec.rope_of(index)
+        rotary_dim = spec.ropes[self.rope].rotary_dim
         self.rotated = None if rotary_dim is None else rotated_order(rotary_dim, spec.head_dim, device)
         self.mlp = _mlp(spec, index, dtype, device)
         self.few_rows = self._few_rows()
@@ -62,9 +66,10 @@ class DecoderLayer:
         """The kernels of the whole layer for few rows, if they support it."""
         if isinstance(self.mlp, Experts):
             return None
-        norms = (self.input_norm, self.qk_norm, self.post_norm)
+        output_norms = (self.attention_output_norm, self.mlp_output_norm)
+        norms = LayerNorms(self.input_norm, self.qk_norm, self.mlp_norm, *output_norms, self.spec.rms_norm_eps)
         products = [(each.weight.kernel_parts(), each.bias) for each in self.linears]
-        return few_row_layer(norms, products, self.spec.rms_norm_eps, self.spec.head_dim)
+        return few_row_layer(norms, products, self.dtype, self.spec.head_dim, self.spec.activation)
 
     def finish_loading(self) -> None:
         """Called when the weights have the form in which their kernels read them."""
@@ -72,33 +77,32 @@ class DecoderLayer:
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
-        attended = self._attend(x, cos, sin, ctx, chunk)
+        tokens, spec = x.shape[0], self.spec
+        q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
+        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
+        parts = row_parts(chunk, x, cos, sin, q, k, v)
+        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
+            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
+        attended = ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
         parts = row_parts(chunk, x, attended)
-        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts(), parts, strict=False):
-            self.finish_(part, attended_part, adapters)
+        for adapters, (x_rows, attended_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
+            self.finish_(x_rows, attended_rows, adapters)
 
     def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
         """Add the output projection of attention, then the MLP, to rows x of the residual stream, in place."""
         if self.group is None and adapters is None and self.few_rows is not None and self.few_rows.takes(x):
             self.few_rows.finish_(x, attended)
         else:
-            attended = self._summed(self.o(attended, adapters))
-            normed = add_rms_norm_(x, attended, self.post_norm, self.spec.rms_norm_eps)
-            x += self._summed(self.mlp(normed, adapters))
+            attended = self._normed(self._summed(self.o(attended, adapters)), self.attention_output_norm)
+            normed = add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
+            x += self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm)
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, each of which has multiplied with its columns of o or down."""
         return x if self.group is None else self.group.all_reduce(x)
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
-        """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
-        tokens, spec = x.shape[0], self.spec
-        q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
-        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
-        parts = row_parts(chunk, x, cos, sin, q, k, v)
-        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts(), parts, strict=False):
-            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
-        return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def project(
         self,
@@ -130,19 +134,46 @@ class DecoderLayer:
     def slots(self) -> NamedSlots:
         """The parameter view of each of this layer's checkpoint tensors, by name."""
         prefix = f"model.layers.{self.index}."
-        yield f"{prefix}input_layernorm.weight", slot_of(self.input_norm)
-        yield f"{prefix}post_attention_layernorm.weight", slot_of(self.post_norm)
+        for name, norm in zip(self.spec.layer_norms, self._norms(), strict=True):
+            yield f"{prefix}{name}.weight", _norm_slot(self.spec, norm, norm.shape)
         for each in (self.qkv, self.o, self.mlp):
             yield from each.slots()
         if self.qk_norm is not None:
             shape, heads = (self.spec.head_dim,), self.spec.num_heads
-            yield f"{prefix}self_attn.q_norm.weight", WeightSlot(self.qk_norm[:heads], shape)
-            yield f"{prefix}self_attn.k_norm.weight", WeightSlot(self.qk_norm[heads:], shape)
+            yield f"{prefix}self_attn.q_norm.weight", _norm_slot(self.spec, self.qk_norm[:heads], shape)
+            yield f"{prefix}self_attn.k_norm.weight", _norm_slot(self.spec, self.qk_norm[heads:], shape)
+
+    def _norms(self) -> Iterator[Tensor]:
+        """The norms of hidden states, in the order of `DecoderSpec.layer_norms`."""
+        norms = (self.input_norm, self.mlp_norm, self.attention_output_norm, self.mlp_output_norm)
+        return (norm for norm in norms if norm is not None)
+
+
+def _norm_dtype(spec: DecoderSpec, dtype: torch.dtype) -> torch.dtype:
+    """1 plus a weight of 16 bits takes more than 16."""
+    return torch.float32 if spec.zero_centered_norms else dtype
+
+
+def _norm_slot(spec: DecoderSpec, view: Tensor, shape: Sequence[int]) -> WeightSlot:
+    """The slot of a norm's weight of `shape`. The view may have a row for each head."""
+    return WeightSlot(view, tuple(shape), _plus_one if spec.zero_centered_norms else None)
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1.0
 
 
 def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | Experts:
     if spec.experts is not None and spec.experts.layers[index]:
-        return Experts(spec.experts, index, spec.hidden_size, method=spec.quantization, dtype=dtype, device=device)
+        return Experts(
+            spec.experts,
+            index,
+            spec.hidden_size,
+            activation=spec.activation,
+            method=spec.quantization,
+            dtype=dtype,
+            device=device,
+        )
     return GatedMLP(
         spec.hidden_size,
         spec.intermediate_size,
@@ -150,6 +181,7 @@ def _mlp(spec: DecoderSpec, index: int, dtype: torch.dtype, device: torch.device
         prefix=f"model.layers.{index}.mlp.",
         bias=spec.mlp_bias,
         down_bias=spec.mlp_bias and spec.adds_biases,
+        activation=spec.activation,
         method=spec.quantization,
         dtype=dtype,
         device=device,
@@ -175,8 +207,9 @@ class Decoder:
             head = {HEAD_MODULE: spec.vocab_rows}
             self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
         self.layers = [DecoderLayer(spec, i, dtype, device, group) for i in range(spec.num_layers)]
-        self.norm = torch.empty(spec.hidden_size, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        self.norm = torch.empty(spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
+        self.rotaries = [RotaryEmbedding(rope, spec.head_dim, device) for rope in spec.ropes]
+        self.embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Hidden states after the final norm: int64 [tokens] -> [tokens, hidden] in the decoder's dtype.
@@ -185,20 +218,28 @@ class Decoder:
         attention, a row depends only on its own token.
         """
         x = self.embed(input_ids)
-        cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
+        angles = self.angles(ctx.positions, ctx.rope_lengths)
         for layer in self.layers:
-            layer.forward_(x, cos, sin, ctx, self.chunk_rows)
+            layer.forward_(x, *angles[layer.rope], ctx, self.chunk_rows)
         return self.normalize_(x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
-        sharding = self.spec.sharding
-        return embedding(input_ids, self.embedding, None if sharding is None else sharding.vocab, self.group)
+        if self.group is None or self.spec.sharding is None:
+            x = self.embedding.rows(input_ids)
+        else:
+            x = embedding(input_ids, self.embedding, self.spec.sharding.vocab, self.group)
+        return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
+
+    def angles(self, positions: Tensor, rope_lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """`RotaryEmbedding.cos_sin` of each of the network's rotary embeddings; a layer's index is its `rope`."""
+        return [rotary.cos_sin(positions, rope_lengths) for rotary in self.rotaries]
 
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
-        cos, sin = self.rotary.cos_sin(ctx.positions, ctx.rope_lengths)
-        self.layers[index].forward_(x, cos, sin, ctx, self.chunk_rows)
+        layer = self.layers[index]
+        cos, sin = self.rotaries[layer.rope].cos_sin(ctx.positions, ctx.rope_lengths)
+        layer.forward_(x, cos, sin, ctx, self.chunk_rows)
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
@@ -212,10 +253,9 @@ class Decoder:
         Ranks other than the first contribute their part of the vocabulary, and get logits of no row.
         """
         logits = self.lm_head.apply(hidden, None)
-        if self.group is not None:
-            vocab_size, size = self.spec.vocab_size, self.group.size
-            collected = self.group.gather_columns(logits, [len(rank_part(vocab_size, i, size)) for i in range(size)])
-            logits = logits.new_empty(0, vocab_size) if collected is None else collected
+        if self.group is not None and self.spec.sharding is not None:
+            collected = self.group.gather_columns(logits, self.spec.sharding.vocab_widths)
+            logits = logits.new_empty(0, self.spec.vocab_size) if collected is None else collected
         return logits.float()
 
     @property
@@ -247,7 +287,7 @@ class Decoder:
         yield from self.embedding.slots()
         for layer in self.layers:
             yield from layer.slots()
-        yield "model.norm.weight", slot_of(self.norm)
+        yield "model.norm.weight", _norm_slot(self.spec, self.norm, self.norm.shape)
         if not self.spec.tie_word_embeddings:
             yield from self.lm_head.slots()
 

@@ -11,10 +11,13 @@ from nanovllm.errors import ModelError, quoted
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.models.config_fields import COMMON_FIELDS
-from nanovllm.models.rope_config import phi3_rope_spec, rope_spec
+from nanovllm.models.rope_config import gemma3_rope_spec, phi3_rope_spec, rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
-ACTIVATIONS = ("silu", "swish")  # two names of one function
+# Transformers' names of the activations, and the network's.
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +32,29 @@ class FamilyFacts:
     experts: ExpertSpec | None = None
     merged_projections: bool = False
     rope: Callable[[Mapping[str, Any], int, int], RopeSpec] = rope_spec
+    query_pre_attn_scalar: float | None = None
+    embedding_scale: float = 1.0
+    output_norms: bool = False
+    zero_centered_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture: its name in config.json, Transformers' model type, and how to read its facts.
 
-    own_fields: the fields of config.json that it reads besides COMMON_FIELDS.
+    own_fields: the fields of config.json that it reads besides COMMON_FIELDS; activation: the field with the MLP's
+    activation; local_rope: whether the layers with a sliding window have a rotary embedding of their own.
     """
 
     architecture: str
     model_type: str
     facts: Callable[[Any], FamilyFacts]
     own_fields: frozenset[str]
+    activation: str = "hidden_act"
+    local_rope: bool = False
 
     def reads(self, field: str) -> bool:
-        return field in COMMON_FIELDS or field in self.own_fields
+        return field in COMMON_FIELDS or field in self.own_fields or field == self.activation
 
 
 # ---- the families
@@ -94,12 +104,30 @@ def _phi3(config: Any) -> FamilyFacts:
     return FamilyFacts(windows, merged_projections=True, rope=phi3_rope_spec)
 
 
+def _gemma3(config: Any) -> FamilyFacts:
+    return FamilyFacts(
+        _windows_by_layer_type(config),
+        qk_norm=True,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        rope=gemma3_rope_spec,
+        query_pre_attn_scalar=config.query_pre_attn_scalar,
+        embedding_scale=config.hidden_size**0.5,
+        output_norms=True,
+        zero_centered_norms=True,
+    )
+
+
 _WINDOWS_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})  # two names of one field
 _QWEN3_MOE = (
     _EXPERTS
     | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "attention_bias"}
     | {"use_sliding_window", "sliding_window", "max_window_layers"}
+)
+_GEMMA3 = frozenset(
+    {"attention_bias", "sliding_window", "sliding_window_pattern", "layer_types", "query_pre_attn_scalar"}
+    | {"rope_local_base_freq"}
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -113,6 +141,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             Family("Phi3ForCausalLM", "phi3", _phi3, frozenset({"sliding_window"})),
             Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, _QWEN3_MOE),
             Family("MixtralForCausalLM", "mixtral", _mixtral, _EXPERTS | {"sliding_window"}),
+            Family("Gemma3ForCausalLM", "gemma3_text", _gemma3, _GEMMA3, "hidden_activation", local_rope=True),
         )
     }
 )
@@ -144,10 +173,9 @@ def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: 
 
 def decoder_spec(family: Family, config: Any) -> DecoderSpec:
     """The network that Transformers' `config` describes. Raises ModelError, which names the field."""
-    if config.hidden_act not in ACTIVATIONS:
-        raise ModelError(
-            f"Activation {quoted(config.hidden_act)} is not supported; supported: {', '.join(ACTIVATIONS)}."
-        )
+    activation = getattr(config, family.activation)
+    if activation not in ACTIVATIONS:
+        raise ModelError(f"Activation {quoted(activation)} is not supported; supported: {', '.join(ACTIVATIONS)}.")
     facts = family.facts(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     spec = DecoderSpec(
@@ -166,14 +194,26 @@ def decoder_spec(family: Family, config: Any) -> DecoderSpec:
         mlp_bias=facts.mlp_bias,
         tie_word_embeddings=config.tie_word_embeddings,
         rope=facts.rope(config.rope_parameters, config.max_position_embeddings, head_dim),
+        local_rope=_local_rope(family, config, facts, head_dim),
         sliding_windows=facts.sliding_windows,
         max_position_embeddings=config.max_position_embeddings,
         dtype=_dtype_name(config),
         experts=facts.experts,
         merged_projections=facts.merged_projections,
+        activation=ACTIVATIONS[activation],
+        query_pre_attn_scalar=facts.query_pre_attn_scalar,
+        embedding_scale=facts.embedding_scale,
+        output_norms=facts.output_norms,
+        zero_centered_norms=facts.zero_centered_norms,
     )
     _check_spec(spec)
     return spec
+
+
+def _local_rope(family: Family, config: Any, facts: FamilyFacts, head_dim: int) -> RopeSpec | None:
+    if not family.local_rope:
+        return None
+    return facts.rope(config.local_rope_parameters, config.max_position_embeddings, head_dim)
 
 
 def _dtype_name(config: Any) -> str:

@@ -32,12 +32,12 @@ def with_single_experts(stored: dict[str, StoredTensor], spec: DecoderSpec) -> d
         gate_up_tensor = _take(found, gate_up, (count, 2 * inner, hidden))
         down_tensor = _take(found, down, (count, hidden, inner))
         if router in found:
-            found[f"{experts.router(layer)}.weight"] = _part(found.pop(router), router, slice(None))
+            found[f"{experts.router(layer)}.weight"] = part_of(found.pop(router), router, slice(None))
         for expert in range(count):
             modules = experts.expert(layer, expert)
-            found[f"{modules[0]}.weight"] = _part(gate_up_tensor, gate_up, expert, slice(0, inner))
-            found[f"{modules[1]}.weight"] = _part(gate_up_tensor, gate_up, expert, slice(inner, 2 * inner))
-            found[f"{modules[2]}.weight"] = _part(down_tensor, down, expert, slice(None))
+            found[f"{modules[0]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(0, inner))
+            found[f"{modules[1]}.weight"] = part_of(gate_up_tensor, gate_up, expert, slice(inner, 2 * inner))
+            found[f"{modules[2]}.weight"] = part_of(down_tensor, down, expert, slice(None))
     return found
 
 
@@ -54,16 +54,25 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> 
     return tensor
 
 
-def _part(tensor: StoredTensor, name: str, *index: int | slice) -> StoredTensor:
+def part_of(tensor: StoredTensor, name: str, *index: int | slice) -> StoredTensor:
     """A part of a tensor, or all of it, under another name. The first slices of `index` keep whole rows."""
-    kept = [
-        range(*part.indices(size)) for part, size in zip(index, tensor.shape, strict=False) if isinstance(part, slice)
+    found = [
+        range(*part.indices(size)) if isinstance(part, slice) else part
+        for part, size in zip(index, tensor.shape, strict=False)
     ]
+    kept = [each for each in found if isinstance(each, range)]
     shape = (*map(len, kept), *tensor.shape[len(index) :])
-    return StoredTensor(tensor.file, shape, tensor.dtype, partial(_read, tensor.file, name, index))
+    return StoredTensor(tensor.file, shape, tensor.dtype, partial(_read, tensor.file, name, found))
 
 
-def _read(file: Path, name: str, index: tuple[int | slice, ...]) -> Tensor:
+def _read(file: Path, name: str, index: list[int | range], part: tuple[slice, ...]) -> Tensor:
+    """What slices of the remaining axes select of the tensor at `index`, one number or range for each first axis."""
+    slices = iter(part)
+    chosen = [each if isinstance(each, int) else _as_slice(each[next(slices, slice(None))]) for each in index]
     with open_file(file) as tensors:
-        part: Tensor = tensors.get_slice(name)[index]
-        return part.clone()  # before the file is closed
+        found: Tensor = tensors.get_slice(name)[(*chosen, *slices)]
+        return found.clone()  # before the file is closed
+
+
+def _as_slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)

@@ -28,8 +28,9 @@ from nanovllm.models.config_fields import (
     OTHER_FIELDS,
 )
 from nanovllm.models.families import FAMILIES, Family, decoder_spec
-from nanovllm.models.rope_config import rope_parameters
+from nanovllm.models.rope_config import rope_by_layer_type, rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+from nanovllm.models.text_models import TEXT_MODELS, text_fields
 from nanovllm.side_modules import find_side
 
 # Fields of generation_config.json and the sampling parameters that they set.
@@ -145,6 +146,7 @@ def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
 def _with_overrides(
     path: Path, fields: dict[str, Any], overrides: Mapping[str, Any], gguf: GgufConfig | None = None
 ) -> _Config:
+    fields = text_fields(str(path), fields)
     if not overrides:
         return _Config(str(path), fields, gguf)
     return _Config(f"{path} with hf_overrides", _overridden(fields, overrides), gguf)
@@ -153,14 +155,17 @@ def _with_overrides(
 def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with those of `overrides` in their place.
 
-    RoPE has an older form and a newer one. A new one replaces both, except for the theta if it names none.
+    RoPE has an older form and a newer one. A new one replaces both, except for the theta if it names none, and for what
+    each layer type has, of which rope_scaling changes a part.
     """
     merged = {**fields, **overrides}
     if not {"rope_scaling", "rope_parameters"} & overrides.keys():
         return merged
+    own = fields.get("rope_parameters")
+    if isinstance(own, dict) and "full_attention" in own and "rope_parameters" not in overrides:
+        return merged
     for name in {"rope_scaling", "rope_parameters"} - overrides.keys():
         merged.pop(name, None)
-    own = fields.get("rope_parameters")
     theta = own.get("rope_theta") if isinstance(own, dict) else None
     if theta is not None and overrides.get("rope_theta") is None:
         merged["rope_theta"] = theta
@@ -173,12 +178,7 @@ def _spec(config: _Config) -> DecoderSpec:
     _refuse_unread(config, family)
     try:
         defaults = _with_defaults(family, fields)
-        defaults.rope_parameters = rope_parameters(
-            config.fields,
-            defaults.max_position_embeddings,
-            defaults.default_theta,
-            getattr(defaults, "original_max_position_embeddings", None),
-        )
+        _set_rope_parameters(defaults, family, config.fields)
         defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
         spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
         if config.gguf is not None:
@@ -186,6 +186,18 @@ def _spec(config: _Config) -> DecoderSpec:
         return _with_quantization(spec, quantization)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
+
+
+def _set_rope_parameters(defaults: Any, family: Family, fields: Mapping[str, Any]) -> None:
+    """Give Transformers' config the checked RoPE parameters of the config's fields."""
+    positions, theta = defaults.max_position_embeddings, defaults.default_theta
+    if family.local_rope:
+        full, local = rope_by_layer_type(fields)
+        defaults.rope_parameters = rope_parameters(full, positions, theta["global"])
+        defaults.local_rope_parameters = rope_parameters(local, positions, theta["local"])
+    else:
+        trained = getattr(defaults, "original_max_position_embeddings", None)
+        defaults.rope_parameters = rope_parameters(fields, positions, theta, trained)
 
 
 def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
@@ -249,7 +261,7 @@ def _family(config: _Config) -> Family:
     family = next((FAMILIES[name] for name in named if name in FAMILIES), None)
     if family is None:
         found = f"architectures={quoted(named)} is not supported" if named else "it names no architecture"
-        raise ModelError(f"{where}: {found}; supported: {', '.join(FAMILIES)}.")
+        raise ModelError(f"{where}: {found}; supported: {', '.join((*FAMILIES, *TEXT_MODELS))}.")
     if fields.get("model_type", family.model_type) != family.model_type:
         raise ModelError(
             f"{where} contradicts itself: architecture {family.architecture} has model_type {family.model_type!r}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,14 +11,17 @@ from torch import Tensor
 
 from nanovllm.config import LOAD_FORMATS
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.layers.linear_method import CheckpointTensor, WeightSlot
+from nanovllm.layers.linear import create_weight
+from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import check_fits
 from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.fused_experts import with_single_experts
+from nanovllm.models.fused_experts import part_of, with_single_experts
+from nanovllm.models.sharding import Part
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
+from nanovllm.models.text_models import TEXT_MODELS, text_name
 from nanovllm.ops.cpu_kernels import use_huge_pages
 
 
@@ -25,13 +29,13 @@ def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | N
     """Fill every parameter from `seed`: the same device, dtype and seed give the same weights.
 
     Matrices are uniform with variance 1 / columns, so that a normalized input gives outputs of size 1. Norm weights
-    are within 0.1 of 1, and biases within 0.1 of 0. whole: of a tensor-parallel rank's decoder, the spec of which it is
-    a part; the weights are those of the whole.
+    are within 0.1 of 1 in the form of a checkpoint, and biases within 0.1 of 0. whole: of a tensor-parallel rank's
+    decoder, the spec of which it is a part; the weights are those of the whole.
     """
-    if whole is not None:
-        _fill_with_part(decoder, seed, whole)
-        return
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    if whole is not None:
+        _fill_with_part(decoder, generator, whole)
+        return
     for name, slot in decoder.slots():
         if slot.randomize is not None:
             slot.randomize(generator)
@@ -42,15 +46,39 @@ def fill_with_random_weights(decoder: Decoder, seed: int, whole: DecoderSpec | N
             slot.write(_draw(name, torch.empty(slot.shape, dtype=slot.view.dtype, device=decoder.device), generator))
 
 
-def _fill_with_part(decoder: Decoder, seed: int, whole: DecoderSpec) -> None:
+def _fill_with_part(decoder: Decoder, generator: torch.Generator, whole: DecoderSpec) -> None:
     """Draw every tensor of the whole decoder, one at a time, and keep this rank's part of it."""
-    assert decoder.spec.sharding is not None
-    generator = torch.Generator(device=decoder.device).manual_seed(seed)
     own = dict(decoder.slots())
+    sizes = {module: (rows, columns) for module, rows, columns in whole.matrices()}
     for name, slot in Decoder(whole, decoder.dtype, torch.device("meta")).slots():
-        drawn = _draw(name, torch.empty(slot.shape, dtype=decoder.dtype, device=decoder.device), generator)
-        if name in own:
-            own[name].write(drawn[decoder.spec.sharding.slices(name)])
+        module = name.rpartition(".")[0]
+        if slot.randomize is None:
+            drawn = _draw(name, torch.empty(slot.shape, dtype=decoder.dtype, device=decoder.device), generator)
+            if name in own:
+                own[name].write(_held(decoder.spec, module, drawn, slot.shape[-1], own[name].shape[-1]))
+        else:
+            rows, columns = sizes[module]
+            made = create_weight(whole.quantization, {module: rows}, columns, decoder.dtype, decoder.device)
+            packed = dict(made.slots())[name]
+            assert packed.randomize is not None
+            packed.randomize(generator)
+            view = own[name].view
+            view.copy_(_held(decoder.spec, module, packed.view, columns, view.shape[-1]))
+
+
+def _held(spec: DecoderSpec, module: str, tensor: Tensor, num_columns: int, width: int) -> Tensor:
+    """The rows and columns that a rank holds of a tensor of a module.
+
+    num_columns: of the matrix, of which an entry of the tensor may hold several or stand for a group; width: of the
+    result.
+    """
+    assert spec.sharding is not None
+    rows, columns = spec.sharding.ranges(module)
+    if rows:
+        tensor = torch.cat([tensor[each.start : each.stop] for each in rows])
+    if columns and tensor.dim() == 2:
+        tensor = tensor.narrow(1, columns[0].start * tensor.shape[1] // num_columns, width)
+    return tensor
 
 
 def _draw(name: str, values: Tensor, generator: torch.Generator) -> Tensor:
@@ -90,8 +118,12 @@ def load_model(
     directory = Path(model_dir)
     if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
-    stored = {} if load_format == "dummy" else with_single_experts(list_tensors(directory), spec)
-    names = {} if load_format == "dummy" else _stored_names(directory, spec, stored)
+    stored = {} if load_format == "dummy" else _of_text_model(with_single_experts(list_tensors(directory), spec), spec)
+    tensors = dict(spec.tensors())
+    names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
+    for name, stored_as in names.items():
+        if (check := tensors[name].check) is not None:
+            _use(check, stored_as, stored[stored_as])
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
@@ -102,37 +134,53 @@ def load_model(
     for _, slot in decoder.slots():
         use_huge_pages(slot.view)
     if load_format == "dummy":
-        fill_with_random_weights(decoder, seed, None if group is None else spec)
+        fill_with_random_weights(decoder, seed, own.whole)
         decoder.finish_loading()
         return decoder
-    for name, slot in decoder.slots():
+    # The largest first: what is read of a tensor should not come on top of all weights.
+    for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
         if name in names:
-            _fill(slot, names[name], stored[names[name]], _part(own, name))
+            stored_as = names[name]
+            part = _part(own, stored_as, tensors[name], stored[stored_as])
+            _use(slot.write, stored_as, stored[stored_as], part)
     _check_tied(directory, spec, stored, decoder)
     _check_unused_biases(spec, stored)
     decoder.finish_loading()
     return decoder
 
 
-def _part(spec: DecoderSpec, name: str) -> tuple[slice, ...]:
-    """What a rank with this spec holds of a tensor of the checkpoint, as slices of its first axes; () is all of it."""
-    return () if spec.sharding is None else spec.sharding.slices(name)
+def _of_text_model(stored: dict[str, StoredTensor], spec: DecoderSpec) -> dict[str, StoredTensor]:
+    """The tensors under the text model's names, if the checkpoint's model may take images too."""
+    if spec.architecture not in TEXT_MODELS.values():
+        return stored
+    names = {name: text_name(name) for name in stored}
+    return {
+        new: stored[name] if new == name else part_of(stored[name], name, slice(None))
+        for name, new in names.items()
+        if new is not None
+    }
 
 
-def _fill(slot: WeightSlot, name: str, stored: StoredTensor, part: tuple[slice, ...]) -> None:
-    """Write a part of a file's tensor into its slot. Raises ModelError for values that cannot be used."""
+def _part(spec: DecoderSpec, name: str, tensor: CheckpointTensor, stored: StoredTensor) -> Part:
+    """What a rank with this spec holds of a tensor of the checkpoint."""
+    return () if spec.sharding is None else spec.sharding.part(name.rpartition(".")[0], tensor.axes, stored.shape)
+
+
+def _use(use: Callable[[Tensor], None], name: str, stored: StoredTensor, part: Part = ()) -> None:
+    """Call a function with a part of a file's tensor. Raises ModelError for values that cannot be used."""
     # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
     with open_tensor(name, stored, part) as tensor:
         try:
-            slot.write(tensor)
+            use(tensor)
         except ModelError as error:
             raise ModelError(f"{stored.file}: {name}: {error}") from None
 
 
-def _stored_names(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> dict[str, str]:
+def _stored_names(
+    directory: Path, spec: DecoderSpec, tensors: dict[str, CheckpointTensor], stored: dict[str, StoredTensor]
+) -> dict[str, str]:
     """The file's name of each of the network's tensors that it holds. Raises ModelError unless checkpoint and network
     match."""
-    tensors = dict(spec.tensors())
     names = {name: name for name, tensor in tensors.items() if tensor.required or name in stored}
     if spec.tie_word_embeddings and EMBEDDING not in stored and LM_HEAD in stored:
         names[EMBEDDING] = LM_HEAD  # some tools keep only the alphabetically first name of a tied tensor
@@ -188,7 +236,8 @@ def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTens
     """Raise ModelError if a tied checkpoint holds an output projection that differs from the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
-    with open_tensor(LM_HEAD, stored[LM_HEAD], _part(decoder.spec, LM_HEAD)) as head:
+    part = _part(decoder.spec, LM_HEAD, CheckpointTensor(()), stored[LM_HEAD])
+    with open_tensor(LM_HEAD, stored[LM_HEAD], part) as head:
         embedding = decoder.embedding.dense
         same = embedding is not None and torch.equal(head.to(decoder.dtype), embedding.cpu())
     if not same:

@@ -12,6 +12,8 @@ from nanovllm.layers.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
 from nanovllm.model_files.json_fields import checked_fields
 from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
 
 def rope_parameters(
     config: Mapping[str, Any], max_position: int, default_theta: float, trained: int | None = None
@@ -47,9 +49,37 @@ def rope_parameters(
     return found
 
 
+def rope_by_layer_type(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The config as `rope_parameters` reads it for layers with full attention, and for those with a sliding window.
+
+    Newer configs have a mapping for each layer type, older ones rope_theta and rope_scaling, and rope_local_base_freq
+    for the layers with a window. Raises ModelError.
+    """
+    outer = checked_fields("RoPE", config, OTHER_FIELDS)
+    mapping = outer.get("rope_parameters") or {}
+    unknown = sorted(set(mapping) - set(_LAYER_TYPES))
+    if unknown:
+        raise ModelError(f"rope_parameters: {quoted(unknown[0])} is no layer type; known: {', '.join(_LAYER_TYPES)}.")
+    full, local = (mapping.get(name) for name in _LAYER_TYPES)
+    if isinstance(full, dict) and outer.get("rope_scaling"):
+        full = {**full, **outer["rope_scaling"]}
+        config = {**config, "rope_scaling": None}
+    return {**config, "rope_parameters": full}, {
+        "rope_parameters": local,
+        "rope_theta": outer.get("rope_local_base_freq"),
+    }
+
+
 def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
     """Read Transformers' standardized `rope_parameters`. Raises ModelError on what is not supported."""
     return _spec_of_kind(parameters, max_position, head_dim, tuple(kind for kind in ROPE_KINDS if kind != "longrope"))
+
+
+def gemma3_rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
+    """The same for Gemma 3, whose max_position_embeddings counts the positions after linear scaling."""
+    spec = _spec_of_kind(parameters, max_position, head_dim, ("default", "linear"))
+    trained = max(1, int(max_position / spec.factor))
+    return spec if spec.kind == "default" else replace(spec, original_max_position=trained)
 
 
 def phi3_rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:

@@ -1,70 +1,127 @@
 """How tensor-parallel ranks share a decoder: plain arithmetic, without torch.
 
-The scheme is Megatron's (Shoeybi et al., "Megatron-LM", 2019). Heads, the MLP's inner features and the vocabulary are
-divided into contiguous parts. q, k, v, gate and up hold the rows of a rank's part, o and down its columns, so that the
-sum of all ranks' products is the product. Norms are the same on every rank.
+The scheme is Megatron's (Shoeybi et al., "Megatron-LM", 2019). Heads, the inner features of the MLP or of each expert,
+and the vocabulary are divided into contiguous parts. q, k, v, gate and up hold the rows of a rank's part, o and down
+its columns, so that the sum of all ranks' products is the product. Norms and routers are the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from types import MappingProxyType
+from typing import NamedTuple
 
 from nanovllm.errors import ConfigError
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis
 
-# The part of a rank that a tensor's axis 0 or 1 is cut to, by the last name of its module.
-ROWS: Mapping[str, str] = MappingProxyType(
+# By the last name of a module: along which dimension its matrix is divided, and what is divided; merged projections
+# hold several things one below the other.
+DIVIDED: Mapping[str, tuple[int, tuple[str, ...]]] = MappingProxyType(
     {
-        "q_proj": "q_rows",
-        "k_proj": "kv_rows",
-        "v_proj": "kv_rows",
-        "gate_proj": "intermediate",
-        "up_proj": "intermediate",
-        "embed_tokens": "vocab",
-        "lm_head": "vocab",
+        "q_proj": (ROWS, ("q_rows",)),
+        "k_proj": (ROWS, ("kv_rows",)),
+        "v_proj": (ROWS, ("kv_rows",)),
+        "qkv_proj": (ROWS, ("q_rows", "kv_rows", "kv_rows")),
+        "o_proj": (COLUMNS, ("q_rows",)),
+        "gate_proj": (ROWS, ("intermediate",)),
+        "up_proj": (ROWS, ("intermediate",)),
+        "gate_up_proj": (ROWS, ("intermediate", "intermediate")),
+        "down_proj": (COLUMNS, ("intermediate",)),
+        "embed_tokens": (ROWS, ("vocab",)),
+        "lm_head": (ROWS, ("vocab",)),
+        "w1": (ROWS, ("intermediate",)),  # Mixtral's names of gate, up and down
+        "w3": (ROWS, ("intermediate",)),
+        "w2": (COLUMNS, ("intermediate",)),
     }
 )
-COLUMNS: Mapping[str, str] = MappingProxyType({"o_proj": "q_rows", "down_proj": "intermediate"})
-
 
 GATHERED_BYTES = 256 << 10  # a sum of fewer bytes sends them to every rank at once, see `all_reduce_bytes`
+
+# Of each axis of a tensor the slices that are read, one behind the other; () is the whole tensor.
+Part = Sequence[Sequence[slice]]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a decoder that ranks divide. expert_intermediate: the inner features of an expert, if there are."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    expert_intermediate: int = 0
+
+    @property
+    def q_rows(self) -> int:
+        """Output features of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Output features of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_dim
+
+
+class DividedMatrix(NamedTuple):
+    """A matrix, and the multiples at which its storage lets its rows and its columns be divided."""
+
+    module: str
+    shape: tuple[int, int]
+    units: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What one of `num_ranks` ranks holds, as ranges of the indices of the whole decoder."""
+    """What one of `num_ranks` ranks holds, as ranges of the indices of the whole decoder, whose sizes are `whole`."""
 
     rank: int
     num_ranks: int
+    whole: Sizes
     heads: range
     kv_heads: range
     intermediate: range
+    expert_intermediate: range
     vocab: range
-    head_dim: int
     most_kv_heads: int  # of any rank
+    vocab_widths: tuple[int, ...]  # of every rank
 
     @property
     def q_rows(self) -> range:
         """Output features of the query projection."""
-        return range(self.heads.start * self.head_dim, self.heads.stop * self.head_dim)
+        return range(self.heads.start * self.whole.head_dim, self.heads.stop * self.whole.head_dim)
 
     @property
     def kv_rows(self) -> range:
         """Output features of the key projection, and of the value projection."""
-        return range(self.kv_heads.start * self.head_dim, self.kv_heads.stop * self.head_dim)
+        return range(self.kv_heads.start * self.whole.head_dim, self.kv_heads.stop * self.whole.head_dim)
 
-    def slices(self, name: str) -> tuple[slice, ...]:
-        """The part of the checkpoint tensor `name` that this rank reads, as slices of its first axes."""
-        module, _, kind = name.rpartition(".")
-        module = module.rpartition(".")[2]
-        if module in ROWS:
-            rows: range = getattr(self, ROWS[module])
-            return (slice(rows.start, rows.stop),)
-        if module in COLUMNS and kind == "weight":
-            columns: range = getattr(self, COLUMNS[module])
-            return (slice(None), slice(columns.start, columns.stop))
-        return ()
+    def ranges(self, module: str) -> tuple[Sequence[range], Sequence[range]]:
+        """The rows and the columns of a matrix that this rank holds; () stands for all."""
+        dimension, things = _divided(module)
+        found: list[range] = []
+        start = 0
+        for thing in things:
+            held: range = getattr(self, thing)
+            found.append(range(start + held.start, start + held.stop))
+            start += getattr(self.whole, thing)
+        return (found, ()) if dimension == ROWS else ((), found)
+
+    def part(self, module: str, axes: Sequence[Axis | None], shape: Sequence[int]) -> Part:
+        """The part of a checkpoint tensor of `module` that this rank reads.
+
+        axes: what an entry along each axis stands for, None where the tensor is not divided. An axis with one entry is
+        not divided either: the entry holds for all rows or columns.
+        """
+        ranges = self.ranges(module)
+        found = [
+            [slice(each.start // axis.size, -(-each.stop // axis.size)) for each in ranges[axis.dimension]]
+            if axis is not None and size > 1
+            else []
+            for axis, size in zip(axes, shape, strict=False)
+        ]
+        return [slices or [slice(None)] for slices in found] if any(found) else ()
 
 
 def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
@@ -77,35 +134,91 @@ def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
     return (num_ranks - 1) * num_bytes
 
 
-def rank_part(total: int, rank: int, num_ranks: int) -> range:
-    """The contiguous part of `total` indices that belongs to a rank. Parts differ by at most one index."""
-    return range(total * rank // num_ranks, total * (rank + 1) // num_ranks)
+def rank_part(total: int, rank: int, num_ranks: int, unit: int = 1) -> range:
+    """The contiguous part of `total` indices that belongs to a rank, from a multiple of `unit` to another or the end.
 
-
-def shard(
-    num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int, vocab: int, rank: int, num_ranks: int
-) -> Sharding:
-    """What a rank holds of a decoder with these sizes.
-
-    With more ranks than KV heads several ranks hold the same KV head and divide its query heads. Raises ConfigError if
-    a rank would have none.
+    Parts differ by at most one unit.
     """
-    held = [_heads(num_heads, num_kv_heads, each, num_ranks) for each in range(num_ranks)]
-    if not all(heads for heads, _ in held) or num_ranks > min(intermediate, vocab):
+    units = -(-total // unit)
+    first, last = units * rank // num_ranks, units * (rank + 1) // num_ranks
+    return range(min(first * unit, total), min(last * unit, total))
+
+
+def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = (), form: str = "") -> Sequence[Sharding]:
+    """What each rank holds of a decoder with these sizes.
+
+    With more ranks than KV heads several ranks hold the same KV head and divide its query heads. matrices: those whose
+    storage, called `form`, cannot be divided everywhere. Raises ConfigError if a rank would have none of something, or
+    a part of a matrix that cannot be stored.
+    """
+    held = [_heads(sizes.heads, sizes.kv_heads, each, num_ranks) for each in range(num_ranks)]
+    if not all(heads for heads, _ in held):
         raise ConfigError(
-            f"tensor_parallel_size={num_ranks}: the model has {num_heads} query heads and {num_kv_heads} KV heads in a "
-            "layer, too few for every rank to have one; lower it"
+            f"tensor_parallel_size={num_ranks}: the model has {sizes.heads} query heads and {sizes.kv_heads} KV heads "
+            "in a layer, too few for every rank to have one; lower it"
         )
-    return Sharding(
-        rank=rank,
-        num_ranks=num_ranks,
-        heads=held[rank][0],
-        kv_heads=held[rank][1],
-        intermediate=rank_part(intermediate, rank, num_ranks),
-        vocab=rank_part(vocab, rank, num_ranks),
-        head_dim=head_dim,
-        most_kv_heads=max(len(kv_heads) for _, kv_heads in held),
-    )
+    parts = {
+        thing: _parts(thing, getattr(sizes, thing), num_ranks, matrices)
+        for thing in ("intermediate", "expert_intermediate", "vocab")
+    }
+    shardings = [
+        Sharding(
+            rank=each,
+            num_ranks=num_ranks,
+            whole=sizes,
+            heads=held[each][0],
+            kv_heads=held[each][1],
+            intermediate=parts["intermediate"][each],
+            expert_intermediate=parts["expert_intermediate"][each],
+            vocab=parts["vocab"][each],
+            most_kv_heads=max(len(kv_heads) for _, kv_heads in held),
+            vocab_widths=tuple(map(len, parts["vocab"])),
+        )
+        for each in range(num_ranks)
+    ]
+    for matrix in matrices:
+        for sharding in shardings:
+            _check_boundaries(matrix, sharding, form)
+    return shardings
+
+
+def is_expert(module: str) -> bool:
+    """Whether a module belongs to an expert."""
+    return ".experts." in module
+
+
+def _divided(module: str) -> tuple[int, Sequence[str]]:
+    """Along which dimension a matrix is divided, and what; see `DIVIDED`."""
+    dimension, things = DIVIDED.get(module.rpartition(".")[2], (ROWS, ()))
+    return dimension, [f"expert_{thing}" for thing in things] if is_expert(module) else things
+
+
+def _parts(thing: str, total: int, num_ranks: int, matrices: Collection[DividedMatrix]) -> list[range]:
+    """The part of every rank of the inner features or the vocabulary, so that all matrices can be divided there."""
+    divisions = [(_divided(matrix.module), matrix.units) for matrix in matrices]
+    unit = lcm(*(units[dimension] for (dimension, things), units in divisions if thing in things))
+    parts = [rank_part(total, rank, num_ranks, unit) for rank in range(num_ranks)]
+    if total and not all(parts):
+        groups = f" in groups of {unit}" if unit > 1 else ""
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks}: the model's {thing} size is {total}{groups}, too little for every rank "
+            "to have a part; lower it"
+        )
+    return parts
+
+
+def _check_boundaries(matrix: DividedMatrix, sharding: Sharding, form: str) -> None:
+    """Raise ConfigError if a rank's part of the matrix begins or ends where it cannot be divided."""
+    for held, total, unit, what in zip(
+        sharding.ranges(matrix.module), matrix.shape, matrix.units, ("rows", "columns"), strict=True
+    ):
+        if any(each.start % unit or (each.stop % unit and each.stop != total) for each in held):
+            parts = " and ".join(f"{each.start} to {each.stop - 1}" for each in held)
+            raise ConfigError(
+                f"tensor_parallel_size={sharding.num_ranks}: rank {sharding.rank} would hold {what} {parts} of "
+                f"{matrix.module}, and its {form} form can be divided at multiples of {unit} only; take another "
+                "number of ranks, or a checkpoint in another form"
+            )
 
 
 def _heads(num_heads: int, num_kv_heads: int, rank: int, num_ranks: int) -> tuple[range, range]:

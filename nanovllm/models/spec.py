@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.errors import ConfigError
 from nanovllm.layers.expert_spec import ExpertSpec
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
 from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.models.sharding import Sharding, shard
+from nanovllm.models.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)
+WIDE_NORM_BYTES = 4  # of a norm weight in fp32
 EMBEDDING_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"  # names in a checkpoint
 EMBEDDING, LM_HEAD = f"{EMBEDDING_MODULE}.weight", f"{HEAD_MODULE}.weight"
 
@@ -46,6 +46,13 @@ class DecoderSpec:
     merged_projections: bool = False  # whether the checkpoint has one matrix for q, k and v, and for gate and up
     experts: ExpertSpec | None = None  # in some layers or all; the others have one MLP
     sharding: Sharding | None = None  # of a tensor-parallel rank, whose heads and inner features the sizes count
+    activation: str = "silu"  # of the gate of an MLP, one of ops.row_kernels.GATED_UNITS
+    local_rope: RopeSpec | None = None  # of the layers with a sliding window; None: `rope`, as of the others
+    query_pre_attn_scalar: float | None = None  # attention scores are divided by its root; None: by that of head_dim
+    embedding_scale: float = 1.0  # rounded to the dtype, multiplies the embedding; not the tied output projection
+    output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream, too
+    zero_centered_norms: bool = False  # norm weights are stored minus 1, and multiply in fp32, before the rounding
+    whole: DecoderSpec | None = None  # of a tensor-parallel rank: the decoder that it is a part of
 
     @property
     def q_size(self) -> int:
@@ -58,30 +65,42 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
     def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
-        """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
+        """The decoder that one of `num_ranks` tensor-parallel ranks computes; see `of_ranks`."""
+        return self.of_ranks(num_ranks)[rank]
 
-        Raises ConfigError if there are too few heads for all ranks, for experts, and for quantized or merged matrices.
+    def of_ranks(self, num_ranks: int) -> Sequence[DecoderSpec]:
+        """What each tensor-parallel rank computes: its heads, inner features and vocabulary.
+
+        Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
-        if self.experts is not None or self.merged_projections:
-            parts = "the experts" if self.experts is not None else "qkv_proj and gate_up_proj"
-            raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: {parts} of a {self.architecture} are not divided among ranks; "
-                "use tensor_parallel_size=1"
-            )
-        if self.quantization is not None:
-            raise ConfigError(
-                f"tensor_parallel_size={num_ranks}: weights in {self.quantization.name} form are not divided among "
-                "ranks; take a checkpoint that is not quantized, or tensor_parallel_size=1"
-            )
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size)
-        sharding = shard(*sizes, rank, num_ranks)
+        inner = 0 if self.experts is None else self.experts.intermediate_size
+        sizes = Sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size, inner)
+        form = "" if self.quantization is None else self.quantization.name
+        return [self._part(sharding) for sharding in shard(sizes, num_ranks, self._divided_matrices(), form)]
+
+    def _part(self, sharding: Sharding) -> DecoderSpec:
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, intermediate_size=len(sharding.expert_intermediate))
         return replace(
             self,
             num_heads=len(sharding.heads),
             num_kv_heads=len(sharding.kv_heads),
             intermediate_size=len(sharding.intermediate),
+            experts=experts,
             sharding=sharding,
+            whole=self,
         )
+
+    def _divided_matrices(self) -> Collection[DividedMatrix]:
+        """The matrices whose storage cannot be divided everywhere, one for all that are alike."""
+        if self.quantization is None:
+            return ()
+        found: dict[tuple[object, ...], DividedMatrix] = {}
+        for module, rows, columns in self.matrices():
+            matrix = DividedMatrix(module, (rows, columns), self.quantization.units(module, rows, columns))
+            found[is_expert(module), module.rpartition(".")[2], matrix.units] = matrix
+        return found.values()
 
     @property
     def most_kv_heads(self) -> int:
@@ -113,6 +132,27 @@ class DecoderSpec:
         return {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size}
 
     @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """The checkpoint's modules of a layer's norms: before attention, before the MLP, and then after each."""
+        if not self.output_norms:
+            return "input_layernorm", "post_attention_layernorm"
+        return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Every rotary embedding of the network; `rope_of` gives a layer's index into them."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def rope_of(self, layer: int) -> int:
+        return int(self.local_rope is not None and self.sliding_windows[layer] is not None)
+
+    @property
+    def attention_scale(self) -> float:
+        """What multiplies the product of a query and a key."""
+        scalar: float = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
+        return scalar**-0.5
+
+    @property
     def num_expert_layers(self) -> int:
         """Number of layers that have experts."""
         return 0 if self.experts is None else sum(self.experts.layers[: self.num_layers])
@@ -140,20 +180,34 @@ class DecoderSpec:
         return self.num_layer_matrices - round(unread * self._expert_weights)
 
     @property
-    def _norms_and_biases(self) -> int:
-        """Number of the other weights of one layer in memory. Every head has its own row of the q and k norms."""
-        norms = 2 * self.hidden_size + self.qk_norm * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return norms + sum(rows for _, rows, _, bias in self._projections(0) if bias)
+    def _norms(self) -> int:
+        """Number of norm weights of one layer in memory. Every head has its own row of the q and k norms."""
+        heads = self.qk_norm * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return len(self.layer_norms) * self.hidden_size + heads
+
+    @property
+    def _biases(self) -> int:
+        return sum(rows for _, rows, _, bias in self._projections(0) if bias)
+
+    def _norm_bytes(self, itemsize: int) -> int:
+        """Bytes of a norm weight."""
+        return WIDE_NORM_BYTES if self.zero_centered_norms else itemsize
 
     @property
     def num_weights(self) -> int:
         """Number of all weights in memory. Tied embeddings count once."""
         tables = self.vocab_rows * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layer_matrices + self.num_layers * self._norms_and_biases + tables + self.hidden_size
+        return self.num_layer_matrices + self.num_layers * self._biases + tables + self._all_norms
+
+    @property
+    def _all_norms(self) -> int:
+        """Number of norm weights of the network."""
+        return self.num_layers * self._norms + self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
         """Bytes of all weights in memory, where an element of the network's dtype takes `itemsize`."""
-        return self.num_weights * itemsize - self._saved_bytes(self.matrices(), itemsize)
+        wide_norms = self._all_norms * (self._norm_bytes(itemsize) - itemsize)
+        return self.num_weights * itemsize + wide_norms - self._saved_bytes(self.matrices(), itemsize)
 
     def layer_matrix_bytes(self, itemsize: int, rows: int | None = None) -> int:
         """Bytes of the matrices of one layer in memory, the mean of all layers if they differ.
@@ -170,7 +224,8 @@ class DecoderSpec:
 
     def layer_weight_bytes(self, itemsize: int, rows: int | None = None) -> int:
         """`layer_matrix_bytes` with the norms and biases of the layer."""
-        return self.layer_matrix_bytes(itemsize, rows) + self._norms_and_biases * itemsize
+        others = self._norms * self._norm_bytes(itemsize) + self._biases * itemsize
+        return self.layer_matrix_bytes(itemsize, rows) + others
 
     def head_bytes(self, itemsize: int) -> int:
         """Bytes of the output projection in memory."""
@@ -197,14 +252,15 @@ class DecoderSpec:
     def tensors(self) -> NamedTensors:
         """Name and form of every checkpoint tensor, known before anything is allocated.
 
-        `Decoder.slots` gives the same names. The output projection appears only if it is not tied.
+        `Decoder.slots` gives the same names but for tensors that are only checked. The output projection appears only
+        if it is not tied.
         """
         for matrix in self.matrices():
             yield from dense_tensors(*matrix) if self.quantization is None else self.quantization.tensors(*matrix)
         for index in range(self.num_layers):
             prefix = f"model.layers.{index}."
-            yield f"{prefix}input_layernorm.weight", CheckpointTensor((self.hidden_size,))
-            yield f"{prefix}post_attention_layernorm.weight", CheckpointTensor((self.hidden_size,))
+            for norm in self.layer_norms:
+                yield f"{prefix}{norm}.weight", CheckpointTensor((self.hidden_size,))
             if self.experts is not None and self.experts.layers[index]:
                 yield from dense_tensors(self.experts.router(index), self.experts.num_experts, self.hidden_size)
             for module, rows, _, bias in self._projections(index):
@@ -221,7 +277,8 @@ class DecoderSpec:
         experts = self.experts
         if experts is not None:
             experts = replace(experts, layers=tuple(experts.layers[index] for index in indices))
-        return replace(self, num_layers=len(indices), sliding_windows=windows, experts=experts)
+        whole = None if self.whole is None else self.whole.of_layers(indices)
+        return replace(self, num_layers=len(indices), sliding_windows=windows, experts=experts, whole=whole)
 
     def one_of_each_kind(self) -> DecoderSpec:
         """A network of the first layer with one MLP and the first with experts, which take different memory."""
@@ -251,18 +308,18 @@ class DecoderSpec:
         hidden, inner, prefix = self.hidden_size, self.intermediate_size, f"model.layers.{index}."
         for name, size in self.qkv_parts.items():
             yield f"{prefix}self_attn.{name}", size, hidden, self.qkv_bias
-        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias
+        yield f"{prefix}self_attn.o_proj", hidden, self.q_size, self.o_bias and self.adds_biases
         if self.experts is None or not self.experts.layers[index]:
             for name, size in self.gate_up_parts.items():
                 yield f"{prefix}mlp.{name}", size, hidden, self.mlp_bias
-            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias
+            yield f"{prefix}mlp.down_proj", hidden, inner, self.mlp_bias and self.adds_biases
 
     @property
     def yarn_positions(self) -> int | None:
-        """The trained length in tokens, which YaRN would extend; None if the model has another RoPE scaling."""
+        """The trained length in tokens, which YaRN would extend; None if the model has another RoPE scaling, or two."""
         if self.rope.kind == "yarn":
             return self.rope.original_max_position
-        return self.max_position_embeddings if self.rope.kind == "default" else None
+        return self.max_position_embeddings if self.rope.kind == "default" and self.local_rope is None else None
 
     @property
     def max_model_len(self) -> int:
@@ -270,11 +327,9 @@ class DecoderSpec:
 
         linear and dynamic RoPE: `factor` times max_position_embeddings, as Transformers documents `factor`. yarn:
         `factor` times the trained length, as in Qwen's model cards, or max_position_embeddings if that is more.
-        default, llama3 and longrope: max_position_embeddings.
+        default, llama3 and longrope, and Gemma 3's linear RoPE: max_position_embeddings.
         """
-        trained = self.max_position_embeddings
-        if self.rope.kind in ("linear", "dynamic"):
-            return max(trained, int(trained * self.rope.factor))
-        if self.rope.kind == "yarn":
-            return max(trained, int(self.rope.original_max_position * self.rope.factor))
-        return trained
+        trained = self.rope.original_max_position or self.max_position_embeddings
+        if self.rope.kind in ("linear", "dynamic", "yarn"):
+            return max(self.max_position_embeddings, int(trained * self.rope.factor))
+        return self.max_position_embeddings

@@ -1,10 +1,11 @@
 """csrc/cpu_kernels.cpp. Use it through nanovllm.ops.cpu_kernels, which checks arguments.
 
 Addresses are ints, or pairs with the stride from row to row in elements (of store_kv: in bytes). `dtype` is "bfloat16",
-"float16" or "float32"; `isa` is one of `instruction_sets()`.
+"float16" or "float32"; `isa` is one of `instruction_sets()`; `activation` is "silu" or "gelu_tanh".
 """
 
 _Address = tuple[int, int]
+_NormAddress = tuple[int, bool]  # and whether the weights are fp32; address 0: no norm
 
 def instruction_sets() -> list[str]:
     """Instruction sets that this machine runs, best first; ValueError if NANOVLLM_CPU_ISA names another."""
@@ -34,7 +35,7 @@ def rms_norm(
     dtype: str,
     x: _Address,
     addend: _Address,
-    weight: int,
+    weight: _NormAddress,
     y: _Address,
     rows: int,
     size: int,
@@ -47,7 +48,7 @@ def place_heads(
     *,
     dtype: str,
     heads: _Address,
-    weight: int,
+    weight: _NormAddress,
     cos: _Address,
     sin: _Address,
     q: _Address,
@@ -60,9 +61,11 @@ def place_heads(
     eps: float,
     threads: int,
 ) -> None:
-    """`weight` 0: no norm. Strides are from token to token, a token's heads being contiguous."""
+    """Strides are from token to token, a token's heads being contiguous."""
 
-def silu_and_mul(*, dtype: str, gate_up: _Address, y: _Address, rows: int, size: int, threads: int) -> None: ...
+def gated_unit(
+    *, dtype: str, activation: str, gate_up: _Address, y: _Address, rows: int, size: int, threads: int
+) -> None: ...
 def cos_sin(
     *, angles: _Address, cos: _Address, sin: _Address, rows: int, size: int, factor: float, threads: int
 ) -> None:
@@ -99,7 +102,16 @@ class Linear:
         """Weights one below the other. ValueError if their inputs differ."""
 
 class Norms:
-    def __init__(self, *, input: int, heads: int, post: int, eps: float) -> None: ...
+    def __init__(
+        self,
+        *,
+        input: _NormAddress,
+        heads: _NormAddress,
+        mlp: _NormAddress,
+        attention_output: _NormAddress,
+        mlp_output: _NormAddress,
+        eps: float,
+    ) -> None: ...
 
 class Layer:
     def __init__(
@@ -113,6 +125,7 @@ class Layer:
         gate_up: Linear,
         down: Linear,
         head_dim: int,
+        activation: str,
     ) -> None: ...
     def project(
         self,

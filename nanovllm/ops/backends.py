@@ -17,16 +17,11 @@ from nanovllm.ops.attention import (
     SequenceMetadata,
 )
 from nanovllm.ops.cpu_attention import NativeAttention, supports_head_dim
+from nanovllm.ops.cpu_kernels import dtype_name
 from nanovllm.ops.cudnn_attention import CudnnAttention, cudnn_attention, cudnn_takes
 from nanovllm.ops.flash_attention import FlashAttention, flash_kernels
 from nanovllm.ops.kernel_config import tuned_entry
-from nanovllm.ops.kv_quantization import (
-    SCALE_BYTES,
-    dequantize_rows,
-    dtype_name,
-    has_scales,
-    quantize_rows_torch,
-)
+from nanovllm.ops.kv_quantization import SCALE_BYTES, dequantize_rows, has_scales, quantize_rows_torch
 from nanovllm.ops.reference_attention import reference_attention
 from nanovllm.ops.torch_attention import TorchAttention
 from nanovllm.ops.triton_support import triton_runs

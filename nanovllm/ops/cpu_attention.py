@@ -1,7 +1,7 @@
 """Attention on the CPU in C++ over KV blocks where they are: exact, resumable and bit-reproducible.
 
 A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address; in 8
-bits its rows end with a scale (`ops.kv_quantization`), and the kernel widens a tile of them to q's dtype in the cache.
+bits its rows end with a scale (`ops.kv_quantization`), and the kernel widens their elements, exactly, in registers.
 Calls that continue from each other's (out, LSE) give the same bits as one call over all blocks. The bits depend on the
 instruction set and the block size, but not on block addresses, chunking, the number of threads or the batch.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nanovllm.ops import _cpu_attention
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
-from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose
-from nanovllm.ops.kv_quantization import dtype_name, head_dim_of
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, choose, dtype_name
+from nanovllm.ops.kv_quantization import head_dim_of
 
 Meter = _cpu_attention.Meter
 
@@ -129,7 +129,7 @@ class NativeAttention:
     """The attention backend of the CPU: block ids become addresses of `attend_batch`."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self.name = f"native CPU attention ({choose()})"
 
     def attend(
@@ -147,31 +147,12 @@ class NativeAttention:
             window=window or 0,
             carry=True,
             kv_dtype=pool.dtype,
-            num_threads=self._num_threads,
+            num_threads=self.num_threads,
         )
-
-    def paged_step(
-        self,
-        pool: Tensor,
-        slots: Tensor,
-        table: AttentionMetadata,
-        dtype: torch.dtype,
-        heads: int,
-        scale: float,
-        window: int | None,
-    ) -> PagedStep | None:
-        """Attention of each layer of a step in one call per layer; None for more than MAX_STEP_ROWS rows.
-
-        pool: [layers, blocks, 2, kv_heads, block_size, head_dim], each block contiguous; slots: int64 [rows], the
-        slot mapping of the new K/V without -1; dtype: of the queries; heads: query heads.
-        """
-        if len(slots) > MAX_STEP_ROWS:
-            return None
-        return PagedStep(pool, slots, table, dtype, heads, scale, window, self._num_threads or torch.get_num_threads())
 
 
 class PagedStep:
-    """Attention of a few rows in any layer: one call instead of six for store, state, attention and output."""
+    """`NativeAttention` for up to MAX_STEP_ROWS rows: one call per layer for store, state, attention and output."""
 
     def __init__(
         self,
@@ -182,8 +163,12 @@ class PagedStep:
         heads: int,
         scale: float,
         window: int | None,
-        num_threads: int,
+        num_threads: int | None = None,
     ) -> None:
+        """pool: [layers, blocks, 2, kv_heads, block_size, head_dim], each block contiguous; slots: int64 [rows], the
+        slot mapping of the new K/V without -1; dtype: of the queries; heads: query heads. Raises ValueError for slots
+        and blocks outside the pool, and for metadata of other rows.
+        """
         layers, blocks, _, kv_heads, block_size, _ = pool.shape
         head_dim = head_dim_of(pool)
         self._pool, self._rows, self._dtype = pool, len(slots), dtype
@@ -209,7 +194,7 @@ class PagedStep:
             block_size=block_size,
             window=window or 0,
             scale=scale,
-            threads=num_threads,
+            threads=num_threads or torch.get_num_threads(),
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,11 @@ def choose(isa: str | None = None) -> str:
     if isa is not None and isa not in available:
         raise ValueError(f"Instruction set {isa!r} does not run on this machine; choose one of {', '.join(available)}.")
     return isa or available[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, as the kernels take it."""
+    return str(dtype).removeprefix("torch.")
 
 
 # ---- linear layers; csrc/cpu_linear.h documents the order of a sum
@@ -136,17 +142,17 @@ def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Te
 
 
 def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    fits = takes(x, 2) and weight.is_cpu and weight.dtype == x.dtype and weight.shape == x.shape[1:]
+    fits = takes(x, 2) and weight.is_cpu and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:]
     if addend is not None:
         fits = fits and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype
     if not (fits and weight.is_contiguous()):
-        rule = "a norm takes x, and what is added to it, [rows, size] and weight [size] of one dtype"
+        rule = "a norm takes x, and what is added to it, [rows, size] and weight [size] of one dtype or in fp32"
         raise _misfit(rule, x=x, addend=addend, weight=weight)
     rows, size = x.shape
     y = x.new_empty(rows, size)
     _cpu_kernels.rms_norm(
         dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=(0, 0) if addend is None else address(addend),
-        weight=weight.data_ptr(), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
+        weight=_norm_address(weight), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -158,11 +164,11 @@ def place_heads(
     if not _heads_fit(heads, weight, cos, sin, q, k, v):
         rule = (
             "place_heads takes heads, q, k and v [tokens, heads, head_dim] of one dtype, a weight row for each head of"
-            " q and k, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
+            " q and k in it or in fp32, and fp32 cos [tokens, 1, head_dim] and sin [tokens, 1, head_dim / 2]"
         )
         raise _misfit(rule, heads=heads, weight=weight, cos=cos, sin=sin, q=q, k=k, v=v)
     _cpu_kernels.place_heads(
-        dtype=KERNEL_DTYPES[heads.dtype], heads=address(heads), weight=0 if weight is None else weight.data_ptr(),
+        dtype=KERNEL_DTYPES[heads.dtype], heads=address(heads), weight=_norm_address(weight),
         cos=address(cos), sin=address(sin),
         q=address(q), k=address(k), v=address(v), tokens=heads.shape[0], q_heads=q.shape[1], kv_heads=k.shape[1],
         head_dim=heads.shape[2], eps=eps, threads=torch.get_num_threads(),
@@ -174,10 +180,10 @@ def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q
         return False
     tokens, total, head_dim = heads.shape
     rotated = q.shape[1] + k.shape[1]
-    if weight is not None and (
-        weight.dtype != heads.dtype or weight.shape != (rotated, head_dim) or not weight.is_contiguous()
-    ):
-        return False
+    if weight is not None:
+        shape_fits = weight.shape == (rotated, head_dim) and weight.is_contiguous()
+        if not shape_fits or weight.dtype not in (heads.dtype, torch.float32):
+            return False
     for angles, width in ((cos, head_dim), (sin, head_dim // 2)):
         if angles.dtype != torch.float32 or angles.shape != (tokens, 1, width) or angles.stride()[2] != 1:
             return False
@@ -186,13 +192,21 @@ def _heads_fit(heads: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, q
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated_unit("silu", gate_up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated_unit("gelu_tanh", gate_up)
+
+
+def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
     if not takes(gate_up, 2) or gate_up.shape[1] % 2:
-        raise _misfit("silu_and_mul takes gate_up [rows, 2 * size]", gate_up=gate_up)
+        raise _misfit(f"{activation}_and_mul takes gate_up [rows, 2 * size]", gate_up=gate_up)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)
-    _cpu_kernels.silu_and_mul(
-        dtype=KERNEL_DTYPES[gate_up.dtype], gate_up=address(gate_up), y=(y.data_ptr(), size), rows=rows, size=size,
-        threads=torch.get_num_threads(),
+    _cpu_kernels.gated_unit(
+        dtype=KERNEL_DTYPES[gate_up.dtype], activation=activation, gate_up=address(gate_up), y=(y.data_ptr(), size),
+        rows=rows, size=size, threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -284,6 +298,11 @@ def _kv_fits(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> bool:
     )
 
 
+def _norm_address(weight: Tensor | None) -> tuple[int, bool]:
+    """The address of a norm's weights, and whether they are fp32; 0 where there is no norm."""
+    return (0, False) if weight is None else (weight.data_ptr(), weight.dtype == torch.float32)
+
+
 def address(x: Tensor) -> tuple[int, int]:
     """The address of the first row, and the stride between rows in elements."""
     return x.data_ptr(), x.stride()[0]
@@ -306,6 +325,20 @@ WeightPart = Tensor | _cpu_kernels.PackedWeight
 Product = tuple[Sequence[WeightPart], Tensor | None]  # the parts of the weight, one below the other; bias [out]
 
 
+class LayerNorms(NamedTuple):
+    """The weights of a layer's norms, all in the layer's dtype or all in fp32. None: what it stands for has no norm."""
+
+    input: Tensor  # [hidden]
+    heads: Tensor | None  # of q and k: [heads, head_dim]
+    mlp: Tensor  # [hidden]: before the MLP
+    attention_output: Tensor | None  # [hidden]
+    mlp_output: Tensor | None  # [hidden]
+    eps: float
+
+    def addresses(self) -> dict[str, Any]:
+        return {name: _norm_address(getattr(self, name)) for name in self._fields if name != "eps"}
+
+
 class FewRowLayer:
     """A decoder layer without its attention for few rows: two calls instead of ten for the single operators.
 
@@ -315,23 +348,23 @@ class FewRowLayer:
 
     def __init__(
         self,
-        norms: tuple[Tensor, Tensor | None, Tensor],
+        norms: LayerNorms,
         products: Sequence[Product],
-        eps: float,
+        dtype: torch.dtype,
         head_dim: int,
+        activation: str,
     ) -> None:
-        """norms: weights of the input norm [hidden], of the q and k norm [heads, head_dim] or None, and of the norm
-        after attention [hidden]; products: qkv, o, gate and up, down. All tensors are dense and of one dtype."""
+        """products: qkv, o, gate and up, down. All tensors are dense, and but for the norms of `dtype`."""
         self._tensors = (norms, products)
-        before, heads, after = norms
-        self._hidden = before.shape[0]
-        self._dtype = before.dtype
+        self._hidden = norms.input.shape[0]
+        self._dtype = dtype
         self._layer = _cpu_kernels.Layer(
             isa=choose(),
             dtype=KERNEL_DTYPES[self._dtype],
-            norms=_cpu_kernels.Norms(input=before.data_ptr(), heads=_address(heads), post=after.data_ptr(), eps=eps),
+            norms=_cpu_kernels.Norms(**norms.addresses(), eps=norms.eps),
             **{name: _product(*of) for name, of in zip(("qkv", "o", "gate_up", "down"), products, strict=True)},
             head_dim=head_dim,
+            activation=activation,
         )
 
     def takes(self, x: Tensor) -> bool:
@@ -351,22 +384,24 @@ class FewRowLayer:
 
 
 def few_row_layer(
-    norms: tuple[Tensor, Tensor | None, Tensor],
+    norms: LayerNorms,
     products: Sequence[tuple[Sequence[WeightPart] | None, Tensor | None]],
-    eps: float,
+    dtype: torch.dtype,
     head_dim: int,
+    activation: str,
 ) -> FewRowLayer | None:
-    """The layer of these tensors, or None if a weight is None, or they are not on the CPU or of another dtype."""
-    norm = norms[0]
-    if not norm.is_cpu or norm.dtype not in KERNEL_DTYPES:
+    """The layer of these tensors, or None if a weight is None, or they are not on the CPU or not of `dtype`."""
+    if not norms.input.is_cpu or norms.input.dtype not in (dtype, torch.float32) or dtype not in KERNEL_DTYPES:
         return None
     supported = [
         (parts, bias)
         for parts, bias in products
         if parts is not None
-        and all(not isinstance(part, Tensor) or (part.is_cpu and part.dtype == norm.dtype) for part in parts)
+        and all(not isinstance(part, Tensor) or (part.is_cpu and part.dtype == dtype) for part in parts)
     ]
-    return FewRowLayer(norms, supported, eps, head_dim) if len(supported) == len(products) else None
+    if len(supported) < len(products):
+        return None
+    return FewRowLayer(norms, supported, dtype, head_dim, activation)
 
 
 def _product(parts: Sequence[WeightPart], bias: Tensor | None) -> _cpu_kernels.Linear:

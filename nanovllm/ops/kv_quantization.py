@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops import _cpu_attention
-from nanovllm.ops.cpu_kernels import KERNEL_DTYPES
+from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, dtype_name
 
 SCALE_BYTES = 4
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -68,8 +68,3 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     head_dim = head_dim_of(rows)
     scale = rows.view(torch.uint8)[..., head_dim:].contiguous().view(torch.float32)
     return (rows[..., :head_dim].float() * scale).to(dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, as the C++ kernels take it."""
-    return str(dtype).removeprefix("torch.")

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from nanovllm.ops import _cpu_kernels, packed_panels
 from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
-from nanovllm.ops.triton_support import use_triton
+from nanovllm.ops.triton_support import multiplies_fp8, use_triton
 
 FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
+_CHECKED_ROWS = 256  # of an fp8 weight at a time
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
 
 
@@ -36,7 +37,8 @@ class PackedWeight:
     [out_features, groups] in bfloat16, float16 or float32; of fp8 float32 [1, 1], [out_features, 1], or a scale for
     each block of FP8_BLOCK outputs or one output, and FP8_BLOCK inputs. zeros: of int4 uint8 and of int8 int8
     [out_features, groups], or None: 8 for int4, 0 for int8. group_size: the inputs that share a scale.
-    panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them.
+    panel_outputs: None, or the out_features of a weight whose parts are as `in_panels` leaves them. fp8_inputs: of fp8,
+    whether the checkpoint was made for inputs that are rounded to fp8; `packed_linear` says where they are.
     """
 
     scheme: str
@@ -46,6 +48,7 @@ class PackedWeight:
     group_size: int
     in_features: int
     panel_outputs: int | None = None
+    fp8_inputs: bool = False
 
     def __post_init__(self) -> None:
         misfit = _misfit(self) if self.panel_outputs is None else None  # panels come from parts that fit
@@ -87,24 +90,21 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, data=self.data[index], scales=scales, zeros=zeros)
 
-    def in_panels(self) -> PackedWeight:
+    def in_panels(self, in_place: bool = False) -> PackedWeight:
         """The same weight in the order in which the C++ kernel reads it; `packed_linear` rearranges others every time.
 
-        It takes as much memory, rounded up to 16 outputs and 32 inputs. Raises ValueError for fp8 weights that are NaN.
+        It takes as much memory, rounded up to 16 outputs and 32 inputs. in_place: in the same memory where that is no
+        more; this weight cannot be used then. Raises ValueError for fp8 weights that are NaN.
         """
         if self.panel_outputs is not None or not self.data.is_cpu:
             return self
-        data, scales = self.data, self.scales
-        if self.scheme in GGUF_BLOCKS:
-            blocks = data.unflatten(-1, (-1, GGUF_BLOCKS[self.scheme].bytes))
-        else:
-            blocks = packed_panels.rows_to_blocks(self.scheme, data)
-        if self.scheme == "fp8" and bool((blocks & 127 == 127).any()):
+        data, scales = self.data.view(torch.uint8), self.scales
+        if self.scheme == "fp8" and any(bool((part & 127 == 127).any()) for part in data.split(_CHECKED_ROWS)):
             raise ValueError("An fp8 weight is NaN, which the CPU kernel does not support.")
         if scales is not None and scales.shape[0] == self.out_features:  # else outputs share them, and they stay
             scales = packed_panels.groups_to_panels(scales)
         zeros = None if self.zeros is None else packed_panels.groups_to_panels(self.zeros)
-        data = packed_panels.blocks_to_panels(self.scheme, blocks)
+        data = packed_panels.rows_to_panels(self.scheme, data, self._block_bytes, in_place)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
 
     def in_rows(self) -> PackedWeight:
@@ -114,11 +114,15 @@ class PackedWeight:
         rows = self.rows(slice(None))
         return rows if self.scales is None or self.scales.dim() == 3 else replace(rows, scales=self.scales)
 
-    def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of a block of one output: of GGUF's blocks, else of 32 inputs."""
         block = GGUF_BLOCKS.get(self.scheme)
-        size = block.bytes if block else 16 if self.scheme == "int4" else 32
-        data = packed_panels.panels_to_blocks(self.scheme, self.data, size, outputs)
-        if block:
+        return block.bytes if block else 16 if self.scheme == "int4" else 32
+
+    def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
+        data = packed_panels.panels_to_blocks(self.scheme, self.data, self._block_bytes, outputs)
+        if self.scheme in GGUF_BLOCKS:
             data = data.flatten(1)
         else:
             row_bytes = self.in_features // 2 if self.scheme == "int4" else self.in_features
@@ -158,7 +162,8 @@ def unpack_int4(data: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [rows, in_features] -> [rows, out_features] of x's dtype. bias: [out_features] or None.
 
-    On the CPU the bits of a row depend on the row and the weight alone; csrc/cpu_packed.h says how it is computed.
+    On the CPU the bits of a row depend on the row and the weight alone; csrc/cpu_packed.h says how it is computed. With
+    `fp8_inputs` a GPU that multiplies fp8 rounds 16-bit x to fp8 (`triton_packed.round_inputs`); nothing else does.
     """
     _check_product(x, weight, bias)
     if x.is_cpu:
@@ -168,7 +173,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 
         group_size = weight.group_size if weight.scales.shape[1] > 1 else weight.in_features
         parts = (weight.scheme, weight.data, weight.scales, weight.zeros)
-        return triton_packed.packed_linear(x, *parts, group_size, bias)
+        fp8_inputs = weight.fp8_inputs and x.dtype != torch.float32 and multiplies_fp8(x.device)
+        return triton_packed.packed_linear(x, *parts, group_size, bias, fp8_inputs=fp8_inputs)
     y = x.new_empty(x.shape[0], weight.out_features)
     wide = x.float()
     count = max(1, _DEQUANTIZED_BYTES // (4 * weight.in_features))

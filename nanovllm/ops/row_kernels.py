@@ -7,7 +7,9 @@ results of two implementations differ by the order of sums and by the exponentia
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -35,6 +37,7 @@ class RowKernels(Protocol):
         v: Tensor,
     ) -> None: ...
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor: ...
     def cos_sin(self, angles: Tensor, factor: float) -> tuple[Tensor, Tensor]: ...
     def softmax(self, x: Tensor, *, log: bool = False) -> Tensor: ...
     def draw(self, scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor: ...
@@ -60,8 +63,9 @@ def _cuda_kernels() -> RowKernels:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of each row: [rows, size], weight [size].
 
-    The mean and the division run in fp32. The quotient is rounded to x's dtype before the multiplication by the weight,
-    as in Transformers. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    The mean and the division run in fp32. The quotient is rounded to x's dtype before the multiplication by a weight of
+    that dtype, as in Transformers; a weight in fp32 multiplies before the rounding, as in its Gemma 3. Source: Zhang
+    and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     return kernels_for(x, 2).rms_norm(x, weight, eps)
 
@@ -77,8 +81,8 @@ def place_heads(
     """Split the merged projection into q, k and v; normalise q and k if there is a weight, and apply RoPE to them.
 
     heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], q before k before v; weight: [num_heads + num_kv_heads,
-    head_dim]; cos, sin: `RotaryEmbedding.cos_sin` of the tokens; q: [tokens, num_heads, head_dim]; k, v: [tokens,
-    num_kv_heads, head_dim].
+    head_dim], in the dtype of the heads or in fp32, as for `rms_norm`; cos, sin: `RotaryEmbedding.cos_sin` of the
+    tokens; q: [tokens, num_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim].
     """
     kernels_for(heads, 3).place_heads(heads, weight, eps, cos, sin, q, k, v)
 
@@ -86,6 +90,18 @@ def place_heads(
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where each row holds the gate and then up: [rows, 2 * size] -> [rows, size]."""
     return kernels_for(gate_up, 2).silu_and_mul(gate_up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up in the same way, with the approximation by tanh: gelu(x) = x * sigmoid(2u) for
+    u = sqrt(2 / pi) * (x + 0.044715 x^3). Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016)."""
+    return kernels_for(gate_up, 2).gelu_tanh_and_mul(gate_up)
+
+
+# The activations of an MLP's gate.
+GATED_UNITS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+)
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `row_kernels.rms_norm`. Takes any shape; the weight broadcasts against x, for instance one row per head."""
     wide = x.float()
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
+    scaled = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return scaled.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,6 +51,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:

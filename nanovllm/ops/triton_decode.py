@@ -27,6 +27,67 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def _attend_partition(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    scales,
+    begin,
+    end,
+    first,
+    position,
+    slope,
+    column,
+    column_mask,
+    row_size,
+    kv_stride,
+    scale_log2,
+    window,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Online softmax over keys [begin, end) of a block, whose first key has position `first`.
+
+    keys, scales: of one KV head in the block. Returns the weighted sum of values, the maximum (of log2) and the sum of
+    weights.
+    """
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        at = n[:, None] * row_size + column[None, :]
+        mask = (n < end)[:, None] & column_mask[None, :]
+        k = widen_elements(tl.load(keys + at, mask=mask, other=0), q.dtype, FORMAT)
+        v = widen_elements(tl.load(keys + kv_stride + at, mask=mask, other=0), q.dtype, FORMAT)
+        distance = position[:, None] - (first + n)[None, :]
+        visible = (distance >= 0) & (n < end)[None, :]
+        if HAS_WINDOW:
+            visible = visible & (distance < window)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if FORMAT:
+            scales_at = scales + n * (row_size // 4)
+            scores *= load_scales(scales_at, n < end, q.dtype, FORMAT)[None, :]
+        if HAS_SLOPES:
+            scores -= slope[:, None] * distance
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(weights, 1)
+        if FORMAT:
+            weights *= load_scales(scales_at + kv_stride // 4, n < end, q.dtype, FORMAT)[None, :]
+        acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    return acc, top, total
+
+
 # Not specialised: counts that change from step to step would compile the kernel again in the middle of a request.
 @triton.jit(
     do_not_specialize=["first_part", "parts_here", "workers", "total_rows"],
@@ -74,6 +135,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     Row r of a sequence is query row r // group, head r % group of the KV head's. Stores the weighted sum of values, the
     maximum (of log2) and the sum of weights at [part, row, head].
     """
+    if FORMAT:
+        row_size = row_size // 4 * 4  # the same, but now the compiler knows that it can load four elements at once
     worker = tl.program_id(0) % workers
     tile = tl.program_id(0) // workers
     kv_head = tl.program_id(1)
@@ -108,36 +171,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             begin += tl.maximum(oldest - first - begin, 0) // BLOCK_N * BLOCK_N
         block = tl.load(blocks_ptr + tl.load(sequence + 2) + index).to(tl.int64)
         keys_at = block * block_stride + kv_head * head_stride
-        keys = pool_ptr + keys_at
-        acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_R], tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            at = n[:, None] * row_size + column[None, :]
-            mask = (n < end)[:, None] & column_mask[None, :]
-            k = widen_elements(tl.load(keys + at, mask=mask, other=0), q.dtype, FORMAT)
-            v = widen_elements(tl.load(keys + kv_stride + at, mask=mask, other=0), q.dtype, FORMAT)
-            distance = position[:, None] - (first + n)[None, :]
-            visible = (distance >= 0) & (n < end)[None, :]
-            if HAS_WINDOW:
-                visible = visible & (distance < window)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-            if FORMAT:
-                scales = scales_ptr + (keys_at + n * row_size + head_dim) // 4
-                scores *= load_scales(scales, n < end, q.dtype, FORMAT)[None, :]
-            if HAS_SLOPES:
-                scores -= slope[:, None] * distance
-            scores = tl.where(visible, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-            weights = tl.exp2(scores - base[:, None])
-            keep = tl.exp2(top - base)
-            total = total * keep + tl.sum(weights, 1)
-            if FORMAT:
-                weights *= load_scales(scales + kv_stride // 4, n < end, q.dtype, FORMAT)[None, :]
-            acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            top = new_top
+        acc, top, total = _attend_partition(
+            q, pool_ptr + keys_at, scales_ptr + (keys_at + head_dim) // 4, begin, end, first, position, slope, column,
+            column_mask, row_size, kv_stride, scale * LOG2E, window,
+            BLOCK_R, BLOCK_N, BLOCK_D, HAS_WINDOW, HAS_SLOPES, PRECISION, FORMAT,
+        )  # fmt: skip
         at = ((part - first_part) * total_rows + rows_before + token) * heads + head
         tl.store(acc_ptr + at[:, None] * BLOCK_D + column[None, :], acc, mask=row_mask[:, None])
         tl.store(top_ptr + at, top, mask=row_mask)

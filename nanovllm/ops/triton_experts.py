@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops.triton_decode import dot_precision
+from nanovllm.ops.triton_groups import group_of_tile, most_tiles
 
 FEW_ROWS = 16  # of an expert, on average: with at most so many, reading the weights determines the time
 COLUMNS_PER_PROGRAM = 1024
@@ -31,24 +32,10 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (tile of columns, tile of rows): BLOCK_M rows of one expert. Tiles are counted over the experts in order.
-
-    A program finds its expert from the ends of all groups, so that the host need not know them.
-    """
-    experts = tl.arange(0, EXPERTS)
-    known = experts < num_experts
-    ends = tl.load(ends_ptr + experts, mask=known, other=0).to(tl.int32)
-    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts > 0), other=0).to(tl.int32)
-    tiles = tl.where(known, tl.cdiv(ends - starts, BLOCK_M), 0)
-    tiles_until = tl.cumsum(tiles, 0)
-    tile = tl.program_id(1)
-    expert = tl.sum((tiles_until <= tile).to(tl.int32), 0)
+    """Program (tile of columns, tile of rows): BLOCK_M rows of one expert."""
+    expert, begin, end = group_of_tile(ends_ptr, num_experts, tl.program_id(1), EXPERTS, BLOCK_M)
     if expert >= num_experts:  # the grid has a tile for every expert, even if it has no rows
         return
-    is_own = experts == expert
-    first_tile = tl.sum(tl.where(is_own, tiles_until - tiles, 0), 0)
-    begin = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile) * BLOCK_M
-    end = tl.sum(tl.where(is_own, ends, 0), 0)
     entry = begin + tl.arange(0, BLOCK_M)
     has_entry = entry < end
     row = entry.to(tl.int64)
@@ -86,7 +73,7 @@ def grouped_linear(x: Tensor, weights: Tensor, ends: Tensor, rows: Tensor | None
     block_m, block_n, block_k = (16, 64, 64) if few else (64, 64, 32)
     if x.dtype == torch.float32:
         block_k = 32
-    grid = (triton.cdiv(out_features, block_n), entries // block_m + min(entries, num_experts))
+    grid = (triton.cdiv(out_features, block_n), most_tiles(entries, num_experts, block_m))
     _grouped_kernel[grid](
         y, x, weights, rows, ends, num_experts, out_features, in_features, x.stride(0),
         EXPERTS=triton.next_power_of_2(num_experts), HAS_ROWS=rows is not None,

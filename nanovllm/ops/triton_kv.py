@@ -72,6 +72,17 @@ def _narrow_e4m3(x):  # type: ignore[no-untyped-def]
     return (tl.where(magnitude < (121 << 23), subnormal, normal) & 0x7F) | ((bits >> 24) & 0x80)
 
 
+@triton.jit
+def quantized(x, largest, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements and scales of the rows of fp32 x [BLOCK_R, BLOCK_D], as `kv_quantization` defines them."""
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as integers magnitudes keep their order, NaN on top
+    wanted = tl.div_rn(top.to(tl.float32, bitcast=True), largest + tl.zeros([BLOCK_R], tl.float32))
+    scale = tl.where(wanted < 1.1754943508222875e-38, 1.1754943508222875e-38, wanted)
+    quotient = tl.div_rn(x, scale[:, None] + tl.zeros([BLOCK_R, BLOCK_D], tl.float32))
+    element = _narrow_e4m3(quotient) if FORMAT == 2 else _narrow_int8(quotient)
+    return element.to(tl.int8), scale
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -93,12 +104,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     mask = (row < rows)[:, None] & (column < head_dim)[None, :]
     start = row // heads * token_stride + row % heads * head_stride
     x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as integers magnitudes keep their order, NaN on top
-    wanted = tl.div_rn(top.to(tl.float32, bitcast=True), largest + tl.zeros([BLOCK_R], tl.float32))
-    scale = tl.where(wanted < 1.1754943508222875e-38, 1.1754943508222875e-38, wanted)
-    quotient = tl.div_rn(x, scale[:, None] + tl.zeros([BLOCK_R, BLOCK_D], tl.float32))
-    element = _narrow_e4m3(quotient) if FORMAT == 2 else _narrow_int8(quotient)
-    tl.store(rows_ptr + row[:, None] * (head_dim + 4) + column[None, :], element.to(tl.int8), mask=mask)
+    element, scale = quantized(x, largest, BLOCK_R, BLOCK_D, FORMAT)
+    tl.store(rows_ptr + row[:, None] * (head_dim + 4) + column[None, :], element, mask=mask)
     tl.store(scales_ptr + row * (head_dim // 4 + 1) + head_dim // 4, scale, mask=row < rows)
 
 

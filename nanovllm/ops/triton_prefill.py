@@ -169,6 +169,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
     EVEN: a block is a whole number of tiles.
     """
+    if FORMAT:
+        row_size = row_size // 4 * 4  # the same, but now the compiler knows that it can load four elements at once
     sequence = rows_ptr + tl.program_id(2) * 8
     query_len = tl.load(sequence + 1)
     tile = tl.cdiv(query_len, BLOCK_M) - 1 - tl.program_id(0)  # rows that see the most first

@@ -13,6 +13,7 @@ __all__ = [
     "add_rms_norm_",
     "cos_sin",
     "draw",
+    "gelu_tanh_and_mul",
     "place_heads",
     "rms_norm",
     "silu_and_mul",
@@ -24,25 +25,38 @@ COLUMNS_PER_PROGRAM = 1024
 
 
 @triton.jit
-def _silu_kernel(out_ptr, gate_up_ptr, size, row_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program (row, tile of columns)."""
+def _gated_unit_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, gate_up_ptr, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row, tile of columns). Both activations are the gate times a sigmoid."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     dtype = out_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + size + column, mask=mask, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    logit = gate
+    if GELU:
+        logit = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    activated = (gate / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * size + column, (activated * up).to(dtype), mask=mask)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated_unit(gate_up, gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    return _gated_unit(gate_up, gelu=True)
+
+
+def _gated_unit(gate_up: Tensor, gelu: bool) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if out.numel():
         assert gate_up.stride(1) == 1, "rows must be contiguous"
-        _silu_kernel[(rows, triton.cdiv(size, COLUMNS_PER_PROGRAM))](
-            out, gate_up, size, gate_up.stride(0), BLOCK=COLUMNS_PER_PROGRAM, enable_fp_fusion=True
+        _gated_unit_kernel[(rows, triton.cdiv(size, COLUMNS_PER_PROGRAM))](
+            out, gate_up, size, gate_up.stride(0), GELU=gelu, BLOCK=COLUMNS_PER_PROGRAM, enable_fp_fusion=True
         )
     return out
 
@@ -61,7 +75,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row). Rounds where the plain version does: after the sum, before the weight and after it."""
+    """Program (row). Rounds where the plain version does: after the sum, before a weight that has x's dtype, and after
+    it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < size
@@ -73,7 +88,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(residual_at, residual, mask=mask)
         x = residual.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    scaled = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(dtype).to(tl.float32)
+    scaled = (x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)).to(weight_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * out_stride + column, (scaled * weight).to(dtype), mask=mask)
 
 
@@ -142,8 +157,9 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         weight = weight_ptr + head * (2 * half) + column
         x_weight = tl.load(weight, mask=inside & rotated, other=0.0).to(tl.float32)
         y_weight = tl.load(weight + half, mask=inside & rotated, other=0.0).to(tl.float32)
-        x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
-        y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
+        narrow = weight_ptr.dtype.element_ty
+        x = ((x * scale).to(narrow).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
+        y = ((y * scale).to(narrow).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
     cos = tl.load(cos_ptr + token * cos_stride + column, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + token * sin_stride + column, mask=inside, other=0.0)
     first = tl.where(rotated, (x * cos - y * sin).to(dtype), first)

@@ -32,3 +32,9 @@ def triton_runs() -> bool:
         logger.warning("Triton does not run here, so torch kernels replace its kernels: %s", error)
         return False
     return works
+
+
+@cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the GPU's matrix units multiply fp8, which those of compute capability 8.9 and above do."""
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -23,7 +23,7 @@ from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase
 from nanovllm.kvcache.budget import DeviceSplit
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.offload_engine import OffloadEngine, RingUse
+from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
@@ -119,6 +119,7 @@ def random_model(spec: DecoderSpec, dtype: torch.dtype, device: Device, sizes: P
     part = replace(
         spec.of_layers(range(layers)),
         sharding=None,
+        whole=None,
         sliding_windows=(None,) * layers,
         vocab_size=min(spec.vocab_size, rows),
         tie_word_embeddings=True,
@@ -286,11 +287,13 @@ def _copy_all(engine: OffloadEngine, way: CopyKind) -> None:
     """Load or store every block of the host pool through the ring once."""
     layout, tokens = engine.layout, engine.layout.block_size
     stored, new = (tokens, 0) if way == "h2d" else (0, tokens)
-    blocks = in_groups([RingUse(b, stored, new) for b in range(engine.num_host_blocks)], engine.group_slots)
-    groups = [(layer, uses) for layer in range(layout.num_layers) for uses in blocks]
+    first = engine.split.resident_blocks
+    blocks = [BlockTokens(block, stored, new) for block in range(first, first + engine.num_host_blocks)]
+    in_ring = in_groups(blocks, engine.group_slots)
+    groups = [(layer, uses) for layer in range(layout.num_layers) for uses in in_ring]
     engine.begin(groups)
     for layer, uses in groups:
-        engine.acquire(layer, uses[0].host_block)
+        engine.acquire(layer, uses[0].physical_id)
         if way == "d2h":
             engine.store()
         engine.release()
@@ -353,4 +356,4 @@ def _written(memory: Tensor) -> Tensor:
 
 def _geometry(probe: Probe) -> AttentionGeometry:
     spec = probe.model.spec
-    return AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, spec.sliding_windows, probe.model.dtype)
+    return AttentionGeometry(spec.attention_scale, spec.num_heads, spec.sliding_windows, probe.model.dtype)

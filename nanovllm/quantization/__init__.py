@@ -1,7 +1,7 @@
 """Quantized checkpoints: from the config's `quantization_config` to the method that stores the matrices.
 
-Matrices stay quantized in memory. Their values are those of the format's own formula, in fp32. Activations are not
-quantized, also where a format's usual kernels do that.
+Matrices stay quantized in memory. Their values are those of the format's own formula, in fp32. Activations are
+quantized to fp8 where the checkpoint says so and a GPU multiplies fp8, and nowhere else.
 """
 
 from __future__ import annotations

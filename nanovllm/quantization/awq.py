@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.model_files.json_fields import FLAG, TEXT, integer
 from nanovllm.quantization.config_fields import (
     GROUP_SIZE,
@@ -55,19 +55,15 @@ class Awq:
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         check_multiple("out_features", out_features, _VALUES)
         check_multiple("in_features", in_features, 2)
-        groups, words = self.layout(out_features, in_features).scale_columns, out_features // _VALUES
+        layout = self.layout(out_features, in_features)
+        groups, group = layout.scale_columns, Axis(COLUMNS, layout.group_size)
+        words, word = out_features // _VALUES, Axis(ROWS, _VALUES)
+        data = CheckpointTensor((in_features, words), ("I32",), axes=(Axis(COLUMNS), word))
+        scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
         return {
-            "qweight": Filling(
-                CheckpointTensor((in_features, words), ("I32",)),
-                "data",
-                lambda qweight: packed_data(_outputs(qweight).contiguous(), 4),
-            ),
-            "qzeros": Filling(CheckpointTensor((groups, words), ("I32",)), "zeros", _outputs),
-            "scales": Filling(
-                CheckpointTensor((groups, out_features), ("F16", "BF16", "F32")),
-                "scales",
-                lambda scales: exact_scales(scales, "float16").T,
-            ),
+            "qweight": Filling(data, "data", lambda qweight: packed_data(_outputs(qweight).contiguous(), 4)),
+            "qzeros": Filling(CheckpointTensor((groups, words), ("I32",), axes=(group, word)), "zeros", _outputs),
+            "scales": Filling(scales, "scales", lambda scales: exact_scales(scales, "float16").T),
         }
 
 

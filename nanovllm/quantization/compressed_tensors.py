@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError, quoted
-from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.model_files.json_fields import FLAG, OBJECT, TEXT, Field, integer, list_of
 from nanovllm.quantization.config_fields import (
     GROUP_SIZE,
@@ -84,25 +85,21 @@ class PackQuantized:
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         values = 32 // self.bits
         check_multiple("in_features", in_features, values)
-        groups = self.layout(out_features, in_features).scale_columns
+        layout = self.layout(out_features, in_features)
+        groups, group = layout.scale_columns, Axis(COLUMNS, layout.group_size)
+        data_axes = (Axis(ROWS), Axis(COLUMNS, values))
+        data = CheckpointTensor((out_features, in_features // values), ("I32",), axes=data_axes)
+        scales = CheckpointTensor((out_features, groups), ("BF16", "F16", "F32"), axes=(Axis(ROWS), group))
+        check = partial(_check_shape, expected=[out_features, in_features])
         fillings = {
-            "weight_packed": Filling(
-                CheckpointTensor((out_features, in_features // values), ("I32",)), "data", self._data
-            ),
-            "weight_scale": Filling(
-                CheckpointTensor((out_features, groups), ("BF16", "F16", "F32")),
-                "scales",
-                lambda scales: exact_scales(scales, self.scales_dtype),
-            ),
-            "weight_shape": Filling(
-                CheckpointTensor((2,), ("I64", "I32"), required=False),
-                None,
-                lambda shape: _check_shape(shape, out_features, in_features),
-            ),
+            "weight_packed": Filling(data, "data", self._data),
+            "weight_scale": Filling(scales, "scales", lambda scales: exact_scales(scales, self.scales_dtype)),
+            "weight_shape": Filling(CheckpointTensor((2,), ("I64", "I32"), required=False, check=check)),
         }
         if not self.symmetric:
             check_multiple("out_features", out_features, values)
-            packed = CheckpointTensor((out_features // values, groups), ("I32",))
+            zeros_axes = (Axis(ROWS, values), group)
+            packed = CheckpointTensor((out_features // values, groups), ("I32",), axes=zeros_axes)
             fillings["weight_zero_point"] = Filling(packed, "zeros", self._zeros)
         return fillings
 
@@ -114,10 +111,9 @@ class PackQuantized:
         return zeros_of(unpacked_last(packed.T, self.bits).T, self.bits)
 
 
-def _check_shape(shape: Tensor, out_features: int, in_features: int) -> Tensor:
-    if shape.tolist() != [out_features, in_features]:
-        raise ModelError(f"it says {shape.tolist()}, but the config gives [{out_features}, {in_features}].")
-    return shape
+def _check_shape(shape: Tensor, expected: list[int]) -> None:
+    if shape.tolist() != expected:
+        raise ModelError(f"it says {shape.tolist()}, but the config gives {expected}.")
 
 
 def read_compressed_tensors(config: Mapping[str, Any], dtype: str) -> PackedMethod:
@@ -148,7 +144,8 @@ def read_compressed_tensors(config: Mapping[str, Any], dtype: str) -> PackedMeth
     targets = tuple(scheme.get("targets", ("Linear",)))
     modules = Modules(tuple(fields.get("ignore", ())), targets, as_parts=False, head=True)
     weights = read_fields(scheme.get("weights", {}), _WEIGHT_RULES, _WEIGHT_WITHOUT_EFFECT, f"{where}.weights")
-    return PackedMethod("compressed-tensors", _format(f"{where}.weights", stored_as, weights, dtype), modules)
+    format = _format(f"{where}.weights", stored_as, weights, dtype, fp8_inputs="input_activations" in scheme)
+    return PackedMethod("compressed-tensors", format, modules)
 
 
 def _check_activations(where: str, scheme: Mapping[str, Any], stored_as: str) -> None:
@@ -158,14 +155,15 @@ def _check_activations(where: str, scheme: Mapping[str, Any], stored_as: str) ->
     inputs = scheme.get("input_activations")
     if inputs is None:
         return
-    if stored_as == "pack-quantized" or inputs.get("dynamic") is not True or inputs.get("type") != "float":
+    is_fp8 = inputs.get("type") == "float" and inputs.get("num_bits", 8) == 8
+    if stored_as == "pack-quantized" or inputs.get("dynamic") is not True or not is_fp8:
         raise ModelError(
             f"{where}: input_activations={quoted(inputs)} are not supported; supported: none, or dynamic ones of type "
-            "float with format float-quantized."
+            "float with 8 bits and format float-quantized."
         )
 
 
-def _format(where: str, stored_as: str, weights: Mapping[str, Any], dtype: str) -> PackedFormat:
+def _format(where: str, stored_as: str, weights: Mapping[str, Any], dtype: str, fp8_inputs: bool) -> PackedFormat:
     refuse_unless(weights, "dynamic", False, where=where)
     refuse_unless(weights, "actorder", False, "weight", "static", where=where)
     strategy, group_size = weights.get("strategy"), weights.get("group_size", -1)
@@ -176,7 +174,7 @@ def _format(where: str, stored_as: str, weights: Mapping[str, Any], dtype: str) 
         refuse_unless({"strategy": "tensor", **weights}, "strategy", "tensor", "channel", "block", where=where)
         if strategy == "block":
             refuse_unless({"block_structure": None, **weights}, "block_structure", [BLOCK, BLOCK], where=where)
-        return Fp8("weight_scale", in_blocks=strategy == "block")
+        return Fp8("weight_scale", strategy == "block", fp8_inputs)
     refuse_unless({"num_bits": 8, **weights}, "num_bits", 4, 8, where=where)
     refuse_unless(weights, "type", "int", where=where)
     refuse_unless({"strategy": "tensor", **weights}, "strategy", "group", "channel", where=where)

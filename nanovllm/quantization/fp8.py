@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError
-from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.model_files.json_fields import FLAG, TEXT, integer, list_of
 from nanovllm.quantization.config_fields import NAMES, Modules, read_fields, refuse_unless
 from nanovllm.quantization.packed_method import Filling, Layout, PackedMethod
@@ -41,21 +41,22 @@ _WITHOUT_EFFECT = frozenset({"dequantize", "expert_dtype"})
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The format. scale: the name of the scales in the checkpoint."""
+    """The format. scale: the name of the scales in the checkpoint; fp8_inputs: whether it asks for inputs in fp8."""
 
     scale: str
     in_blocks: bool
+    fp8_inputs: bool = False
 
     def layout(self, out_features: int, in_features: int) -> Layout:
         group_size = min(BLOCK, in_features) if self.in_blocks else in_features
-        return Layout("fp8", in_features, group_size, "float32")
+        return Layout("fp8", in_features, group_size, "float32", fp8_inputs=self.fp8_inputs)
 
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         weight = CheckpointTensor((out_features, in_features), ("F8_E4M3",))
         if self.in_blocks:
             blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
             scale = Filling(
-                CheckpointTensor(blocks, _FLOATS),
+                CheckpointTensor(blocks, _FLOATS, axes=(Axis(ROWS, BLOCK), Axis(COLUMNS, BLOCK))),
                 "scales",
                 lambda scales: scales.repeat_interleave(BLOCK, dim=0)[:out_features],
             )
@@ -84,5 +85,5 @@ def read_fp8(config: Mapping[str, Any], dtype: str) -> PackedMethod:
     refuse_unless(fields, "modules_to_convert", [])
     in_blocks = "weight_block_size" in fields
     ignored = (*fields.get("modules_to_not_convert", ()), *fields.get("ignored_layers", ()))
-    format = Fp8("weight_scale_inv" if in_blocks else "weight_scale", in_blocks)
+    format = Fp8("weight_scale_inv" if in_blocks else "weight_scale", in_blocks, "activation_scheme" in fields)
     return PackedMethod("fp8", format, Modules(ignored))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.errors import ModelError
-from nanovllm.layers.linear_method import CheckpointTensor
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
 from nanovllm.model_files.json_fields import FLAG, OBJECT, TEXT, integer
 from nanovllm.quantization.config_fields import (
     GROUP_SIZE,
@@ -85,20 +85,18 @@ class Gptq:
         check_multiple("in_features", in_features, values)
         layout = self.layout(out_features, in_features)
         groups, ints = layout.scale_columns, ("I32",)
+        words, group = Axis(COLUMNS, values), Axis(COLUMNS, layout.group_size)
+        data = CheckpointTensor((in_features // values, out_features), ints, axes=(words, Axis(ROWS)))
+        zeros = CheckpointTensor((groups, out_features // values), ints, axes=(group, Axis(ROWS, values)))
+        scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
         order = partial(check_group_order, group_size=layout.group_size)
         return {
-            "qweight": Filling(CheckpointTensor((in_features // values, out_features), ints), "data", self._data),
-            "qzeros": Filling(
-                CheckpointTensor((groups, out_features // values), ints),
-                None if self.symmetric else "zeros",
-                self._check_zeros if self.symmetric else self._zeros,
-            ),
-            "scales": Filling(
-                CheckpointTensor((groups, out_features), ("F16", "BF16", "F32")),
-                "scales",
-                lambda scales: exact_scales(scales, "float16").T,
-            ),
-            "g_idx": Filling(CheckpointTensor((in_features,), ("I32", "I64"), required=False), None, order),
+            "qweight": Filling(data, "data", self._data),
+            "qzeros": Filling(zeros._replace(check=self._check_zeros))
+            if self.symmetric
+            else Filling(zeros, "zeros", self._zeros),
+            "scales": Filling(scales, "scales", lambda scales: exact_scales(scales, "float16").T),
+            "g_idx": Filling(CheckpointTensor((in_features,), ("I32", "I64"), required=False, check=order)),
         }
 
     def _data(self, qweight: Tensor) -> Tensor:
@@ -111,11 +109,10 @@ class Gptq:
     def _zeros(self, qzeros: Tensor) -> Tensor:
         return zeros_of(self._unsigned_zeros(qzeros), self.bits)
 
-    def _check_zeros(self, qzeros: Tensor) -> Tensor:
+    def _check_zeros(self, qzeros: Tensor) -> None:
         middle = 1 << (self.bits - 1)
         if bool((self._unsigned_zeros(qzeros) != middle).any()):
             raise ModelError(f"sym=true, but a zero point differs from {middle}; set sym to false in the config.")
-        return qzeros
 
     def _unsigned_zeros(self, qzeros: Tensor) -> Tensor:
         stored = unpacked_last(qzeros, self.bits).T

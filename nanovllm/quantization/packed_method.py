@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Literal, Protocol
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.linear_method import (
+    COLUMNS,
+    ROWS,
     CheckpointTensor,
     NamedSlots,
     NamedTensors,
@@ -33,7 +36,8 @@ _DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**
 class Layout:
     """What is known of a `PackedWeight` from the config. Each output has a row of `scale_columns` scales.
 
-    scales_dtype: of torch, by name. Modules with equal layouts can be stored one below the other.
+    scales_dtype: of torch, by name; fp8_inputs: see `PackedWeight`. Modules with equal layouts can be stored one below
+    the other.
     """
 
     scheme: Scheme
@@ -41,6 +45,7 @@ class Layout:
     group_size: int
     scales_dtype: str
     zeros: bool = False
+    fp8_inputs: bool = False
 
     @property
     def scale_columns(self) -> int:
@@ -66,6 +71,7 @@ class Layout:
             torch.empty(out_features, self.scale_columns, dtype=dtype, device=device) if self.zeros else None,
             self.group_size,
             self.in_features,
+            fp8_inputs=self.fp8_inputs,
         )
 
 
@@ -79,13 +85,13 @@ def integer_layout(in_features: int, bits: int, group_size: int, scales_dtype: s
 class Filling:
     """How one tensor of a checkpoint fills its module's rows of a weight.
 
-    part: of the `PackedWeight`, None for a tensor that is only checked; convert: from the tensor to the rows of the
-    part; raises ModelError for values that cannot be used.
+    part: of the `PackedWeight`; convert: from the tensor to the rows of the part; raises ModelError for values that
+    cannot be used. Both are None for a tensor that is only checked.
     """
 
     tensor: CheckpointTensor
-    part: Literal["data", "scales", "zeros"] | None
-    convert: Callable[[Tensor], Tensor]
+    part: Literal["data", "scales", "zeros"] | None = None
+    convert: Callable[[Tensor], Tensor] | None = None
 
 
 class PackedFormat(Protocol):
@@ -113,19 +119,16 @@ class QuantizedWeight(PackedMatrix):
     def slots(self) -> NamedSlots:
         for module, part in self.module_weights():
             for suffix, filling in self._format.fillings(part.out_features, self._layout.in_features).items():
-                yield f"{module}.{suffix}", self._slot(filling, part)
+                if filling.part is not None:
+                    yield f"{module}.{suffix}", self._slot(filling, filling.part, part)
 
-    def _slot(self, filling: Filling, part: PackedWeight) -> WeightSlot:
-        shape = filling.tensor.shape
-        if filling.part is None:
-            nothing = part.data.flatten()[:0]
-            return WeightSlot(nothing, shape, lambda tensor: filling.convert(tensor).flatten()[:0], lambda _: None)
-        view: Tensor = getattr(part, filling.part)
+    def _slot(self, filling: Filling, part: str, rows: PackedWeight) -> WeightSlot:
+        view: Tensor = getattr(rows, part)
         if view.dtype is torch.float8_e4m3fn:
             view = view.view(torch.uint8)
-        return WeightSlot(view, shape, filling.convert, partial(self._randomize, filling.part, view))
+        return WeightSlot(view, filling.tensor.shape, filling.convert, partial(self._randomize, part, view))
 
-    def _randomize(self, part: str | None, view: Tensor, generator: torch.Generator) -> None:
+    def _randomize(self, part: str, view: Tensor, generator: torch.Generator) -> None:
         """Fill with values of variance 1 / in_features; see `loader.fill_with_random_weights`."""
         scheme, in_features = self._layout.scheme, self._layout.in_features
         if part == "scales":
@@ -154,6 +157,19 @@ class PackedMethod:
             return
         for suffix, filling in self.format.fillings(out_features, in_features).items():
             yield f"{module}.{suffix}", filling.tensor
+
+    def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        """See `LinearMethod.units`. An entry that stands for all rows or columns stands for those of each rank too."""
+        if not self.modules.include(module):
+            return 1, 1
+        fillings = self.format.fillings(out_features, in_features).values()
+        axes = [axis for filling in fillings for axis in filling.tensor.axes]
+
+        def unit(dimension: int, size: int) -> int:
+            return lcm(*(axis.size for axis in axes if axis.dimension == dimension and axis.size < size))
+
+        values = 2 if self.format.layout(out_features, in_features).scheme == "int4" else 1  # in a byte
+        return unit(ROWS, out_features), lcm(unit(COLUMNS, in_features), values)
 
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         if not self.modules.include(module):

@@ -38,13 +38,12 @@ def exact_scales(scales: Tensor, dtype: str) -> Tensor:
     return converted
 
 
-def check_group_order(g_idx: Tensor, group_size: int) -> Tensor:
+def check_group_order(g_idx: Tensor, group_size: int) -> None:
     """Raise ModelError unless each input belongs to the group of its position."""
     if not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // group_size):
         raise ModelError(
             "the groups are ordered by activation (desc_act), which is not supported; quantize without act-order."
         )
-    return g_idx
 
 
 def check_multiple(what: str, value: int, factor: int) -> None:

@@ -148,11 +148,11 @@ def _cell_states(llm: LLM, step_share: float, blocks_in_flight: Sequence[int]) -
     states = bytearray(manager.block_states())
     for seq in (seq for request in scheduler.running for seq in request.computing):
         for block_id in seq.block_table[seq.num_computed // block_size :]:
-            states[tiers.physical_id(block_id)] = CellState.FILLING
+            states[tiers.physical_ids[block_id]] = CellState.FILLING
         tokens = _layer_chunk_positions(seq, step_share, limits)
         for block_id in seq.block_table[tokens.start // block_size : -(-tokens.stop // block_size)]:
-            if tiers.physical_id(block_id) >= tiers.num_device_blocks:
-                states[tiers.physical_id(block_id)] = CellState.IN_FLIGHT
+            if tiers.physical_ids[block_id] >= tiers.num_device_blocks:
+                states[tiers.physical_ids[block_id]] = CellState.IN_FLIGHT
     for physical_id in blocks_in_flight:
         states[physical_id] = CellState.IN_FLIGHT
     return bytes(states)

@@ -1,0 +1,279 @@
+"""Quantized checkpoints, GGUF files, experts, an 8-bit KV cache and adapters in small engines.
+
+    python -m benchmarks.features [--device cuda] [--output-json FILE]
+
+Each check writes a random checkpoint of a few layers and compares the log-probabilities of a prompt, in bf16 on the
+device, with those of the same files on the CPU in float32. The KV cache is also compared with itself under offload:
+equal tokens, and exactly the bytes over the link that its rows take. Each check prints its result before the next one
+begins. Exit status 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.engine import device_name, generate
+from benchmarks.gguf_types import quantize
+from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
+from benchmarks.quantize_checkpoint import quantize_checkpoint
+from benchmarks.report import machine_facts, write_json
+from benchmarks.smoke import Check, Outcome, outcome_of
+from nanovllm import LLM, SamplingParams
+from nanovllm.gguf.names import LAYER_MODULES, MODULES
+from nanovllm.kvcache.base import KVStats
+from nanovllm.lora.request import LoRARequest
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.ops.triton_support import multiplies_fp8
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 512
+PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64
+# Of the mean difference of a log-probability: arithmetic in bf16, inputs in fp8, K and V in 8 bits, and rows for which
+# bf16 chooses other experts. Those of other weights differ by about 1.
+BOUND, FP8_BOUND, KV_BOUND, EXPERTS_BOUND = 0.05, 0.2, 0.1, 0.2
+FORMATS = {
+    "gptq": {},
+    "awq": {},
+    "pack-quantized": {"group_size": 32, "symmetric": False},
+    "pack-quantized, 8 bits": {"bits": 8},
+    "fp8": {},
+    "fp8-channel": {},
+    "float-quantized": {},
+}
+GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_K")
+
+
+class Features:
+    """The checks on one device, "cuda" or "cpu", with files in a directory."""
+
+    def __init__(self, device: str, directory: Path) -> None:
+        self.device = device
+        self.directory = directory
+        self.plain = write_checkpoint(directory / "plain", "qwen3")
+        self.prompt = torch.randint(0, VOCAB, (PROMPT_LEN,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def checks(self) -> dict[str, Check]:
+        found: dict[str, Check] = {"plain weights": partial(self.near_the_cpu, self.plain, BOUND)}
+        for name, options in FORMATS.items():
+            rounds = self.device == "cuda" and name.startswith("f") and multiplies_fp8(torch.device("cuda", 0))
+            bound = FP8_BOUND if rounds else BOUND
+            found[f"checkpoint, {name}"] = partial(self.quantized, self.plain, name, options, bound)
+        for kind in GGUF_TYPES:
+            found[f"GGUF, {kind}"] = partial(self.gguf, kind)
+        found["experts"] = self.experts
+        found["experts, gptq"] = self.quantized_experts
+        for kv_cache_dtype in ("int8", "fp8_e4m3"):
+            found[f"KV cache, {kv_cache_dtype}"] = partial(self.kv_cache, kv_cache_dtype)
+        return found | {"adapters": self.adapters}
+
+    # ---- weights
+
+    def near_the_cpu(self, path: Path, bound: float, **arguments: Any) -> str:
+        with self.open(path, **arguments) as llm:
+            found = self.logprobs(llm)
+        return f"{path.name}: {difference(found, self.of_cpu(path), bound)}"
+
+    def quantized(self, plain: Path, name: str, options: dict[str, Any], bound: float) -> str:
+        path = self.directory / f"{plain.name}-{name.replace(', ', '-').replace(' ', '-')}"
+        quantize_checkpoint(plain, path, name.partition(",")[0], **options)
+        return self.near_the_cpu(path, bound)
+
+    def gguf(self, kind: str) -> str:
+        return self.near_the_cpu(write_gguf(self.plain, self.directory / f"{kind}.gguf", kind), BOUND)
+
+    def experts(self) -> str:
+        return self.near_the_cpu(write_checkpoint(self.directory / "experts", "qwen3_moe"), EXPERTS_BOUND)
+
+    def quantized_experts(self) -> str:
+        return self.quantized(write_checkpoint(self.directory / "more-experts", "qwen3_moe"), "gptq", {}, EXPERTS_BOUND)
+
+    # ---- KV cache and adapters
+
+    def kv_cache(self, kv_cache_dtype: str) -> str:
+        """Near K and V in 16 bits, and the same tokens under offload, with a scale in four bytes for each row."""
+        with self.open(self.plain, kv_cache_dtype=kv_cache_dtype) as llm:
+            near = difference(self.logprobs(llm), self.of_cpu(self.plain), KV_BOUND)
+            resident = generate(llm, [self.prompt], OUTPUT_LEN)[0].outputs[0].token_ids
+        few = {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 12, "cpu_attention": False}
+        moved: dict[str, KVStats] = {}
+        for stored in ("auto", kv_cache_dtype):
+            with self.open(self.plain, kv_cache_dtype=stored, **few) as llm:
+                tokens = generate(llm, [self.prompt], OUTPUT_LEN)[0].outputs[0].token_ids
+                moved[stored] = llm.kv_stats()
+        assert tokens == resident, f"offloaded {tokens}, resident {resident}"
+        wide, narrow = (moved[stored].transfers for stored in ("auto", kv_cache_dtype))
+        for ours, theirs in ((narrow.h2d_bytes, wide.h2d_bytes), (narrow.d2h_bytes, wide.d2h_bytes)):
+            assert ours * 2 * HEAD_DIM == theirs * (HEAD_DIM + 4) > 0, f"{ours:,} bytes, {theirs:,} in 16 bits"
+        return f"{near}, equal tokens offloaded, {narrow.h2d_bytes / wide.h2d_bytes:.3f} of the loaded bytes"
+
+    def adapters(self) -> str:
+        """Three adapters of different modules and ranks and the model alone, in one batch."""
+        modules = [("q_proj", "v_proj", "down_proj"), ("o_proj", "gate_proj"), ("k_proj",)]
+        requests = [
+            write_adapter(self.directory / f"adapter-{rank}", names, rank, number)
+            for number, (names, rank) in enumerate(zip(modules, (8, 16, 3), strict=True), start=1)
+        ]
+        found: list[list[Tensor]] = []
+        for arguments in ({"device": "cpu", "dtype": "float32"}, {}):
+            with self.open(self.plain, enable_lora=True, max_loras=3, **arguments) as llm:
+                found.append([self.logprobs(llm, request) for request in (None, *requests)])
+                together = self.together(llm, requests)
+            for one, other in zip(together, found[-1], strict=True):
+                difference(one, other, BOUND)
+        told = [difference(ours, theirs, BOUND) for theirs, ours in zip(*found, strict=True)]
+        alone, *changed = found[1]
+        assert all(float((each - alone).abs().mean()) > BOUND for each in changed), "an adapter changes nothing"
+        return "; ".join(told)
+
+    def together(self, llm: LLM, requests: Sequence[LoRARequest]) -> list[Tensor]:
+        outputs = llm.generate([self.prompt] * 4, SCORED, use_tqdm=False, lora_request=[None, *requests])
+        return [scores_of(output) for output in outputs]
+
+    # ---- engines
+
+    def open(self, path: Path, **arguments: Any) -> LLM:
+        options = {"device": self.device, "dtype": "bfloat16", "num_gpu_blocks": 24, "max_model_len": 512}
+        sizes = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 128, "enable_prefix_caching": False}
+        return LLM(path, **{**options, **sizes, **arguments})
+
+    def of_cpu(self, path: Path) -> Tensor:
+        with self.open(path, device="cpu", dtype="float32") as llm:
+            return self.logprobs(llm)
+
+    def logprobs(self, llm: LLM, lora_request: LoRARequest | None = None) -> Tensor:
+        """Of the prompt's tokens, from the second one on."""
+        (output,) = llm.generate([self.prompt], SCORED, use_tqdm=False, lora_request=lora_request)
+        return scores_of(output)
+
+
+SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+
+def scores_of(output: Any) -> Tensor:
+    rows = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    return torch.tensor([row[token].logprob for row, token in rows])
+
+
+def difference(found: Tensor, expected: Tensor, bound: float) -> str:
+    """The mean difference, in words. Raises AssertionError if it is above the bound or NaN."""
+    mean = float((found - expected).abs().mean())
+    assert mean <= bound, f"log-probabilities differ by {mean:.4f} on average, {bound} is allowed"
+    return f"log-probabilities differ by {mean:.4f}"
+
+
+# ---- files
+
+
+def write_checkpoint(directory: Path, model_type: str) -> Path:
+    """A random checkpoint in float32."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM" if model_type == "qwen3" else "Qwen3MoeForCausalLM"],
+        "model_type": model_type, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    if model_type == "qwen3_moe":
+        config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    slots = Decoder(load_decoder_spec(directory), torch.float32, torch.device("meta")).slots()
+    save_file({name: random_tensor(slot.shape, generator) for name, slot in slots}, directory / "model.safetensors")
+    return directory
+
+
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A matrix that keeps the size of its inputs, or a norm's weight near 1."""
+    values = torch.randn(shape, generator=generator)
+    return values * shape[1] ** -0.5 if len(shape) == 2 else 1 + values / 10
+
+
+def write_gguf(checkpoint: Path, path: Path, kind: str) -> Path:
+    """The checkpoint as a GGUF file without a tokenizer, all matrices in one type."""
+    import gguf
+    from safetensors.torch import load_file
+
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    stored_names = {name: stored for stored, name in (MODULES | LAYER_MODULES).items()}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        layer = module.removeprefix("model.layers.").partition(".")
+        stored = stored_names.get(module) or f"blk.{layer[0]}.{stored_names[layer[2]]}"
+        if tensor.dim() == 1:
+            writer.add_tensor(f"{stored}.weight", tensor.numpy())
+        else:
+            type_ = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(f"{stored}.weight", quantize(tensor.numpy(), kind), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_adapter(directory: Path, modules: Sequence[str], rank: int, number: int) -> LoRARequest:
+    """A random adapter of these modules in every layer."""
+    sizes = {
+        "q_proj": (HEADS * HEAD_DIM, HIDDEN), "k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "v_proj": (KV_HEADS * HEAD_DIM, HIDDEN), "o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "gate_proj": (INTERMEDIATE, HIDDEN), "up_proj": (INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE),
+    }  # fmt: skip
+    generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
+    for layer in range(LAYERS):
+        for module in modules:
+            block = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            prefix = f"base_model.model.model.layers.{layer}.{block}.{module}.lora_"
+            out_size, in_size = sizes[module]
+            tensors[f"{prefix}A.weight"] = random_tensor((rank, in_size), generator)
+            tensors[f"{prefix}B.weight"] = random_tensor((out_size, rank), generator)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(directory.name, number, str(directory))
+
+
+def run(args: argparse.Namespace) -> int:
+    device = device_name(args.device)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="nanovllm-features-") as directory:
+        for name, check in Features(device, Path(directory)).checks().items():
+            print(f"{name:<36}", end="", flush=True)
+            outcomes.append(outcome_of(name, check))
+            print(f"{'good' if outcomes[-1].good else 'FAILED':<8}{outcomes[-1].note}", flush=True)
+            write_json(args.output_json, args, machine_facts(device), checks=outcomes)
+    return 0 if all(outcome.good for outcome in outcomes) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="features", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_device_option(parser)
+    add_json_option(parser)
+    args = parser.parse_args(argv)
+    return exit_status("features", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

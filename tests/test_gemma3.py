@@ -1,0 +1,195 @@
+"""Gemma 3: two rotary embeddings, norms after attention and MLP, norm weights around 0, a scaled embedding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LOCAL_ROPE, ROPES, edit_config, make_checkpoint, refusal
+from engines import greedy, greedy_reference, logits_by_request, offloaded, random_prompt, recorded_logits, token_ids
+from safetensors.torch import load_file, save_file
+from test_models import assert_same_logits, load, random_prompts, reference, run
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+from nanovllm import LLM
+from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.models.hf_config import load_decoder_spec
+
+VOCAB, BLOCK = 199, 16
+RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80}
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"sliding_window": 20, "layers": 4, "rope": ROPES["linear"]},
+    {"sliding_window": 7, "tie": True, "kv_heads": 1, "head_dim": 32, "layer_types": ["full_attention"] * 2},
+    {"sliding_window": 130, "attention_bias": True, "layer_types": ["sliding_attention"] * 2, "rms_norm_eps": 1e-3},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+def test_logits_equal_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "gemma3", **options)
+    assert_same_logits(model, tmp_path)
+
+
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    """Beside `test_generate.py`: in chunks, from the prefix cache, and layer by layer with CPU attention."""
+    model = make_checkpoint(tmp_path, "gemma3", **OPTIONS[0])
+    prompt = random_prompt(3 * BLOCK + 5, VOCAB, seed=4)
+    expected = [greedy_reference(model, prompt, 12)]
+    for arguments in ({**RESIDENT, "max_num_batched_tokens": 29}, offloaded(BLOCK, max_num_batched_tokens=29)):
+        with LLM(tmp_path, dtype="float32", **arguments) as llm:
+            assert token_ids(llm, prompt, greedy(12)) == token_ids(llm, prompt, greedy(12)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_float32_as_transformers(dtype: str, tmp_path: Path) -> None:
+    """Norm weights plus 1, and the scale of the embedding, are rounded where Transformers rounds them."""
+    model = make_checkpoint(tmp_path, "gemma3", hidden=224, intermediate=512, head_dim=64, layers=4, dtype=dtype)
+    prompts = random_prompts(VOCAB)
+    theirs = torch.cat(reference(model, prompts))
+    scale = model.model.embed_tokens.embed_scale
+    model.float()
+    # Transformers multiplies by the rounded scale in 16 bits, which here is the model's.
+    model.model.embed_tokens.embed_scale = scale.to(getattr(torch, dtype)).float()
+    exact = torch.cat(reference(model, prompts))
+    ours = torch.cat(run(load(tmp_path, getattr(torch, dtype)), prompts, (0.4,)))
+    assert (ours - exact).abs().mean() < 1.05 * (theirs - exact).abs().mean()
+
+
+def test_older_configs_mean_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma3", rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0})
+    spec = load_decoder_spec(tmp_path)
+    assert spec.ropes == (RopeSpec("linear", 5e5, 4.0, original_max_position=64), RopeSpec(theta=300.0))
+    assert (spec.max_model_len, spec.yarn_positions) == (256, None)
+    edit_config(
+        tmp_path,
+        rope_parameters=...,
+        rope_theta=5e5,
+        rope_local_base_freq=LOCAL_ROPE["rope_theta"],
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    )
+    assert load_decoder_spec(tmp_path) == spec
+    edit_config(tmp_path, rope_theta=..., rope_local_base_freq=..., layer_types=..., sliding_window_pattern=2)
+    defaults = load_decoder_spec(tmp_path)
+    assert [rope.theta for rope in defaults.ropes] == [1e6, 1e4]
+    assert defaults.sliding_windows == spec.sliding_windows == (256, None)
+
+
+def test_an_override_scales_the_layers_without_a_window(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma3")
+    spec = load_decoder_spec(tmp_path, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    assert spec.ropes == (RopeSpec("linear", 1e4, 2.0, original_max_position=128), RopeSpec(theta=300.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["text_config is missing"]),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, ["Gemma3nFor", "Gemma3ForCausalLM"]),
+        ({"hidden_activation": "gelu"}, ["'gelu'", "gelu_pytorch_tanh"]),
+        ({"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar=0"]),
+        ({"rope_parameters": ROPES["default"]}, ["rope_parameters", "'rope_theta'", "full_attention"]),
+        ({"rope_parameters": {"full_attention": 5}}, ["rope_parameters=5"]),
+        ({"rope_parameters": {"full_attention": ROPES["yarn"]}}, ["'yarn'", "default, linear"]),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 0}}}, ["rope_theta=0"]),
+        ({"rope_parameters": ..., "rope_local_base_freq": -1}, ["rope_local_base_freq=-1"]),
+        ({"sliding_window_pattern": 0}, ["sliding_window_pattern=0"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma3")
+    edit_config(tmp_path, **changes)
+    message = refusal(lambda: load_decoder_spec(tmp_path))
+    assert [word for word in (str(tmp_path / "config.json"), *words) if word not in message] == []
+    assert "\n" not in message
+
+
+def test_bfloat16_logits_stay_near_the_float32_reference(tmp_path: Path) -> None:
+    """Offloaded, with CPU attention and layer-by-layer prefill, as near as resident; both to the bit."""
+    model = make_checkpoint(tmp_path, "gemma3", dtype="bfloat16", head_dim=64, sliding_window=21)
+    prompts = [random_prompt(length, VOCAB, seed=2) for length in (1, BLOCK, 50, 117)]
+    with torch.inference_mode():
+        exact = model.float()
+        expected = torch.stack([exact(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
+    found = []
+    for arguments in (RESIDENT, offloaded(BLOCK)):
+        with LLM(tmp_path, **arguments) as llm, recorded_logits(llm) as logits:
+            llm.generate(prompts, greedy(1), use_tqdm=False)
+        found.append(torch.cat(logits))
+    assert (found[0] - expected).abs().max() < 0.25 and torch.equal(*found)
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    """Random weights have a checkpoint's form; the tokens do not depend on the memory."""
+    make_checkpoint(tmp_path, "gemma3", sliding_window=20, dtype="bfloat16")
+    (tmp_path / "model.safetensors").unlink()
+    prompt = random_prompt(60, VOCAB, seed=3)
+    found = []
+    for arguments in (RESIDENT, offloaded(BLOCK, max_num_batched_tokens=23)):
+        with LLM(tmp_path, load_format="dummy", **arguments) as llm:
+            norms = llm._runner.model.layers[0].attention_output_norm
+            assert norms.dtype == torch.float32 and (norms - 2).abs().max() <= 0.1
+            found.append(logits_by_request(llm, [prompt], 6))
+    assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
+
+
+def test_another_family_may_have_gemmas_activation(tmp_path: Path) -> None:
+    """The decoder reads it for all families, also for experts."""
+    for family in ("llama", "mixtral"):
+        path = tmp_path / family
+        model = make_checkpoint(path, family, hidden_act="gelu_pytorch_tanh")
+        assert json.loads((path / "config.json").read_text())["hidden_act"] == "gelu_pytorch_tanh"
+        prompt = random_prompt(40, VOCAB, seed=1)
+        with LLM(path, **RESIDENT) as llm:
+            assert token_ids(llm, prompt, greedy(8)) == [greedy_reference(model, prompt, 8)]
+
+
+# ---- the text model of one for images too
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A model for text and images as Transformers writes it; `tmp_path / "text"` is its text model alone."""
+    make_checkpoint(tmp_path / "text", "gemma3", sliding_window=20, tie=True)
+    text = Gemma3TextConfig.from_pretrained(tmp_path / "text")
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"image_size": 28, "patch_size": 14}
+    images = SiglipVisionConfig(**vision, **sizes)
+    config = Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config)
+    state = load_file(tmp_path / "text" / "model.safetensors")
+    language = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    model.model.language_model.load_state_dict(language)
+    model.save_pretrained(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_text_is_continued_as_by_the_text_model(whole: Path, older: bool, tmp_path: Path) -> None:
+    stored = load_file(whole / "model.safetensors")
+    if not older:  # Transformers writes the names of the first checkpoints
+        renames = {"language_model.model.": "model.language_model.", "vision": "model.vision", "multi": "model.multi"}
+        for old, new in renames.items():
+            stored = {name.replace(old, new, 1) if name.startswith(old) else name: t for name, t in stored.items()}
+        save_file(stored, whole / "model.safetensors", {"format": "pt"})
+    prefix = "" if older else "model."
+    assert {f"{prefix}vision_tower", f"{prefix}multi_modal_projector"} <= {
+        name[: len(prefix)] + name[len(prefix) :].split(".")[0] for name in stored
+    }
+    assert load_decoder_spec(whole) == load_decoder_spec(tmp_path / "text")
+    prompt = random_prompt(50, VOCAB, seed=1)
+    found = []
+    for path in (whole, tmp_path / "text"):
+        with LLM(path, dtype="float32", **RESIDENT) as llm:
+            found.append(logits_by_request(llm, [prompt], 5))
+    assert all(torch.equal(row, found[1][key]) for key, row in found[0].items())
+
+
+def test_a_quantized_model_for_images_is_refused(whole: Path) -> None:
+    edit_config(whole, quantization_config={"quant_method": "fp8"})
+    assert "in plain numbers only" in refusal(lambda: load_decoder_spec(whole))
+    edit_config(whole, quantization_config=..., text_config=5)
+    assert "text_config=5" in refusal(lambda: load_decoder_spec(whole))

@@ -1,0 +1,382 @@
+"""Quantized weights, GGUF files, experts, merged projections and adapters over several ranks: each holds its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, refusal
+from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
+from fast import fast_only, fast_products
+from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
+from plans import parameter_bytes
+from quantized_checkpoints import VARIANTS, dequantized, quantize, write_dequantized
+from rank_processes import kept_rank_processes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nanovllm import LLM
+from nanovllm.config import EngineConfig
+from nanovllm.errors import ConfigError
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.parallel import MetaRanks
+from nanovllm.lora.adapter_files import read_adapter
+from nanovllm.lora.manager import LoRAManager
+from nanovllm.lora.registry import AdapterRegistry
+from nanovllm.lora.weights import read_packed
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_model
+from nanovllm.models.sharding import DividedMatrix, Sizes, shard
+from nanovllm.planner.network import Network
+
+CPU = torch.device("cpu")
+VOCAB = 199
+# k and v of 128 rows, of which two ranks have half a block of FP8; everything else can be divided at multiples of 128.
+SIZES: dict[str, Any] = {"hidden": 128, "intermediate": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": VOCAB}
+RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32", "device": "cpu"}
+PROMPTS = [random_prompt(length, VOCAB, seed=6) for length in (40, 7)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank_processes() -> Iterator[None]:
+    with kept_rank_processes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    make_checkpoint(path, **SIZES)
+    return path
+
+
+def load_parts(path: Path, num_ranks: int, load_format: str = "auto") -> list[Decoder]:
+    """The decoder of each rank."""
+    spec = load_decoder_spec(path)
+    return [
+        load_model(path, spec, torch.float32, CPU, load_format, group=MetaRanks(rank, num_ranks))
+        for rank in range(num_ranks)
+    ]
+
+
+def matrices(decoder: Decoder) -> dict[str, Tensor]:
+    """The values of each linear layer's and each expert's modules, in fp32."""
+    found: dict[str, Tensor] = {}
+    for layer in decoder.layers:
+        weights = [(each.parts, each.weight) for each in layer.linears]
+        if isinstance(layer.mlp, Experts):
+            names = [layer.mlp.spec.expert(layer.index, index) for index in range(layer.mlp.spec.num_experts)]
+            inner, hidden = layer.mlp.spec.intermediate_size, decoder.spec.hidden_size
+            weights += [({gate: inner, up: inner}, layer.mlp.gate_up[i]) for i, (gate, up, _) in enumerate(names)]
+            weights += [({down: hidden}, layer.mlp.down[i]) for i, (_, _, down) in enumerate(names)]
+        for parts, weight in weights:
+            rows = weight.rows(torch.arange(sum(parts.values())))
+            found |= dict(zip(parts, rows.split(list(parts.values())), strict=True))
+    return found
+
+
+def joined(parts: list[Decoder]) -> dict[str, Tensor]:
+    """The matrices that ranks without shared KV heads hold together."""
+    found = [matrices(part) for part in parts]
+    whole: dict[str, Tensor] = {}
+    for module in found[0]:
+        held = [each[module] for each in found]
+        kind = module.rpartition(".")[2]
+        if kind in ("o_proj", "down_proj", "w2"):
+            whole[module] = torch.cat(held, dim=1)
+        elif kind == "qkv_proj":
+            sizes = [[each.spec.q_size, each.spec.kv_size, each.spec.kv_size] for each in parts]
+            whole[module] = merged(held, sizes)
+        elif kind == "gate_up_proj":
+            whole[module] = merged(held, [[each.spec.intermediate_size] * 2 for each in parts])
+        else:
+            whole[module] = torch.cat(held)
+    return whole
+
+
+def merged(held: list[Tensor], sizes: list[list[int]]) -> Tensor:
+    """Merged projections, of which each rank holds a part of everything that is merged."""
+    split = [tensor.split(of_rank) for tensor, of_rank in zip(held, sizes, strict=True)]
+    return torch.cat([torch.cat(same) for same in zip(*split, strict=True)])
+
+
+def check_parts(parts: list[Decoder], expected: dict[str, Tensor]) -> None:
+    """Together the ranks hold exactly the expected matrices, and each as many bytes as are planned for it."""
+    found = joined(parts)
+    assert found.keys() and all(torch.equal(found[module], expected[f"{module}.weight"]) for module in found)
+    for part in parts:
+        assert part.weight_bytes == parameter_bytes(part) == Network.of(part.spec, "float32").weight_bytes
+
+
+# ---- what a rank reads
+
+
+@pytest.mark.parametrize("variant", fast_only(["gptq-32-asymmetric", "fp8"], VARIANTS))
+def test_ranks_hold_the_parts_of_quantized_matrices(variant: str, plain: Path, tmp_path: Path) -> None:
+    path = quantize(plain, tmp_path / variant, variant)
+    check_parts(load_parts(path, 2), dequantized(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["awq-32", "gptq-32-asymmetric", "pack-quantized-32"])
+def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Path) -> None:
+    """Three ranks have 1, 1 and 2 KV heads, and 64, 96 and 96 of 256 inner features."""
+    path = quantize(plain, tmp_path / variant, variant)
+    parts = load_parts(path, 3)
+    assert [part.spec.intermediate_size for part in parts] == [64, 96, 96]
+    check_parts(parts, dequantized(path))
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), fast_products([("qwen3_moe", True)], ["qwen3_moe", "mixtral"], [False, True])
+)
+def test_ranks_hold_the_parts_of_experts(family: str, fused: bool, tmp_path: Path) -> None:
+    options = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    make_checkpoint(tmp_path, family, kv_heads=4, fused_experts=fused, **options)
+    spec = load_decoder_spec(tmp_path)
+    whole = matrices(load_model(tmp_path, spec, torch.float32, CPU))
+    check_parts(load_parts(tmp_path, 2), {f"{module}.weight": tensor for module, tensor in whole.items()})
+
+
+@pytest.mark.parametrize("num_ranks", fast_only([2], [2, 3]))
+def test_ranks_hold_the_parts_of_merged_projections(num_ranks: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "phi3", kv_heads=4)
+    check_parts(load_parts(tmp_path, num_ranks), load_file(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", fast_only(["Q8_0"], ["F16", "Q8_0", "Q4_0", "Q6_K", "Q4_K"]))
+def test_ranks_hold_the_parts_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
+    """With the rows of q and k in llama.cpp's order, biases, and columns divided between blocks."""
+    gguf_files = pytest.importorskip("gguf_files", reason="the package gguf is not installed")
+    sizes = gguf_sizes(kind, gguf_files.VOCAB)
+    model = make_checkpoint(tmp_path / "model", "llama", layers=1, attention_bias=True, mlp_bias=True, **sizes)
+    path = gguf_files.write_gguf(tmp_path / "model.gguf", model, kind)
+    parts = load_parts(path, 2)
+    check_parts(parts, model.state_dict())
+    whole = load_model(path, load_decoder_spec(path), torch.float32, CPU)
+    embedding, bias = (
+        torch.cat([get(part) for part in parts])
+        for get in (lambda part: part.embedding.rows(torch.arange(part.spec.vocab_rows)), lambda part: q_bias(part))
+    )
+    assert torch.equal(embedding, whole.embedding.rows(torch.arange(gguf_files.VOCAB)))
+    assert torch.equal(bias, q_bias(whole))
+
+
+def gguf_sizes(kind: str, vocab: int) -> dict[str, int]:
+    """Columns of two and four blocks."""
+    block = 256 if kind.endswith("_K") else 32
+    sizes = {"hidden": 2 * block, "intermediate": 4 * block, "heads": 8, "kv_heads": 4, "head_dim": block // 2}
+    return {**sizes, "vocab": vocab}
+
+
+def q_bias(decoder: Decoder) -> Tensor:
+    bias = decoder.layers[0].qkv.bias
+    assert bias is not None
+    return bias[: decoder.spec.q_size]
+
+
+@pytest.mark.parametrize("form", fast_only(["gptq-32-asymmetric"], ["gptq-32-asymmetric", "fp8", "phi3"]))
+def test_placeholder_weights_are_parts_of_those_of_one_rank(form: str, plain: Path, tmp_path: Path) -> None:
+    if form == "phi3":
+        make_checkpoint(tmp_path / form, form, kv_heads=4)
+    else:
+        quantize(plain, tmp_path / form, form)
+    whole = load_model(tmp_path / form, load_decoder_spec(tmp_path / form), torch.float32, CPU, "dummy")
+    expected = {f"{module}.weight": tensor for module, tensor in matrices(whole).items()}
+    check_parts(load_parts(tmp_path / form, 2, "dummy"), expected)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "num_ranks", "expected"),
+    [
+        ("gptq-128", {}, 3, "the model's intermediate size is 256 in groups of 128, too little for every rank"),
+        (
+            "gptq-128",
+            {"head_dim": 48},
+            2,
+            "rank 0 would hold columns 0 to 191 of model.layers.1.self_attn.o_proj, and its gptq form can be divided "
+            "at multiples of 128 only; take another number of ranks",
+        ),
+        pytest.param(
+            "fp8",
+            {"heads": 12, "kv_heads": 6},
+            2,
+            "rank 0 would hold rows 0 to 191 of model.layers.1.self_attn.q_proj, and its fp8 form",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_matrices_that_cannot_be_divided_are_refused(
+    variant: str, sizes: dict[str, int], num_ranks: int, expected: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "plain", **{**SIZES, **sizes})
+    path = quantize(tmp_path / "plain", tmp_path / variant, variant)
+    for refuse in (
+        lambda: load_decoder_spec(path).of_rank(0, num_ranks),
+        lambda: LLM(path, tensor_parallel_size=num_ranks, **RESIDENT),
+    ):
+        message = refusal(refuse, ConfigError)
+        assert f"tensor_parallel_size={num_ranks}: " in message and expected in message
+
+
+def test_merged_projections_that_begin_within_a_block_are_refused(tmp_path: Path) -> None:
+    """Each part could be divided in blocks of 128 rows, but up begins after 192 rows of gate."""
+    matrix = DividedMatrix("model.layers.0.mlp.gate_up_proj", (384, 64), (128, 1))
+    message = refusal(lambda: shard(Sizes(2, 2, 64, 192, 100), 2, [matrix], "fp8"), ConfigError)
+    assert "rank 0 would hold rows 0 to 127 and 192 to 319 of model.layers.0.mlp.gate_up_proj" in message
+
+
+@pytest.mark.parametrize("rank", fast_only([1], [0, 1]))
+def test_groups_in_another_order_are_refused_by_every_rank(rank: int, plain: Path, tmp_path: Path) -> None:
+    """Each rank's inputs belong to one group, but not to that of their position."""
+    path = quantize(plain, tmp_path / "gptq", "gptq-128")
+    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.down_proj.g_idx"
+    assert tensors[name].tolist() == [0] * 128 + [1] * 128
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, path / "model.safetensors")
+    group = MetaRanks(rank, 2)
+    message = refusal(lambda: load_model(path, load_decoder_spec(path), torch.float32, CPU, group=group))
+    assert f"{name}: the groups are ordered by activation (desc_act)" in message
+
+
+# ---- whole engines; `test_tensor_parallel.py` has two of them among the fast tests
+
+
+def tokens(path: Path, num_ranks: int, **arguments: Any) -> list[list[int]]:
+    with LLM(path, tensor_parallel_size=num_ranks, **{**RESIDENT, **arguments}) as llm:
+        found = token_ids(llm, PROMPTS, greedy(10))
+        assert token_ids(llm, PROMPTS, greedy(10)) == found  # from the prefix cache
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantized_models_give_the_tokens_of_one_rank(variant: str, plain: Path, tmp_path: Path) -> None:
+    path = quantize(plain, tmp_path / variant, variant)
+    expected = tokens(path, 1)
+    assert tokens(path, 2, **offloaded(16, 4, 40, max_num_batched_tokens=23)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K", "Q6_K"])
+def test_gguf_files_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
+    gguf_files = pytest.importorskip("gguf_files", reason="the package gguf is not installed")
+    model = make_checkpoint(tmp_path / "model", "llama", **gguf_sizes(kind, gguf_files.VOCAB))
+    path = gguf_files.write_gguf(tmp_path / "model.gguf", model, kind)
+    assert tokens(path, 2) == [greedy_reference(model, prompt, 10) for prompt in PROMPTS]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {"kv_heads": 1, "sliding_window": 24},
+    "phi3": {"kv_heads": 1, "intermediate": 97},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, family, **FAMILIES[family])
+    expected = [greedy_reference(model, prompt, 10) for prompt in PROMPTS]
+    assert tokens(tmp_path, 2, **offloaded(16, 4, 40, max_num_batched_tokens=23)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["gptq-32-asymmetric", "awq-32", "pack-quantized-32", "fp8-channel"])
+def test_quantized_experts_give_the_tokens_of_transformers(variant: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", hidden=128, intermediate=256, kv_heads=4, head_dim=32)
+    path = quantize(tmp_path / "plain", tmp_path / "quantized", variant)
+    check_parts(load_parts(path, 2), dequantized(path))
+    model = AutoModelForCausalLM.from_pretrained(write_dequantized(path, tmp_path / "dequantized"))
+    assert tokens(path, 2) == [greedy_reference(model.eval(), prompt, 10) for prompt in PROMPTS]
+
+
+# ---- adapters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_adapters_give_the_tokens_of_the_merged_model(family: str, tmp_path: Path) -> None:
+    """On all linear layers, beside requests of the model alone and of another adapter, with one adapter in memory."""
+    sizes = {"kv_heads": 3, "heads": 6, "hidden": 96} if family == "qwen3" else {}
+    model = make_checkpoint(tmp_path / "model", family, **sizes)
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if family == "phi3" else ALL
+    requests = [
+        make_adapter(tmp_path / f"a{index}", model, index, targets[index - 1 :], rank=3 * index) for index in (1, 2)
+    ]
+    merged_models = []
+    for request in requests:
+        merged_models.append(make_checkpoint(tmp_path / f"merged-{request.lora_name}", family, **sizes))
+        merge_adapter(merged_models[-1], Path(request.lora_path))
+    expected = [greedy_reference(each, PROMPTS[0], 10) for each in (*merged_models, model)]
+    arguments = {"tensor_parallel_size": 2, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1, **RESIDENT}
+    with LLM(tmp_path / "model", **arguments) as llm:
+        for _ in range(2):
+            outputs = llm.generate([PROMPTS[0]] * 3, greedy(10), use_tqdm=False, lora_request=[*requests, None])
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.slow
+def test_adapters_of_a_quantized_model_give_the_tokens_of_one_rank(plain: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    path, request = quantize(plain, tmp_path / "awq", "awq-32"), make_adapter(tmp_path / "adapter", model)
+    found = []
+    for num_ranks in (1, 2):
+        for arguments in (RESIDENT, {**RESIDENT, **offloaded(16, 4, 40)}):
+            with LLM(path, tensor_parallel_size=num_ranks, enable_lora=True, **arguments) as llm:
+                outputs = llm.generate(PROMPTS, greedy(10), use_tqdm=False, lora_request=[request, None])
+                found.append([output.outputs[0].token_ids for output in outputs])
+    assert all(each == found[0] for each in found)
+
+
+def test_ranks_hold_the_parts_of_adapters(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "phi3", kv_heads=4)
+    targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    tensors = adapter_tensors(model, targets)
+    path = write_adapter(tmp_path / "adapter", tensors, lora_alpha=4)
+    held = []
+    for part in load_parts(tmp_path / "model", 2):
+        packed = read_packed(read_adapter(path, part.spec, 8), part)
+        held.append((part.spec, list(packed.weights_in(packed.elements).items())[:4]))  # of the first layer
+    for index, target in enumerate(targets):
+        name = f"base_model.model.model.layers.0.{'self_attn' if index < 2 else 'mlp'}.{target}.lora_{{}}.weight"
+        linears = [weights[index][1] for _, weights in held]
+        a, b = [each.a for each in linears], [each.parts[0][2] for each in linears]
+        whole_a, whole_b = tensors[name.format("A")], tensors[name.format("B")]
+        if target in ("o_proj", "down_proj"):
+            assert torch.equal(torch.cat(a, dim=1), whole_a) and all(torch.equal(each, whole_b) for each in b)
+            continue
+        sizes = [
+            [spec.q_size, spec.kv_size, spec.kv_size] if target == "qkv_proj" else [spec.intermediate_size] * 2
+            for spec, _ in held
+        ]
+        assert torch.equal(merged(b, sizes), whole_b) and all(torch.equal(each, whole_a) for each in a)
+
+
+class OtherRankFails(MetaRanks):
+    """A rank beside one that has failed."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x[:, 1] = 1.0
+        return x
+
+
+def test_an_adapter_that_one_rank_cannot_read_is_used_by_none(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    request = make_adapter(tmp_path / "adapter", model)
+    spec = load_decoder_spec(tmp_path / "model")
+    config = EngineConfig(model=str(tmp_path / "model"), enable_lora=True, tensor_parallel_size=2)
+    part = load_model(tmp_path / "model", spec, torch.float32, CPU, group=OtherRankFails(0, 2))
+    manager = LoRAManager(part, config)
+    adapter = AdapterRegistry(part.spec, 16).find(request)
+    expected = "the adapter 'adapter' cannot be loaded: rank 1 cannot read it, and has logged why"
+    assert manager.begin_step([adapter]) == {adapter.number: expected}
+    assert manager.on_device == [] and manager.of_rows([(adapter.number, 3)]) == []
