@@ -102,6 +102,6 @@ def test_a_worker_that_does_not_answer_is_replaced_and_its_rows_come_back(monkey
     assert wait_for(replicas, ray, 10.0) == [Lost(0, f"it has not answered for {TIMEOUT:g} s")]
     assert hanging.is_killed and len(ray.actors) == 2 and not list(replicas.ready())
 
-    hanging.calls[-1].end()  # too late: nobody reads it
+    hanging.calls[-1].end()  # too late: it is not read
     ray.actors[1].calls[0].end()
     assert wait_for(replicas, ray, 1.0) == [] and list(replicas.ready()) == [0]
