@@ -137,7 +137,8 @@ def test_rows_of_a_worker_that_hangs_run_elsewhere(cluster: Cluster, model: str,
     message = ended(process)
     assert "was lost with" in message and "it has not answered for 15 s" in message
     assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
-    assert not is_running(hanging.pid)
+    hanging.resume()  # Ray has asked it to end; a suspended process cannot
+    hanging.wait(60)
 
 
 def test_a_replica_of_two_ranks(cluster: Cluster, model: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_rank_holds_its_share_of_weights_and_kv_cache(tmp_path: Path) -> None:
     Pages of files are left out, since all processes share them. The prompts write the whole KV cache: memory that was
     never written is not counted.
     """
-    make_checkpoint(tmp_path / "small", "llama", vocab=VOCAB, hidden=16, max_positions=512)
+    make_checkpoint(tmp_path / "small", "qwen3", vocab=VOCAB, hidden=16, max_positions=512)
     make_checkpoint(tmp_path / "large", "llama", vocab=VOCAB, max_positions=512, **LARGE)
     arguments: dict[str, Any] = {"kvcache_block_size": BLOCK, "num_gpu_blocks": NUM_BLOCKS, "swap_space": 0}
     arguments |= {"max_num_seqs": 2, "max_num_batched_tokens": 32}  # so that activations take next to nothing
