@@ -29,7 +29,9 @@ from benchmarks.requantize import perplexity
 FORMATS = (
     "gptq", "gptq_v2", "awq", "pack-quantized", "float-quantized", "fp8", "fp8-channel", "fp8-tensor",
 )  # fmt: skip
-PROJECTION = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp(?:\.experts\.\d+)?)\.\w+_proj)\.weight")
+PROJECTION = re.compile(
+    r"(model\.layers\.\d+\.(?:(?:self_attn|mlp(?:\.experts\.\d+)?)\.\w+_proj|block_sparse_moe\.experts\.\d+\.w[123]))\.weight"
+)
 BLOCK = 128
 FP8_MAX = 448.0
 

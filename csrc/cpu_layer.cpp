@@ -189,7 +189,8 @@ void define_layer(py::module_& m) {
              }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("mlp"), py::arg("attention_output"),
              py::arg("mlp_output"), py::arg("eps"));
     py::class_<Layer>(m, "Layer")
-        .def(py::init<const std::string&, std::string, Norms, Linear, Linear, Linear, Linear, int64_t, const std::string&>(),
+        .def(py::init<const std::string&, std::string, Norms, Linear, Linear, Linear, Linear, int64_t,
+                      const std::string&>(),
              py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
              py::arg("gate_up"), py::arg("down"), py::arg("head_dim"), py::arg("activation"))
         .def("project", &Layer::project, "The rows' q, k and v.")

@@ -8,9 +8,14 @@
 // in fp32 and each rounded once, total += scale * (unit * sum), and total += minimum * (unit * sum of n) where weights have
 // minimums or zeros, one group after the other. Then the bias; then one rounding.
 //
+// fp8 is multiplied in fp32 instead: the products of a group's even inputs are added one after the other, each with one
+// rounding, and so are those of its odd inputs; total += scale * (even sum + odd sum).
+//
 // Weights lie in panels of 16 outputs, interleaved by nanovllm/ops/packed_panels.py: each block of inputs is a tile of one
-// 4-byte word of each output in turn, so that a vector holds one word of 16 outputs. A part of a panel is expanded to 16-bit
-// integers in the core's first cache, then multiplied with all rows.
+// 4-byte word of each output in turn, so that a vector holds one word of 16 outputs. One or two rows multiply what is expanded
+// at once; for more rows, a part of a panel is expanded in the core's first cache, then multiplied with all of them. Where the
+// processor multiplies bytes (VNNI), the high and the low bytes of the inputs are multiplied with the weights' bytes, elsewhere
+// both are expanded to 16 bits.
 #pragma once
 
 #include <cstdint>
@@ -26,24 +31,26 @@ constexpr int64_t kPartInputs = 256;   // of a panel that are expanded at a time
 
 enum class Scheme : int { int4, int8, fp8, q4_0, q4_1, q8_0, q4_k, q5_k, q6_k };
 
+enum class Values : int { unsigned_bytes, signed_bytes, floats };  // that weights are expanded to
+
 struct Layout {
     int64_t block_inputs, tile_bytes;  // of a block of kOutputs outputs
     int64_t group;                     // inputs that share a scale, or fewer
-    int64_t planes;                    // integers that a weight is the sum of, each with its scale
+    Values values;
     int32_t zero;                      // what all weights' integers are too large by
     bool minimums;                     // in the data; integers may have zeros besides
 };
 
 constexpr Layout kLayouts[] = {
-    {32, 256, 32, 1, 8, false},     // int4
-    {32, 512, 32, 1, 0, false},     // int8
-    {32, 512, 32, 2, 0, false},     // fp8
-    {32, 288, 32, 1, 8, false},     // q4_0
-    {32, 320, 32, 1, 0, true},      // q4_1
-    {32, 544, 32, 1, 0, false},     // q8_0
-    {256, 2304, 32, 1, 0, true},    // q4_k
-    {256, 2816, 32, 1, 0, true},    // q5_k
-    {256, 3360, 16, 1, 32, false},  // q6_k
+    {32, 256, 32, Values::unsigned_bytes, 8, false},     // int4
+    {32, 512, 32, Values::signed_bytes, 0, false},       // int8
+    {32, 512, 32, Values::floats, 0, false},             // fp8
+    {32, 288, 32, Values::unsigned_bytes, 8, false},     // q4_0
+    {32, 320, 32, Values::unsigned_bytes, 0, true},      // q4_1
+    {32, 544, 32, Values::signed_bytes, 0, false},       // q8_0
+    {256, 2304, 32, Values::unsigned_bytes, 0, true},    // q4_k
+    {256, 2816, 32, Values::unsigned_bytes, 0, true},    // q5_k
+    {256, 3360, 16, Values::unsigned_bytes, 32, false},  // q6_k
 };
 
 struct Weight {
@@ -72,14 +79,19 @@ struct Problem {
     void* y;                     // [rows, out]
     int64_t x_stride, y_stride;  // from row to row
     int64_t rows;
+
+    // Rows of integers that a row of x becomes.
+    int64_t copies() const { return dtype == DType::fp32 && weight.layout().values != Values::floats ? 2 : 1; }
+    // Words that a group of a row becomes.
+    int64_t group_words() const { return weight.layout().group / (weight.layout().values == Values::floats ? 1 : 2); }
 };
 
 // Rows of x as integers, in tiles of Kernel::tile_rows; the last tile may have fewer rows. A row of fp32 is two, one after the
-// other.
-struct IntegerRows {
-    uint32_t* words;  // [tiles][groups][group / 16][rows][8], pairs of integers
+// other. For fp8, rows in fp32.
+struct InputRows {
+    uint32_t* words;  // [tiles][groups][group / 16][rows][8], as the kernel pairs them; fp32: [tiles][groups][rows][group]
     float* units;     // [tiles][groups][rows]
-    int32_t* starts;  // [tiles][groups][rows], -zero * the sum of the integers
+    int32_t* starts;  // [tiles][groups][rows], what the products with a group's bytes are too small by
     float* sums;      // [tiles][groups][rows], unit * the sum of the integers
     int64_t count;    // of rows
 };
@@ -87,13 +99,13 @@ struct IntegerRows {
 // A part of one or more panels, expanded. Each panel has as much memory as a whole part takes.
 struct Part {
     static constexpr int64_t kScales = kPartInputs / 16 * kOutputs;
+    static constexpr int64_t kWords = kPartInputs * kOutputs;
 
-    uint32_t* words;  // [panels][groups][planes][group / 2][kOutputs], pairs of integers
-    float* scales;    // [panels][groups][planes][kOutputs]
+    uint32_t* words;  // [panels][groups][words of a group][kOutputs]: bytes or pairs of integers, or fp32
+    float* scales;    // [panels][groups][kOutputs]
     float* minimums;  // [panels][groups][kOutputs], null where there are none
-    int64_t panels, groups, planes, pairs;
-
-    static constexpr int64_t panel_words(int64_t planes) { return kPartInputs / 2 * planes * kOutputs; }
+    int64_t panels, groups, group;  // group: inputs
+    Values values;
 };
 
 // What an instruction set does.
@@ -101,17 +113,17 @@ struct Kernel {
     int64_t tile_rows;    // most rows of `multiply`
     int64_t tile_panels;  // most panels
     int64_t few_rows;     // most rows of `multiply_few`
-    // One row of x to one or two rows of integers.
-    void (*quantise)(const Problem& problem, int64_t row, const IntegerRows& rows);
+    // One row of x to one or two rows of integers, or to one in fp32.
+    void (*quantise)(const Problem& problem, int64_t row, const InputRows& rows);
     // Blocks [block, block + blocks) of a panel into the place of panel `at` of the part.
     void (*expand)(const Weight& weight, int64_t panel, int64_t block, int64_t blocks, const Part& part, int64_t at);
     // Adds the products of these blocks with few rows, which begin at the blocks' inputs, to totals [rows][stride]. The same
     // as `expand` and `multiply`, for which there are too few rows here.
-    void (*multiply_few)(const Weight& weight, int64_t panel, int64_t block, int64_t blocks, const IntegerRows& rows,
+    void (*multiply_few)(const Weight& weight, int64_t panel, int64_t block, int64_t blocks, const InputRows& rows,
                          float* totals, int64_t totals_stride);
     // Adds the part's products with one tile of rows, which begins at the part's inputs, to totals
     // [rows][panels * kOutputs].
-    void (*multiply)(const Part& part, const IntegerRows& tile, float* totals);
+    void (*multiply)(const Part& part, const InputRows& tile, float* totals);
     // totals of one row, two for fp32, to outputs [output, output + count) of y.
     void (*finish)(const Problem& problem, int64_t row, int64_t output, int64_t count, const float* totals,
                    int64_t totals_stride);

@@ -15,7 +15,8 @@ namespace {
 #include "cpu_packed_kernel.h"
 
 struct Avx2 {
-    static constexpr int W = 8, kTileRows = 4, kTilePanels = 1, kChains = 1;
+    static constexpr int W = 8, kTileRows = 4, kTilePanels = 1;
+    static constexpr bool kBytes = false;
     using V = int32_t __attribute__((vector_size(32)));
     using S = int16_t __attribute__((vector_size(32)));
     using F = float __attribute__((vector_size(32)));

@@ -18,7 +18,8 @@ namespace {
 #include "cpu_packed_kernel.h"
 
 struct Avx512 {
-    static constexpr int W = 16, kTileRows = 6, kTilePanels = 2, kChains = 1;
+    static constexpr int W = 16, kTileRows = 6, kTilePanels = 2;
+    static constexpr bool kBytes = false;
     using V = int32_t __attribute__((vector_size(64)));
     using S = int16_t __attribute__((vector_size(64)));
     using F = float __attribute__((vector_size(64)));

@@ -18,14 +18,15 @@ namespace {
 #include "cpu_packed_kernel.h"
 
 struct Avx512Vnni {
-    static constexpr int W = 16, kTileRows = 6, kTilePanels = 2, kChains = 4;
+    static constexpr int W = 16, kTileRows = 6, kTilePanels = 2;
+    static constexpr bool kBytes = true;
     using V = int32_t __attribute__((vector_size(64)));
     using S = int16_t __attribute__((vector_size(64)));
     using F = float __attribute__((vector_size(64)));
     using H = uint16_t __attribute__((vector_size(32)));
     using B = int8_t __attribute__((vector_size(16)));
 
-    static V dot(V sum, V a, V b) { return V(_mm512_dpwssd_epi32(__m512i(sum), __m512i(a), __m512i(b))); }
+    static V dot(V sum, V a, V b) { return V(_mm512_dpbusd_epi32(__m512i(sum), __m512i(a), __m512i(b))); }
     static F fma(F a, F b, F c) { return F(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
     static F halves(const void* p) { return F(_mm512_cvtph_ps(load_at<__m256i>(p))); }
     static F half(V v) { return F(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(v)))); }

@@ -1,11 +1,9 @@
-// Blocks of quantised weights to 16-bit integers, scales and minimums, W outputs at a time. Included by cpu_packed_kernel.h.
+// Blocks of quantised weights to bytes or fp32, scales and minimums, W outputs at a time. Included by cpu_packed_kernel.h.
 //
-// A block goes to a target, which has two places for groups: `begin<place>`, then `add<place>(pair, v)` for each pair of the
-// group, then `finish<place>(scale)` or `finish<place>(scale, minimum)`; then `next<places>(pairs)`. `add<place, x_place>`
-// names the place of the group's inputs where that is another.
-//
-// The order of a group's pairs is that of PackedKernel::store_group: words of four bytes give the pair of bytes 0 and 2, then
-// of bytes 1 and 3; of 4-bit weights the low halves and the high halves each do so.
+// A block goes to a target, group after group: `group<Signed, Words>(n)` is the nth group from here, whose `add(i, v)` takes
+// word i, four weights of each output in a byte each, and `finish(scale)` or `finish(scale, minimum)` what it is multiplied
+// with. `floats()` is a group whose `add(i, w)` takes input i in fp32. Then `next` passes on. A group is a local variable, so
+// that its sums stay in registers.
 
 template <class X>
 class Expand {
@@ -14,26 +12,25 @@ class Expand {
     using S = typename X::S;
     using H = typename X::H;
     using B = typename X::B;
+    static constexpr int W = X::W;
+    static constexpr int kFetched = 4096;  // bytes ahead of where weights are read
 
   public:
     // Blocks [block, block + blocks) of the outputs of a panel from `lane` on.
     template <class Target>
     static void run(const Weight& w, int64_t panel, int64_t block, int64_t blocks, int lane, Target& to) {
         const uint8_t* tile = w.data + (panel * w.blocks() + block) * w.layout().tile_bytes;
-        const auto each = [&](const auto& expand) {
-            for (int64_t b = 0; b < blocks; ++b, tile += w.layout().tile_bytes) expand(tile);
-        };
         OwnScales own(w, panel, block, lane);
         switch (w.scheme) {
-            case Scheme::int4: return each([&](const uint8_t* t) { int4(t, lane, own, to); });
-            case Scheme::int8: return each([&](const uint8_t* t) { int8(t, lane, own, to); });
-            case Scheme::fp8: return each([&](const uint8_t* t) { fp8(t, lane, own, to); });
-            case Scheme::q4_0: return each([&](const uint8_t* t) { q4_0(t, lane, to); });
-            case Scheme::q4_1: return each([&](const uint8_t* t) { q4_1(t, lane, to); });
-            case Scheme::q8_0: return each([&](const uint8_t* t) { q8_0(t, lane, to); });
-            case Scheme::q4_k: return each([&](const uint8_t* t) { q4_k(t, lane, to); });
-            case Scheme::q5_k: return each([&](const uint8_t* t) { q5_k(t, lane, to); });
-            case Scheme::q6_k: return each([&](const uint8_t* t) { q6_k(t, lane, to); });
+            case Scheme::int4: return each<Scheme::int4>(tile, blocks, lane, own, to);
+            case Scheme::int8: return each<Scheme::int8>(tile, blocks, lane, own, to);
+            case Scheme::fp8: return each<Scheme::fp8>(tile, blocks, lane, own, to);
+            case Scheme::q4_0: return each<Scheme::q4_0>(tile, blocks, lane, own, to);
+            case Scheme::q4_1: return each<Scheme::q4_1>(tile, blocks, lane, own, to);
+            case Scheme::q8_0: return each<Scheme::q8_0>(tile, blocks, lane, own, to);
+            case Scheme::q4_k: return each<Scheme::q4_k>(tile, blocks, lane, own, to);
+            case Scheme::q5_k: return each<Scheme::q5_k>(tile, blocks, lane, own, to);
+            case Scheme::q6_k: return each<Scheme::q6_k>(tile, blocks, lane, own, to);
         }
     }
 
@@ -49,18 +46,22 @@ class Expand {
             left_ = (group + 1) * w.group_size - block * 32;
         }
         F scale() const {
-            if (shared()) return F{} + static_cast<const float*>(w_.scales)[at_];
+            if (shared()) return static_cast<const float*>(w_.scales)[at_] - F{};
             if (w_.scale_dtype == DType::fp32) return load_at<F>(static_cast<const float*>(w_.scales) + at_);
             const uint16_t* scales = static_cast<const uint16_t*>(w_.scales) + at_;
             if (w_.scale_dtype == DType::fp16) return X::halves(scales);
             return F(__builtin_convertvector(load_at<H>(scales), V) << 16);
         }
-        template <class Target>
-        void finish(Target& to) {
+        template <class Group>
+        void finish(Group& group) {
             const F scale = this->scale();
-            if (!w_.zeros) return to.template finish<0>(scale);
-            const V zero = __builtin_convertvector(load_at<B>(w_.zeros + at_), V);
-            to.template finish<0>(scale, -(__builtin_convertvector(zero, F) * scale));
+            if (w_.zeros) {
+                const V zero = __builtin_convertvector(load_at<B>(w_.zeros + at_), V);
+                group.finish(scale, -(__builtin_convertvector(zero, F) * scale));
+            } else {
+                group.finish(scale);
+            }
+            next();
         }
         void next() {
             left_ -= 32;
@@ -74,105 +75,97 @@ class Expand {
         int64_t at_ = 0, left_ = 0;  // inputs until the next scale
     };
 
+    template <Scheme K, class Target>
+    static void each(const uint8_t* tile, int64_t blocks, int lane, OwnScales& own, Target& to) {
+        constexpr Layout kLayout = kLayouts[int(K)];
+        for (int64_t b = 0; b < blocks; ++b, tile += kLayout.tile_bytes) {
+            if constexpr (K == Scheme::fp8)
+                fp8(tile, lane, own, to);
+            else if constexpr (K == Scheme::q4_k || K == Scheme::q5_k)
+                q45_k<K == Scheme::q5_k>(tile, lane, to);
+            else if constexpr (K == Scheme::q6_k)
+                q6_k(tile, lane, to);
+            else
+                integers<K>(tile, lane, own, to);
+        }
+    }
+
     // Word i of the outputs from `lane` on; a tile has 64 bytes for word i of all its outputs.
     static V word(const uint8_t* words, int i, int lane) { return load_at<V>(words + i * 64 + lane * 4); }
-    static constexpr int32_t kNibbles = 0x000f000f;
+
+    // Fetches part n of so many bytes of those to come, in turn with the work on these. The processor itself reads ahead to
+    // the end of a page only, and begins anew with the next one. `words` is what these are read by: the compiler would
+    // otherwise collect all fetches at one place, where they wait for each other.
+    template <int Bytes, int Parts>
+    [[gnu::always_inline]] static void fetch(const uint8_t*& words, const uint8_t* at, int n, int lane) {
+        constexpr int kLines = (Bytes + 63) / 64;
+        if (lane > 0) return;  // they were fetched for the first lanes
+#pragma GCC unroll 8
+        for (int line = n * kLines / Parts; line < (n + 1) * kLines / Parts; ++line) {
+#if defined(__x86_64__)
+            asm("prefetcht0 %1" : "+r"(words) : "m"(at[kFetched + line * 64]));
+#else
+            __builtin_prefetch(at + kFetched + line * 64);
+#endif
+        }
+    }
+    // Bits move up, or down if `by` is negative; those of other bytes are to be masked.
+    static V moved(V v, int by) { return by >= 0 ? v << by : v >> -by; }
+    static constexpr int32_t kNibbles = 0x0f0f0f0f;
 
     // ---- groups of 32 weights
 
-    // Four words: low halves are the first 16 weights, high halves the others.
+    // After the scales, if they are here, bytes; or of 4 bits four words, whose low halves are the first 16 weights.
+    template <Scheme K, class Target>
+    [[gnu::always_inline]] static void integers(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
+        constexpr Layout kLayout = kLayouts[int(K)];
+        constexpr bool kBytes = kLayout.values == Values::signed_bytes;
+        constexpr int kWords = kBytes ? 8 : 4;
+        auto group = to.template group<kBytes, 8>(0);
+#pragma GCC unroll 8
+        for (int i = 0; i < kWords; ++i) {
+            fetch<kLayout.tile_bytes, kWords>(tile, tile, i, lane);
+            const V v = word(tile + kLayout.tile_bytes - kWords * 64, i, lane);
+            group.add(i, kBytes ? v : v & kNibbles);
+            if constexpr (!kBytes) group.add(4 + i, v >> 4 & kNibbles);
+        }
+        if constexpr (K == Scheme::int4 || K == Scheme::int8) {
+            own.finish(group);
+        } else if constexpr (K == Scheme::q4_1) {
+            const V both = word(tile, 0, lane);
+            group.finish(X::half(both & 0xffff), X::half(both >> 16 & 0xffff));
+        } else {
+            group.finish(X::halves(tile + 2 * lane));
+        }
+        to.template next<8>(1);
+    }
+
+    // Eight times 64 bytes, of four inputs each: inputs 0 and 2 of each output in turn, then inputs 1 and 3. The sign and the
+    // other seven bits of an fp8 number, six places further down, are 2^-8 times as large as a number in fp16.
     template <class Target>
-    static void nibbles(const uint8_t* source, int lane, Target& to) {
-        to.template begin<0>();
+    [[gnu::always_inline]] static void fp8(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
+        auto group = to.floats();
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const uint8_t* line = tile + i * 64 + lane * 2;
+            fetch<512, 8>(tile, tile, i, lane);
+            S v;
+            if constexpr (W == kOutputs) {
+                v = load_at<S>(line);
+            } else {
+                const H halves[2] = {load_at<H>(line), load_at<H>(line + 32)};
+                v = load_at<S>(halves);
+            }
+            S numbers[2] = {S(S(v << 8) >> 1) & kFp8, S(v >> 1) & kFp8};
+            asm("" : "+m"(numbers));  // read back from memory they need not be taken apart
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const V v = word(source, i, lane);
-            to.template add<0>(2 * i, v & kNibbles);
-            to.template add<0>(2 * i + 1, v >> 8 & kNibbles);
-            to.template add<0>(8 + 2 * i, v >> 4 & kNibbles);
-            to.template add<0>(8 + 2 * i + 1, v >> 12 & kNibbles);
+            for (int j = 0; j < 4; ++j) group.add(4 * i + j, X::halves(reinterpret_cast<const uint16_t*>(numbers) + j * W));
         }
-    }
-
-    template <class Target>
-    static void bytes(const uint8_t* source, int lane, Target& to) {
-        to.template begin<0>();
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const S v = S(word(source, i, lane));
-            to.template add<0>(2 * i, V(S(v << 8) >> 8));
-            to.template add<0>(2 * i + 1, V(v >> 8));
-        }
-    }
-
-    template <class Target>
-    static void int4(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
-        nibbles(tile, lane, to);
-        own.finish(to);
+        group.finish(own.scale() * 0x1p8f);
         own.next();
-        to.template next<1>(16);
+        to.next_floats();
     }
-
-    template <class Target>
-    static void int8(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
-        bytes(tile, lane, to);
-        own.finish(to);
-        own.next();
-        to.template next<1>(16);
-    }
-
-    // A weight is 2^-9 * (2048 * high + low), integers of at most 8 and 11 bits, which count as two weights of the same input.
-    // low is not negative, so rounding is relative to the weight's size plus 8.
-    template <class Target>
-    static void fp8(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
-        to.template begin<0>();
-        to.template begin<1, 0>();
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const V v = word(tile, i, lane);
-            fp8_pair(fp8_integer(v << 24), fp8_integer(v << 8), 2 * i, to);
-            fp8_pair(fp8_integer(v << 16), fp8_integer(v), 2 * i + 1, to);
-        }
-        const F scale = own.scale();
-        own.next();
-        to.template finish<0>(scale * 0x1p2f);
-        to.template finish<1, 0>(scale * 0x1p-9f);
-        to.template next<2, 1>(16);
-    }
-    // 2^9 times the number in the highest byte of each lane, an integer of at most 18 bits and the sign.
-    static V fp8_integer(V v) {
-        const V magnitude = v >> 24 & 127, sign = v >> 31;
-        const V large = ((magnitude & 7) | 8) << ((magnitude >> 3) - 1);
-        const V value = magnitude < 16 ? magnitude : large;
-        return (value ^ sign) - sign;
-    }
-    template <class Target>
-    static void fp8_pair(V first, V second, int pair, Target& to) {
-        to.template add<0>(pair, (first >> 11 & 0xffff) | (second >> 11 << 16));
-        to.template add<1, 0>(pair, (first & 2047) | (second & 2047) << 16);
-    }
-
-    template <class Target>
-    static void q4_0(const uint8_t* tile, int lane, Target& to) {
-        nibbles(tile + 32, lane, to);
-        to.template finish<0>(X::halves(tile + 2 * lane));
-        to.template next<1>(16);
-    }
-
-    template <class Target>
-    static void q8_0(const uint8_t* tile, int lane, Target& to) {
-        bytes(tile + 32, lane, to);
-        to.template finish<0>(X::halves(tile + 2 * lane));
-        to.template next<1>(16);
-    }
-
-    template <class Target>
-    static void q4_1(const uint8_t* tile, int lane, Target& to) {
-        nibbles(tile + 64, lane, to);
-        const V both = word(tile, 0, lane);
-        to.template finish<0>(X::half(both & 0xffff), X::half(both >> 16 & 0xffff));
-        to.template next<1>(16);
-    }
+    static constexpr int16_t kFp8 = int16_t(0xbf80);
 
     // ---- blocks of 256 weights
 
@@ -181,83 +174,68 @@ class Expand {
         F scales[8], minimums[8];
 
         KScales(const uint8_t* tile, int lane) {
+            constexpr int32_t kSix = 0x3f3f3f3f, kHigh = 0x30303030;
             const V both = word(tile, 0, lane), first = word(tile, 1, lane), second = word(tile, 2, lane),
                     low = word(tile, 3, lane);
             const F d = X::half(both & 0xffff), dmin = -X::half(both >> 16 & 0xffff);
-#pragma GCC unroll 8
-            for (int g = 0; g < 8; ++g) {
-                const int at = g % 4 * 8;
-                const V scale = g < 4 ? first >> at & 63 : (low >> at & 15) | (first >> (at + 2) & 48);
-                const V minimum = g < 4 ? second >> at & 63 : (low >> (at + 4) & 15) | (second >> (at + 2) & 48);
-                scales[g] = d * __builtin_convertvector(scale, F);
-                minimums[g] = dmin * __builtin_convertvector(minimum, F);
-            }
+            each_byte(first & kSix, d, scales);
+            each_byte((low & kNibbles) | (first >> 2 & kHigh), d, scales + 4);
+            each_byte(second & kSix, dmin, minimums);
+            each_byte((low >> 4 & kNibbles) | (second >> 2 & kHigh), dmin, minimums + 4);
+        }
+        static void each_byte(V bytes, F factor, F* to) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) to[i] = factor * __builtin_convertvector(bytes >> 8 * i & 63, F);
         }
     };
 
-    // Eight groups of 32: the low halves of each 32 bytes are a group, the high halves the next.
-    template <class Target>
-    static void q4_k(const uint8_t* tile, int lane, Target& to) {
+    // Eight groups of 32: the low halves of each 32 bytes are a group, the high halves the next. Of Q5_K, bit j of 32 bytes
+    // before them is the fifth bit of group j.
+    template <bool Fifth, class Target>
+    [[gnu::always_inline]] static void q45_k(const uint8_t* tile, int lane, Target& to) {
         const KScales of(tile, lane);
+#pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) {
-            to.template begin<0>();
-            to.template begin<1>();
+            auto low = to.template group<false, 8>(0), high = to.template group<false, 8>(1);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) {
-                const V v = word(tile, 4 + 8 * c + i, lane);
-                to.template add<0>(2 * i, v & kNibbles);
-                to.template add<0>(2 * i + 1, v >> 8 & kNibbles);
-                to.template add<1>(2 * i, v >> 4 & kNibbles);
-                to.template add<1>(2 * i + 1, v >> 12 & kNibbles);
+                fetch<Fifth ? 2816 : 2304, 32>(tile, tile, 8 * c + i, lane);
+                const V v = word(tile, (Fifth ? 12 : 4) + 8 * c + i, lane);
+                V fifths[2] = {};
+                if constexpr (Fifth) {
+                    const V bits = word(tile, 4 + i, lane);
+                    fifths[0] = moved(bits, 4 - 2 * c) & 0x10101010, fifths[1] = moved(bits, 3 - 2 * c) & 0x10101010;
+                }
+                low.add(i, (v & kNibbles) | fifths[0]);
+                high.add(i, (v >> 4 & kNibbles) | fifths[1]);
             }
-            to.template finish<0>(of.scales[2 * c], of.minimums[2 * c]);
-            to.template finish<1>(of.scales[2 * c + 1], of.minimums[2 * c + 1]);
-            to.template next<2>(16);
-        }
-    }
-
-    // As q4_k, with bit j of 32 bytes before them as the fifth bit of group j.
-    template <class Target>
-    static void q5_k(const uint8_t* tile, int lane, Target& to) {
-        constexpr int32_t kFifth = 0x00100010;
-        const KScales of(tile, lane);
-        for (int c = 0; c < 4; ++c) {
-            to.template begin<0>();
-            to.template begin<1>();
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                const V v = word(tile, 12 + 8 * c + i, lane), fifth = word(tile, 4 + i, lane) >> (2 * c);
-                to.template add<0>(2 * i, (v & kNibbles) | (fifth << 4 & kFifth));
-                to.template add<0>(2 * i + 1, (v >> 8 & kNibbles) | (fifth >> 4 & kFifth));
-                to.template add<1>(2 * i, (v >> 4 & kNibbles) | (fifth << 3 & kFifth));
-                to.template add<1>(2 * i + 1, (v >> 12 & kNibbles) | (fifth >> 5 & kFifth));
-            }
-            to.template finish<0>(of.scales[2 * c], of.minimums[2 * c]);
-            to.template finish<1>(of.scales[2 * c + 1], of.minimums[2 * c + 1]);
-            to.template next<2>(16);
+            low.finish(of.scales[2 * c], of.minimums[2 * c]);
+            high.finish(of.scales[2 * c + 1], of.minimums[2 * c + 1]);
+            to.template next<8>(2);
         }
     }
 
     // Two halves of 128 weights: quarters of 32, the first two in the low halves of 64 bytes, the others in the high
     // halves; the fifth and sixth bits of quarter r are bits 2r and 2r + 1 of 32 bytes. Scales are of 16 weights.
     template <class Target>
-    static void q6_k(const uint8_t* tile, int lane, Target& to) {
-        constexpr int32_t kHigh = 0x00300030;
+    [[gnu::always_inline]] static void q6_k(const uint8_t* tile, int lane, Target& to) {
         const F d = X::halves(tile + 2 * lane);
         tile += 32;
-        for (int g = 0; g < 16; ++g) {
-            const int h = g / 8, r = g % 8 / 2, first = g % 2 * 4;
-            to.template begin<0>();
+        for (int h = 0; h < 2; ++h)
+#pragma GCC unroll 8
+            for (int g = 0; g < 8; ++g) {
+                const int r = g / 2, first = g % 2 * 4;
+                fetch<3360 / 2, 8>(tile, tile + h * (3360 / 2), g, lane);
+                auto group = to.template group<false, 4>(0);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) {
-                const V v = word(tile, 16 * h + 8 * (r % 2) + first + i, lane) >> (r / 2 * 4);
-                const V high = word(tile, 32 + 8 * h + first + i, lane) >> (2 * r);
-                to.template add<0>(2 * i, (v & kNibbles) | (high << 4 & kHigh));
-                to.template add<0>(2 * i + 1, (v >> 8 & kNibbles) | (high >> 4 & kHigh));
+                for (int i = 0; i < 4; ++i) {
+                    const V low = word(tile, 16 * h + 8 * (r % 2) + first + i, lane) >> (r / 2 * 4) & kNibbles;
+                    const V high = moved(word(tile, 32 + 8 * h + first + i, lane), 4 - 2 * r) & 0x30303030;
+                    group.add(i, low | high);
+                }
+                const V scale = word(tile, 48 + 2 * h + g / 4, lane) << (24 - g % 4 * 8) >> 24;
+                group.finish(d * __builtin_convertvector(scale, F));
+                to.template next<4>(1);
             }
-            const V scale = word(tile, 48 + g / 4, lane) << (24 - g % 4 * 8) >> 24;
-            to.template finish<0>(d * __builtin_convertvector(scale, F));
-            to.template next<1>(8);
-        }
     }
 };

@@ -14,7 +14,8 @@ namespace {
 #include "cpu_packed_kernel.h"
 
 struct Portable {
-    static constexpr int W = 4, kTileRows = 2, kTilePanels = 1, kChains = 1;
+    static constexpr int W = 4, kTileRows = 2, kTilePanels = 1;
+    static constexpr bool kBytes = false;
     using V = int32_t __attribute__((vector_size(16)));
     using S = int16_t __attribute__((vector_size(16)));
     using F = float __attribute__((vector_size(16)));

@@ -15,8 +15,8 @@ constexpr int64_t kFewRows = 24;     // reading the weights takes all the time: 
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-IntegerRows allocate_rows(Scratch& scratch, int64_t rows, int64_t groups, int64_t group) {
-    const int64_t words = rows * groups * group / 2, each = rows * groups;
+InputRows allocate_rows(Scratch& scratch, const Problem& problem, int64_t rows) {
+    const int64_t each = rows * problem.weight.groups(), words = each * problem.group_words();
     uint32_t* const memory = scratch.words(words + 3 * each);
     const auto floats = [&](int i) { return reinterpret_cast<float*>(memory + words + i * each); };
     return {memory, floats(0), reinterpret_cast<int32_t*>(floats(1)), floats(2), rows};
@@ -25,16 +25,15 @@ IntegerRows allocate_rows(Scratch& scratch, int64_t rows, int64_t groups, int64_
 // Some panels times all rows of a slice.
 class PieceRunner {
   public:
-    PieceRunner(const Problem& problem, const Kernel& kernel, const IntegerRows& rows, Scratch& scratch)
+    PieceRunner(const Problem& problem, const Kernel& kernel, const InputRows& rows, Scratch& scratch)
         : p_(problem), k_(kernel), rows_(rows), layout_(problem.weight.layout()), groups_(problem.weight.groups()),
-          copies_(problem.dtype == DType::fp32 ? 2 : 1) {
-        const int64_t panels = kernel.tile_panels, scales = panels * Part::kScales;
-        const int64_t words = panels * Part::panel_words(layout_.planes);
+          copies_(problem.copies()) {
+        const int64_t panels = kernel.tile_panels, scales = panels * Part::kScales, words = panels * Part::kWords;
         part_.words = scratch.words(words + 2 * scales + kSliceRows * copies_ * panels * kOutputs);
         part_.scales = reinterpret_cast<float*>(part_.words + words);
         part_.minimums = problem.weight.has_minimums() ? part_.scales + scales : nullptr;
-        part_.planes = layout_.planes;
-        part_.pairs = layout_.group / 2;
+        part_.group = layout_.group;
+        part_.values = layout_.values;
         totals_ = part_.scales + 2 * scales;
     }
 
@@ -56,7 +55,7 @@ class PieceRunner {
   private:
     const Problem& p_;
     const Kernel& k_;
-    const IntegerRows& rows_;
+    const InputRows& rows_;
     const Layout& layout_;
     const int64_t groups_, copies_;
     Part part_;
@@ -75,7 +74,7 @@ class PieceRunner {
         for (int64_t i = 0; i < part_.panels; ++i) k_.expand(p_.weight, panel + i, block, blocks, part_, i);
         for (int64_t row = 0; row < rows_.count; row += k_.tile_rows) {
             const int64_t tile_rows = std::min(k_.tile_rows, rows_.count - row), at = row * groups_ + first * tile_rows;
-            k_.multiply(part_, {rows_.words + at * part_.pairs, rows_.units + at, rows_.starts + at, rows_.sums + at,
+            k_.multiply(part_, {rows_.words + at * p_.group_words(), rows_.units + at, rows_.starts + at, rows_.sums + at,
                                 tile_rows}, totals_ + row * part_.panels * kOutputs);
         }
     }
@@ -83,8 +82,7 @@ class PieceRunner {
 
 void run_slice(const Problem& p, const Kernel& k, int64_t row, int64_t count, int threads) {
     thread_local Scratch shared;
-    const int64_t copies = p.dtype == DType::fp32 ? 2 : 1;
-    const IntegerRows rows = allocate_rows(shared, count * copies, p.weight.groups(), p.weight.layout().group);
+    const InputRows rows = allocate_rows(shared, p, count * p.copies());
     Problem slice = p;
     const int64_t size = p.dtype == DType::fp32 ? 4 : 2;
     slice.x = static_cast<const char*>(p.x) + row * p.x_stride * size;

@@ -104,7 +104,7 @@ INLINE void norm_and_turn(const T* __restrict__ x, const W* __restrict__ weight,
 
 INLINE float silu_of(float x) { return x / (1.0f + exponential(-x)); }
 
-// x * sigmoid(2u) = x * (1 + tanh(u)) / 2 for u = sqrt(2 / pi) * (x + 0.044715 x^3), without a difference of near numbers.
+// x * sigmoid(2u) = x * (1 + tanh(u)) / 2 for u = sqrt(2 / pi) * (x + 0.044715 x^3), without subtracting near numbers.
 INLINE float gelu_tanh_of(float x) {
     const float twice_u = 1.5957691216f * (x + 0.044715f * (x * x * x));
     return x / (1.0f + exponential(-twice_u));

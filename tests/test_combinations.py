@@ -32,7 +32,7 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 
 from gguf_files import WIDE, write_gguf
 
-BLOCK = 16
+BLOCK, EOS = 16, 277  # the end of `write_byte_level`
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
 FEW_STEPS = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 40}
 WAYS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ class Case:
     targets: tuple[str, ...] = ()  # of two adapters
 
 
-CHECKPOINT = {"hidden": 128, "intermediate": 256, "head_dim": 32, "vocab": 300}
+CHECKPOINT = {"hidden": 128, "intermediate": 256, "head_dim": 32, "vocab": 300, "eos_token_id": EOS}
 MOE = {**CHECKPOINT, "family": "qwen3_moe", "experts": 4}
 GEMMA = {**CHECKPOINT, "family": "gemma3", "sliding_window": 20}
 TRAINED = {"original_max_position_embeddings": 48, "max_positions": 160}
@@ -125,8 +125,9 @@ def test_tokens_are_those_of_plain_weights_and_bits_those_of_any_memory(
         assert metrics.used_blocks == 0
         assert metrics.prefix_cache_hit_tokens > 0 or way == "chunks"
         assert (transfers.h2d_bytes + transfers.d2h_bytes > 0) == way.startswith("offloaded") or way == "swapped"
-        assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
-        assert metrics.preemptions_by_swap > 0 or way != "swapped"
+        if case.params != "structured":  # whose outputs may end before memory does
+            assert metrics.preemptions_by_recompute > 0 or way != "recomputed"
+            assert metrics.preemptions_by_swap > 0 or way != "swapped"
 
 
 class Files:

@@ -18,7 +18,13 @@ FLAGS = [
     "-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off",
     "-DNANOVLLM_EMULATE_BF16",
 ]  # fmt: skip
-TESTS = ("test_cpu_linear.py", "test_cpu_layer.py", "test_cpu_attention.py", "test_batch_invariance.py")
+TESTS = (
+    "test_cpu_linear.py",
+    "test_cpu_layer.py",
+    "test_cpu_attention.py",
+    "test_cpu_attention_kv8.py",
+    "test_batch_invariance.py",
+)
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gguf.quants import dequantize as reference_dequantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from tiny_gguf import write_tiny_gguf
 
 from benchmarks.requantize import perplexity, requantize
 from nanovllm import LLM, SamplingParams
@@ -104,6 +107,43 @@ def test_perplexity_is_that_of_transformers(model: Path, reference: float, dtype
     found, weight_bytes = perplexity(model, TOKENS, dtype)
     assert abs(found / reference - 1) < bound
     assert weight_bytes < 1.1 * model.stat().st_size
+
+
+MEASURE = """
+import gc, re, sys
+from pathlib import Path
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.hf_config import load_decoder_spec
+
+def status(key):
+    return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def run(path):
+    memory = {"kvcache_block_size": 16, "num_gpu_blocks": 64, "max_num_batched_tokens": 64, "max_model_len": 256}
+    with LLM(path, skip_tokenizer_init=True, **memory) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0.0, detokenize=False)
+        llm.generate([[5, 6, 7] * 20], params, use_tqdm=False)
+        return llm.kv_stats().device_bytes, status("VmRSS")
+
+run(sys.argv[1])  # libraries, and those that reading the larger model's config takes
+load_decoder_spec(sys.argv[2])
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+before = status("VmRSS")
+kv, after = run(sys.argv[2])
+print(status("VmHWM") - before, after - before, kv)
+"""
+
+
+def test_the_process_never_takes_much_more_than_the_file_and_kv(model: Path, tmp_path: Path) -> None:
+    """At its highest, while loading and after: what is read, and weights in another order, are no second copy."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "tiny.gguf"), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    highest, after, kv = (int(number) for number in done.stdout.split()[-3:])
+    size = model.stat().st_size
+    assert 0.9 * size < after <= highest <= min(1.1 * size + kv, after + 0.05 * size)
 
 
 @pytest.fixture(params=["Q8_0", "Q4_K"])

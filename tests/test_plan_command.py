@@ -24,7 +24,7 @@ from nanovllm.kvcache.budget import predict_request
 from nanovllm.kvcache.layerwise import LayerwiseMemory
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.layerwise_prefill.plan import Sizing
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
 from nanovllm.planner.machine import Link, Rates
@@ -410,5 +410,8 @@ def test_a_plan_of_several_ranks_is_of_one_of_them(capsys: pytest.CaptureFixture
     # 2 * 32 + 1 sums of a row of 4,096 numbers in bfloat16, which seven ranks send
     sums = eight["request"]["decode"]["seconds_by_resource"]["interconnect"]
     assert sums == pytest.approx(65 * (10e-6 + 7 * 8192 / 400e9))
+    parts = read_decoder_spec(str(CONFIGS / "llama-3.1-8b.json")).of_ranks(3)  # of 2, 3 and 3 KV heads
+    three = run_json(capsys, *llama, "--tensor-parallel-size", "3")["model"]["weight_bytes"]
+    assert three == max(part.weight_bytes(2) for part in parts) > parts[0].weight_bytes(2)
     unknown = run_json(capsys, *llama, "--tensor-parallel-size", "8")
     assert unknown["request"]["decode"]["rates_not_known"] == ["interconnect"]

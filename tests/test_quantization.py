@@ -509,7 +509,11 @@ def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], P
     path = copy(variant)
     before = load_decoder_spec(path)
     set_quantization(path, **REAL[variant])
-    assert [*load_decoder_spec(path).tensors()] == [*before.tensors()]
+    forms = [
+        [(name, tensor._replace(check=None)) for name, tensor in spec.tensors()]
+        for spec in (before, load_decoder_spec(path))
+    ]
+    assert forms[0] == forms[1]
 
 
 # ---- dummy weights, and the argument `quantization`

@@ -230,7 +230,7 @@ def test_matrices_that_cannot_be_divided_are_refused(
 def test_merged_projections_that_begin_within_a_block_are_refused(tmp_path: Path) -> None:
     """Each part could be divided in blocks of 128 rows, but up begins after 192 rows of gate."""
     matrix = DividedMatrix("model.layers.0.mlp.gate_up_proj", (384, 64), (128, 1))
-    message = refusal(lambda: shard(Sizes(2, 2, 64, 192, 100), 0, 2, [matrix], "fp8"), ConfigError)
+    message = refusal(lambda: shard(Sizes(2, 2, 64, 192, 100), 2, [matrix], "fp8"), ConfigError)
     assert "rank 0 would hold rows 0 to 127 and 192 to 319 of model.layers.0.mlp.gate_up_proj" in message
 
 

@@ -19,7 +19,7 @@ from engines import greedy, greedy_reference, offloaded, random_prompt, token_id
 from fast import fast_only
 from lora_helpers import make_adapter
 from quantized_checkpoints import quantize
-from rank_processes import kept_rank_processes, rank_pids
+from rank_processes import kept_rank_processes
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
@@ -65,10 +65,10 @@ def test_every_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, group: 
     sizes = Sizes(heads, kv_heads, head_dim=16, intermediate=96, vocab=199)
     if num_ranks > heads:
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size={num_ranks}: .*{heads} query heads"):
-            shard(sizes, 0, num_ranks)
+            shard(sizes, num_ranks)
         return
     try:
-        shards = [shard(sizes, rank, num_ranks) for rank in range(num_ranks)]
+        shards = shard(sizes, num_ranks)
     except ConfigError:  # 3 KV heads of 2 query heads on 8 ranks, say: a KV head would have more ranks than queries
         assert any(
             [rank * kv_heads // num_ranks for rank in range(num_ranks)].count(head) > group for head in range(kv_heads)
@@ -184,15 +184,19 @@ def logprobs_of(llm: LLM, given: list[list[int]]) -> list[list[tuple[int, float]
     return found
 
 
-def test_results_do_not_depend_on_memory_budget_batch_or_chunks(model_dir: Path) -> None:
+BUDGETS: list[dict[str, Any]] = [
+    RESIDENT,
+    offloaded(16, 4, 60, max_num_batched_tokens=32),
+    offloaded(16, 9, 60, cpu_attention=False, max_num_batched_tokens=50),
+    offloaded(16, 6, 40, max_num_seqs=2),
+]
+
+
+@pytest.mark.parametrize("num_budgets", fast_only([2], [2, len(BUDGETS)]))
+def test_results_do_not_depend_on_memory_budget_batch_or_chunks(num_budgets: int, model_dir: Path) -> None:
     given = prompts(90, 61, 17)
     found = []
-    for arguments in (
-        RESIDENT,
-        offloaded(16, 4, 60, max_num_batched_tokens=32),
-        offloaded(16, 9, 60, cpu_attention=False, max_num_batched_tokens=50),
-        offloaded(16, 6, 40, max_num_seqs=2),
-    ):
+    for arguments in BUDGETS[:num_budgets]:
         with two_ranks(model_dir, **arguments) as llm:
             found.append(logprobs_of(llm, given))
             llm.reset_prefix_cache()
@@ -244,38 +248,6 @@ def test_the_recall_network_recalls_every_position_of_32k_tokens(kv_heads: int, 
 
 
 # ---- the engine around it
-
-
-@pytest.mark.slow
-def test_a_rank_holds_its_share_of_weights_and_kv_cache(tmp_path: Path) -> None:
-    """As the system counts the memory of the ranks' processes, beyond that of ranks with next to no model.
-
-    Files are left out: the processes share their pages. The prompts write the whole KV cache, since memory that was
-    never written is not counted.
-    """
-    sizes = {"hidden": 512, "intermediate": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "vocab": 60_000}
-    make_checkpoint(tmp_path / "small", "llama", vocab=sizes["vocab"], hidden=16, max_positions=4096)
-    make_checkpoint(tmp_path / "large", "llama", layers=3, max_positions=4096, **sizes)
-    found, num_blocks = [], {"small": 20, "large": 200}
-    for name, count in num_blocks.items():
-        arguments = {"kvcache_block_size": 16, "num_gpu_blocks": count, "max_num_batched_tokens": 256, "swap_space": 0}
-        with two_ranks(tmp_path / name, max_num_seqs=1, **arguments) as llm:
-            token_ids(llm, [random_prompt(16 * (count - 2) - 3, 1000, seed) for seed in range(2)], greedy(2))
-            held = llm.kv_stats().device_bytes + llm.engine.executor.spec.num_weights * 4  # type: ignore[attr-defined]
-            found.append([anonymous_bytes(rank) for rank in rank_pids(os.getpid())])
-    with LLM(tmp_path / "large", num_gpu_blocks=200, kvcache_block_size=16, swap_space=0, load_format="dummy") as llm:
-        whole = llm.kv_stats().device_bytes + llm._runner.spec.num_weights * 4
-    assert held == pytest.approx(whole / 2, rel=0.001)
-    for small, large in zip(*found, strict=True):
-        print(f"{(large - small) / 2**20:.1f} MiB more than a small model, {held / 2**20:.1f} MiB of weights and KV")
-        assert large - small == pytest.approx(held, rel=0.03)
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is no file's."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
-    return kib << 10
 
 
 def test_placeholder_weights_are_those_of_one_rank(tmp_path: Path) -> None:

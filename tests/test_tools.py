@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from nanovllm.kvcache.budget import DeviceSplit, split_device
 from tools.drawing import draw
-from tools.walk import Walk, fields_of
+from tools.structure import PACKAGE
+from tools.walk import CONFIG, Walk, fields_of, walk_decode_step
 
 SOURCE = '''
 class Block:
@@ -50,6 +52,18 @@ def test_a_walk_notes_functions_of_the_package_once() -> None:
         sys.setprofile(None)
     ((path, names),) = walk.functions.items()
     assert path.name == "budget.py" and names == ["split_device", "DeviceSplit.group_slots"]
+
+
+def test_the_way_of_a_decode_step_stays_short(tmp_path: Path) -> None:
+    """Bounds, a little above what is counted, so that no change makes the way longer unseen."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    walk = walk_decode_step(tmp_path, cpu_attention=False)
+    counted = {str(path.relative_to(PACKAGE)): names for path, names in walk.functions.items()}
+    for of_tests in ("device/ordering.py", "device/wrapper.py"):  # the ordering check, which only tests use
+        counted.pop(of_tests, None)
+    assert {"llm.py", "kvcache/offload_engine.py"} <= counted.keys()
+    assert "nanovllm.ops._cpu_attention.attend" in walk.kernels
+    assert len(counted) <= 31 and sum(map(len, counted.values())) <= 132
 
 
 def test_the_drawing_has_each_package_and_the_fewest_arrows(tmp_path: Path) -> None:

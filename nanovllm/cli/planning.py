@@ -31,7 +31,6 @@ from nanovllm.model_files.hub import find_directory
 from nanovllm.models.decoder import CPU_CHUNK_ROWS, Decoder
 from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.models.loader import fill_with_random_weights
-from nanovllm.models.spec import ITEMSIZES
 from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.kv_quantization import stored_dtype
@@ -52,8 +51,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
     num_ranks = given.get("tensor_parallel_size", 1)
     if num_ranks > 1:
-        parts = [spec.of_rank(rank, num_ranks) for rank in range(num_ranks)]
-        spec = max(parts, key=lambda part: part.weight_bytes(ITEMSIZES["bfloat16"]))
+        spec = max(spec.of_ranks(num_ranks), key=lambda part: part.num_weights)
     network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
     if args.gpu_mem is not None:
         return _plan(args, network, None)

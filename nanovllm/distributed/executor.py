@@ -84,7 +84,7 @@ class TensorParallelExecutor:
         """
         self._size = config.tensor_parallel_size
         spec = load_decoder_spec(config.model, config.hf_overrides)
-        spec.of_rank(0, self._size)  # refuses too many ranks at once
+        spec.of_ranks(self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0
         self._interrupted = False  # while a step runs, and after an exception until its result was received

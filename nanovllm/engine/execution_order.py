@@ -63,7 +63,7 @@ class StepWatch:
 class ExecutionOrder(Protocol):
     """Computes those sequences of a batch that go through the layers in this order.
 
-    In each step the runner calls `begin_step` of every order, then `run` of those that take part, both in one fixed
+    In each step the runner calls `begin_step` of its orders, then `run` of those that take part, both in one fixed
     sequence.
     """
 

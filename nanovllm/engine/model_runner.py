@@ -87,12 +87,16 @@ class ModelRunner:
             self._trace.trace_model(self.device, self.model)
         chunks = ChunkOrder(self.model, self.kv_cache, self._graphs, self._adapters)
         self._orders: list[ExecutionOrder] = [chunks, *layerwise]
+        self._was_layerwise = False  # whether the last step had a part of a layer-by-layer prefill
         self._watch = StepWatch(self.spec.num_layers)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Run one step. After a failure the runner can be used again; the KV that the step was writing is undefined."""
         self.check_health()
+        # Layer-by-layer prefill also takes part in the step after its last, to drop what it kept between two steps.
+        orders = self._orders if batch.layerwise is not None or self._was_layerwise else self._orders[:1]
+        self._was_layerwise = batch.layerwise is not None
         result = StepResult()
         on_attend = self._watch.begin_step(batch) if self._watch.on_layer is not None else None
         if self._trace is not None:
@@ -100,7 +104,7 @@ class ModelRunner:
         try:
             with self.device.compute():
                 unloaded = self._adapters.begin_step(batch.adapters) if self._adapters is not None else {}
-                begun = [(order, moved) for order in self._orders if (moved := order.begin_step(batch)) is not None]
+                begun = [(order, moved) for order in orders if (moved := order.begin_step(batch)) is not None]
                 for order, moved in begun:
                     score(self.model, order.run(on_attend), result, lambda: self._why_not_finite)
                     result.h2d_bytes.extend(moved.h2d_bytes)

@@ -283,7 +283,7 @@ class Scheduler:
             rope_len=seq.request.rope_len,
             block_table=self.block_manager.physical_ids(seq, end),
             samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
-            prompt_targets=prompt_targets(seq, chunk),
+            prompt_targets=prompt_targets(seq, chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
             adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,11 @@ def _read_bytes(tensor: GgufTensor, rows: range, columns: range, num_columns: in
         number // block.block_size * block.block_bytes for number in (columns.start, len(columns), num_columns)
     )
     if size == row_bytes:
-        starts, data = [rows.start * row_bytes], np.empty((1, len(rows) * row_bytes), np.uint8)
+        starts, shape = [rows.start * row_bytes], (1, len(rows) * row_bytes)
     else:
-        starts, data = [row * row_bytes + first for row in rows], np.empty((len(rows), size), np.uint8)
+        starts, shape = [row * row_bytes + first for row in rows], (len(rows), size)
+    # Memory of its own, which goes back to the system with the tensor: malloc would keep some of it.
+    data = np.ndarray(shape, np.uint8, mmap.mmap(-1, max(1, shape[0] * shape[1]), flags=mmap.MAP_PRIVATE))
     with tensor.file.open("rb") as file:
         for piece, start in zip(data, starts, strict=True):
             file.seek(tensor.offset + start)

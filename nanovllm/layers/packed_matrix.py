@@ -45,8 +45,8 @@ class PackedMatrix:
             start += size
 
     def finish_loading(self) -> None:
-        """Rearrange the weight for the CPU's kernels."""
-        self.packed = self.packed.in_panels()
+        """Rearrange the weight for the CPU's kernels, where it lies, so that it is never in memory twice."""
+        self.packed = self.packed.in_panels(in_place=True)
 
     def kernel_parts(self) -> Sequence[WeightPart] | None:
         return None if self.packed.panel_outputs is None else [kernel_weight(self.packed)]

@@ -77,10 +77,16 @@ class DecoderLayer:
 
     def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
         """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
-        attended = self._attend(x, cos, sin, ctx, chunk)
+        tokens, spec = x.shape[0], self.spec
+        q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
+        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
+        parts = row_parts(chunk, x, cos, sin, q, k, v)
+        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
+            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
+        attended = ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
         parts = row_parts(chunk, x, attended)
-        for adapters, (part, attended_part) in zip(ctx.adapters_of_parts, parts, strict=False):
-            self.finish_(part, attended_part, adapters)
+        for adapters, (x_rows, attended_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
+            self.finish_(x_rows, attended_rows, adapters)
 
     def finish_(self, x: Tensor, attended: Tensor, adapters: RowAdapters | None = None) -> None:
         """Add the output projection of attention, then the MLP, to rows x of the residual stream, in place."""
@@ -97,16 +103,6 @@ class DecoderLayer:
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, weight, self.spec.rms_norm_eps)
-
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> Tensor:
-        """Attention over x and the KV cache: [tokens, heads * head_dim], before the output projection."""
-        tokens, spec = x.shape[0], self.spec
-        q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
-        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
-        parts = row_parts(chunk, x, cos, sin, q, k, v)
-        for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
-            self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
-        return ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
 
     def project(
         self,

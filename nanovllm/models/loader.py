@@ -137,7 +137,8 @@ def load_model(
         fill_with_random_weights(decoder, seed, own.whole)
         decoder.finish_loading()
         return decoder
-    for name, slot in decoder.slots():
+    # The largest first: what is read of a tensor should not come on top of all weights.
+    for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
         if name in names:
             stored_as = names[name]
             part = _part(own, stored_as, tensors[name], stored[stored_as])

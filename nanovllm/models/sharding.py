@@ -144,10 +144,8 @@ def rank_part(total: int, rank: int, num_ranks: int, unit: int = 1) -> range:
     return range(min(first * unit, total), min(last * unit, total))
 
 
-def shard(
-    sizes: Sizes, rank: int, num_ranks: int, matrices: Collection[DividedMatrix] = (), form: str = ""
-) -> Sharding:
-    """What a rank holds of a decoder with these sizes.
+def shard(sizes: Sizes, num_ranks: int, matrices: Collection[DividedMatrix] = (), form: str = "") -> Sequence[Sharding]:
+    """What each rank holds of a decoder with these sizes.
 
     With more ranks than KV heads several ranks hold the same KV head and divide its query heads. matrices: those whose
     storage, called `form`, cannot be divided everywhere. Raises ConfigError if a rank would have none of something, or
@@ -181,7 +179,7 @@ def shard(
     for matrix in matrices:
         for sharding in shardings:
             _check_boundaries(matrix, sharding, form)
-    return shardings[rank]
+    return shardings
 
 
 def is_expert(module: str) -> bool:

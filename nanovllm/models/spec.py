@@ -65,20 +65,21 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
     def of_rank(self, rank: int, num_ranks: int) -> DecoderSpec:
-        """The decoder that one of `num_ranks` tensor-parallel ranks computes: its heads, inner features, vocabulary.
+        """The decoder that one of `num_ranks` tensor-parallel ranks computes; see `of_ranks`."""
+        return self.of_ranks(num_ranks)[rank]
+
+    def of_ranks(self, num_ranks: int) -> Sequence[DecoderSpec]:
+        """What each tensor-parallel rank computes: its heads, inner features and vocabulary.
 
         Raises ConfigError if there is too little for all ranks, or matrices cannot be divided as they are stored.
         """
-        experts, form = self.experts, "" if self.quantization is None else self.quantization.name
-        sizes = Sizes(
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.intermediate_size,
-            self.vocab_size,
-            0 if experts is None else experts.intermediate_size,
-        )
-        sharding = shard(sizes, rank, num_ranks, self._divided_matrices(), form)
+        inner = 0 if self.experts is None else self.experts.intermediate_size
+        sizes = Sizes(self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size, self.vocab_size, inner)
+        form = "" if self.quantization is None else self.quantization.name
+        return [self._part(sharding) for sharding in shard(sizes, num_ranks, self._divided_matrices(), form)]
+
+    def _part(self, sharding: Sharding) -> DecoderSpec:
+        experts = self.experts
         if experts is not None:
             experts = replace(experts, intermediate_size=len(sharding.expert_intermediate))
         return replace(

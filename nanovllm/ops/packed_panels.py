@@ -2,8 +2,9 @@
 
 The data of a panel are tiles, one for each block of inputs. A tile of a GGUF scheme whose blocks are not whole words of
 four bytes begins with the fp16 numbers of the 16 outputs; then it has the first word of each output, the second word of
-each, and so on. Scales and zeros become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and
-inputs of int4, int8 and fp8 to a multiple of 32. csrc/cpu_packed.h says how they are multiplied.
+each, and so on. Of the words of fp8 it has bytes 0 and 2 of all 16 outputs, then their bytes 1 and 3. Scales and zeros
+become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and inputs of int4, int8 and fp8 to a
+multiple of 32. csrc/cpu_packed.h says how they are multiplied.
 """
 
 from __future__ import annotations
@@ -14,10 +15,28 @@ from torch import Tensor
 
 OUTPUTS = 16  # of a panel
 _INPUTS = 32  # of a block where the scales lie apart
+_CHUNK_BYTES = 1 << 20  # of rows that are rearranged at a time
 _HALF = {"q4_0": 0, "q8_0": 0, "q6_k": 208}  # where in a block the fp16 number is that is not part of a whole word
 
 
-def blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
+def rows_to_panels(scheme: str, rows: Tensor, block_bytes: int, in_place: bool = False) -> Tensor:
+    """Rows of bytes, uint8 [out_features, bytes of a row] -> uint8 [panels, bytes of a panel].
+
+    block_bytes: of a block in a row. in_place: in the memory of the rows if they fill it, so that the weight is never
+    there twice; the rows are lost then.
+    """
+    panels = -(-rows.shape[0] // OUTPUTS)
+    panel_bytes = -(-rows.shape[1] // block_bytes) * block_bytes * OUTPUTS
+    fills = rows.is_contiguous() and rows.numel() == panels * panel_bytes
+    data = rows.view(panels, panel_bytes) if in_place and fills else rows.new_empty(panels, panel_bytes)
+    step = max(1, _CHUNK_BYTES // max(1, panel_bytes))
+    for begin in range(0, panels, step):
+        chunk = rows[begin * OUTPUTS : (begin + step) * OUTPUTS]
+        data[begin : begin + step] = _blocks_to_panels(scheme, rows_to_blocks(scheme, chunk, block_bytes))
+    return data
+
+
+def _blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
     """uint8 [out_features, blocks, bytes of a block] -> uint8 [panels, bytes of a panel]."""
     missing = -blocks.shape[0] % OUTPUTS
     outputs = F.pad(blocks, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, OUTPUTS))
@@ -27,16 +46,22 @@ def blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
         parts.append(outputs[..., at : at + 2].transpose(1, 2).flatten(2))
         outputs = torch.cat((outputs[..., :at], outputs[..., at + 2 :]), dim=-1)
     words = outputs.contiguous().view(torch.int32).permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
-    parts.append(words.view(torch.uint8).flatten(2))
+    data = words.view(torch.uint8).flatten(2)
+    if scheme == "fp8":
+        data = data.unflatten(2, (-1, OUTPUTS, 2, 2)).permute(0, 1, 2, 5, 3, 4).flatten(2)
+    parts.append(data)
     return torch.cat(parts, dim=-1).flatten(1)
 
 
 def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Tensor) -> Tensor:
-    """The inverse of `blocks_to_panels` for some outputs, int64 [rows]: uint8 [rows, blocks, block_bytes]."""
+    """The blocks of some outputs, int64 [rows], of panels: uint8 [rows, blocks, block_bytes]."""
     panel, lane = outputs // OUTPUTS, outputs % OUTPUTS
     tiles = panels.view(panels.shape[0], -1, OUTPUTS * block_bytes)
     at = _HALF.get(scheme)
     half_bytes = 0 if at is None else 2 * OUTPUTS
+    if scheme == "fp8":
+        pairs = tiles.unflatten(-1, (-1, 2, OUTPUTS, 2))[panel, :, :, :, lane]
+        return pairs.transpose(-1, -2).flatten(2)
     words = tiles[..., half_bytes:].unflatten(-1, (-1, OUTPUTS, 4))[panel, :, :, lane].flatten(-2)
     if at is None:
         return words
@@ -55,14 +80,12 @@ def panels_to_groups(values: Tensor, outputs: Tensor) -> Tensor:
     return values[outputs // OUTPUTS, :, outputs % OUTPUTS]
 
 
-def rows_to_blocks(scheme: str, data: Tensor) -> Tensor:
-    """Rows of int4, int8 or fp8 [out_features, bytes of a row] -> uint8 [out_features, blocks, bytes of a block].
+def rows_to_blocks(scheme: str, data: Tensor, block_bytes: int) -> Tensor:
+    """Rows of bytes, uint8 [out_features, bytes of a row] -> uint8 [out_features, blocks, block_bytes].
 
     A byte of int4 has an even input and the next one in a row, but inputs i and i + 16 in a block, as in GGUF.
     """
-    data = data.view(torch.uint8)
-    size = _INPUTS // 2 if scheme == "int4" else _INPUTS
-    blocks = F.pad(data, (0, -data.shape[1] % size)).unflatten(1, (-1, size))
+    blocks = F.pad(data, (0, -data.shape[1] % block_bytes)).unflatten(1, (-1, block_bytes))
     if scheme != "int4":
         return blocks
     first, second = blocks[..., :8], blocks[..., 8:]

@@ -24,6 +24,7 @@ from nanovllm.ops.cpu_kernels import KERNEL_DTYPES, address, choose
 from nanovllm.ops.triton_support import multiplies_fp8, use_triton
 
 FP8_BLOCK = 128  # outputs and inputs that share a scale, where an fp8 weight has scales per block
+_CHECKED_ROWS = 256  # of an fp8 weight at a time
 _DEQUANTIZED_BYTES = 8 << 20  # of fp32 weights that a product in plain torch has at a time
 
 
@@ -89,24 +90,21 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, data=self.data[index], scales=scales, zeros=zeros)
 
-    def in_panels(self) -> PackedWeight:
+    def in_panels(self, in_place: bool = False) -> PackedWeight:
         """The same weight in the order in which the C++ kernel reads it; `packed_linear` rearranges others every time.
 
-        It takes as much memory, rounded up to 16 outputs and 32 inputs. Raises ValueError for fp8 weights that are NaN.
+        It takes as much memory, rounded up to 16 outputs and 32 inputs. in_place: in the same memory where that is no
+        more; this weight cannot be used then. Raises ValueError for fp8 weights that are NaN.
         """
         if self.panel_outputs is not None or not self.data.is_cpu:
             return self
-        data, scales = self.data, self.scales
-        if self.scheme in GGUF_BLOCKS:
-            blocks = data.unflatten(-1, (-1, GGUF_BLOCKS[self.scheme].bytes))
-        else:
-            blocks = packed_panels.rows_to_blocks(self.scheme, data)
-        if self.scheme == "fp8" and bool((blocks & 127 == 127).any()):
+        data, scales = self.data.view(torch.uint8), self.scales
+        if self.scheme == "fp8" and any(bool((part & 127 == 127).any()) for part in data.split(_CHECKED_ROWS)):
             raise ValueError("An fp8 weight is NaN, which the CPU kernel does not support.")
         if scales is not None and scales.shape[0] == self.out_features:  # else outputs share them, and they stay
             scales = packed_panels.groups_to_panels(scales)
         zeros = None if self.zeros is None else packed_panels.groups_to_panels(self.zeros)
-        data = packed_panels.blocks_to_panels(self.scheme, blocks)
+        data = packed_panels.rows_to_panels(self.scheme, data, self._block_bytes, in_place)
         return replace(self, data=data, scales=scales, zeros=zeros, panel_outputs=self.out_features)
 
     def in_rows(self) -> PackedWeight:
@@ -116,11 +114,15 @@ class PackedWeight:
         rows = self.rows(slice(None))
         return rows if self.scales is None or self.scales.dim() == 3 else replace(rows, scales=self.scales)
 
-    def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
+    @property
+    def _block_bytes(self) -> int:
+        """Bytes of a block of one output: of GGUF's blocks, else of 32 inputs."""
         block = GGUF_BLOCKS.get(self.scheme)
-        size = block.bytes if block else 16 if self.scheme == "int4" else 32
-        data = packed_panels.panels_to_blocks(self.scheme, self.data, size, outputs)
-        if block:
+        return block.bytes if block else 16 if self.scheme == "int4" else 32
+
+    def _rows_of_panels(self, outputs: Tensor) -> PackedWeight:
+        data = packed_panels.panels_to_blocks(self.scheme, self.data, self._block_bytes, outputs)
+        if self.scheme in GGUF_BLOCKS:
             data = data.flatten(1)
         else:
             row_bytes = self.in_features // 2 if self.scheme == "int4" else self.in_features

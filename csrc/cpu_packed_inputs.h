@@ -1,0 +1,131 @@
+// Rows of inputs to integers of 16 bits, or to fp32 where the weights are fp8. Included by cpu_packed_kernel.h.
+
+template <class X>
+class Inputs {
+    using V = typename X::V;
+    using F = typename X::F;
+    using H = typename X::H;
+    using B = typename X::B;
+    static constexpr int W = X::W, M = X::kTileRows;
+
+  public:
+    static void quantise(const Problem& p, int64_t row, const InputRows& rows) {
+        switch (p.dtype) {
+            case DType::bf16: return row_of<Bf16>(p, row, rows);
+            case DType::fp16: return row_of<Fp16>(p, row, rows);
+            case DType::fp32: return row_of<float>(p, row, rows);
+        }
+    }
+
+  private:
+    // Where the groups of a row are, counted in groups: at first + g * tile_rows + place.
+    struct Row {
+        int64_t first, tile_rows, place;
+
+        Row(const InputRows& rows, int64_t row, int64_t groups)
+            : first(row / M * M * groups), tile_rows(std::min<int64_t>(M, rows.count - row / M * M)), place(row % M) {}
+    };
+
+    template <class T>
+    static void row_of(const Problem& p, int64_t row, const InputRows& rows) {
+        constexpr bool kTwo = sizeof(T) == 4;
+        const Layout& layout = p.weight.layout();
+        if (layout.values == Values::floats) return widen_row<T>(p, row, rows);
+        layout.group == 32 ? quantise_row<T, 32, kTwo>(p, row, rows) : quantise_row<T, 16, kTwo>(p, row, rows);
+    }
+
+    // A group of a row in fp32, filled up with zeros.
+    template <class T, int Group>
+    struct Floats {
+        float v[Group] = {};
+
+        Floats(const Problem& p, int64_t row, int64_t g) {
+            const T* x = static_cast<const T*>(p.x) + row * p.x_stride + g * Group;
+            const int64_t count = p.weight.in - g * Group;
+            if (count >= Group)
+                for (int i = 0; i < Group; ++i) v[i] = widen_scalar(x[i]);
+            else
+                for (int64_t i = 0; i < count; ++i) v[i] = widen_scalar(x[i]);
+        }
+    };
+
+    template <class T>
+    static void widen_row(const Problem& p, int64_t row, const InputRows& rows) {
+        const Row to(rows, row, p.weight.groups());
+        for (int64_t g = 0; g < p.weight.groups(); ++g) {
+            const Floats<T, 32> x(p, row, g);
+            std::memcpy(rows.words + (to.first + g * to.tile_rows + to.place) * 32, x.v, sizeof(x.v));
+        }
+    }
+
+    static float power_of_two(int exponent) { return widen_scalar(uint32_t(exponent + 127) << 23); }
+
+    // To the nearest integers, ties to even, for |v| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction.
+    static V nearest(F v) { return V(v + 12582912.0f) - int32_t(bits_of(12582912.0f)); }
+
+    template <class T, int Group, bool Two>
+    static void quantise_row(const Problem& p, int64_t row, const InputRows& rows) {
+        constexpr int kVectors = Group / W, kBits = Two ? 13 : 14;
+        const Row to(rows, Two ? 2 * row : row, p.weight.groups()), next(rows, 2 * row + 1, p.weight.groups());
+        for (int64_t g = 0; g < p.weight.groups(); ++g) {
+            Floats<T, Group> x(p, row, g);
+            uint32_t largest = 0;
+            for (int i = 0; i < Group; ++i) largest = std::max(largest, bits_of(x.v[i]) & 0x7fffffff);
+            const bool finite = largest < 0x7f800000;
+            if (!finite) std::fill_n(x.v, Group, 0.0f);
+            // The exponent of the largest input, but so that neither unit nor its inverse leaves fp32's normal numbers.
+            const int exponent = finite ? std::max(int(largest >> 23) - 127, Two ? -98 : -112) : 0;
+            const float scale = power_of_two(kBits - exponent);
+            const float unit = finite ? power_of_two(exponent - kBits) : std::numeric_limits<float>::quiet_NaN();
+            V high[kVectors], low[kVectors];
+#pragma GCC unroll 8
+            for (int i = 0; i < kVectors; ++i) {
+                const F scaled = load_at<F>(x.v + i * W) * scale;
+                high[i] = nearest(scaled);
+                low[i] = nearest((scaled - __builtin_convertvector(high[i], F)) * 0x1p15f);
+            }
+            store_group<Group>(high, unit, p.weight, rows, to, g);
+            if (Two) store_group<Group>(low, unit * 0x1p-15f, p.weight, rows, next, g);
+        }
+    }
+
+    static int32_t sum_of(V v) {
+        int32_t lanes[W], sum = 0;
+        std::memcpy(lanes, &v, sizeof(v));
+        for (int i = 0; i < W; ++i) sum += lanes[i];
+        return sum;
+    }
+
+    template <int Group>
+    static void store_group(const V* n, float unit, const Weight& weight, const InputRows& rows, const Row& to, int64_t g) {
+        const int64_t tile = to.first + g * to.tile_rows, at = tile + to.place;
+        V sums = n[0], highs = n[0] >> 8;
+#pragma GCC unroll 8
+        for (int i = 1; i < Group / W; ++i) sums += n[i], highs += n[i] >> 8;
+        uint32_t* const words = rows.words + tile * Group / 2 + to.place * 8;
+#pragma GCC unroll 2
+        for (int i = 0; i < Group / 16; ++i) store_inputs(n + i * (16 / W), words + i * 8 * to.tile_rows);
+        const int32_t sum = sum_of(sums);
+        rows.units[at] = unit;
+        rows.starts[at] = -weight.zero() * sum;
+        // The high bytes are multiplied with signed weights that are 128 too large.
+        if (X::kBytes && weight.layout().values == Values::signed_bytes) rows.starts[at] -= 256 * 128 * sum_of(highs);
+        rows.sums[at] = unit * float(sum);
+    }
+
+    // 16 inputs: the low bytes, then the high bytes. Or pairs, of which each word of four 8-bit weights gives two: the inputs
+    // 4i and 4i + 2, then 4i + 1 and 4i + 3.
+    static void store_inputs(const V* n, uint32_t* words) {
+        if constexpr (X::kBytes) {
+            const B bytes[2] = {__builtin_convertvector(n[0], B), __builtin_convertvector(n[0] >> 8, B)};
+            std::memcpy(words, bytes, sizeof(bytes));
+        } else {
+            H halves[16 / W];
+            for (int i = 0; i < 16 / W; ++i) halves[i] = __builtin_convertvector(n[i], H);
+            uint16_t numbers[16], paired[16];
+            std::memcpy(numbers, halves, sizeof(numbers));
+            for (int i = 0; i < 16; ++i) paired[i] = numbers[i / 4 * 4 + i % 2 * 2 + i / 2 % 2];
+            std::memcpy(words, paired, sizeof(paired));
+        }
+    }
+};
