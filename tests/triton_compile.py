@@ -2,7 +2,6 @@
 
     python triton_compile.py ARCH DTYPE HEAD_DIM...               every launch of the engine
     python triton_compile.py ARCH DTYPE HEAD_DIM... --variants    what a sweep tries, and nothing else
-    python triton_compile.py ARCH DTYPE HEAD_DIM... --all         every launch of the engine, and what a sweep tries
     python triton_compile.py ARCH DTYPE HEAD_DIM... --counts      many batches, a row for each kernel compiled
 
 The launchers run with CPU tensors, whose types, alignment and sizes are all that the compiler looks at. To be run with
@@ -271,11 +270,7 @@ def chosen(arch: int, head_dim: int, dtype: torch.dtype, with_products: bool) ->
     if "--variants" in sys.argv:
         return variants(arch, head_dim, dtype)
     launches = engine_launches(arch, head_dim, dtype)
-    if with_products:
-        launches |= product_launches(arch, dtype)
-    if "--all" in sys.argv:
-        launches |= variants(arch, head_dim, dtype)
-    return launches
+    return launches | product_launches(arch, dtype) if with_products else launches
 
 
 def main() -> None:

@@ -263,7 +263,8 @@ def decode_(
         return
     partition, parts = partitions_of(block_size)
     padded_dim, kv_heads = padded(head_dim), pool.shape[2]
-    config = config or decode_config_on(q.device, head_dim, q.dtype)
+    config, format = config or decode_config_on(q.device, head_dim, q.dtype), stored_format(pool.dtype)
+    keys = config.keys // 2 if format else config.keys  # tiles of 8 bits are widened in registers
     bytes_per_block = parts * group.total_rows * heads * (padded_dim + 2) * 4
     blocks_at_once = max(1, min(group.max_blocks, MAX_WORKSPACE // bytes_per_block))
     acc = q.new_empty(blocks_at_once * parts, group.total_rows, heads, padded_dim, dtype=torch.float32)
@@ -279,8 +280,8 @@ def decode_(
             first * parts, count * parts, workers, group.total_rows, heads, heads // kv_heads, head_dim, block_size,
             scale, window or 0, *q.stride()[:2], *pool.stride()[:3], scales_of(pool), pool.shape[4],
             PARTS=parts, PARTITION=partition, BLOCK_R=ROWS_PER_PROGRAM,
-            BLOCK_N=min(config.keys, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
-            HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype), FORMAT=stored_format(pool.dtype),
+            BLOCK_N=min(keys, partition), BLOCK_D=padded_dim, HAS_WINDOW=window is not None,
+            HAS_SLOPES=alibi_slopes is not None, PRECISION=dot_precision(q.dtype), FORMAT=format,
             num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True,
         )  # fmt: skip
         _reduce_kernel[(group.max_rows, heads, len(group))](

@@ -169,6 +169,7 @@ def add_low_rank_(
     )  # fmt: skip
     _expand_kernel[(triton.cdiv(y.shape[1], COLUMNS), tiles, parts)](
         y, low, memory, table, rows, ends, slots, entries, y.stride(0), max_rank, table.stride(0),
-        SLOTS=slots_padded, SPLITS=splits, BLOCK_M=ROWS, BLOCK_N=COLUMNS, BLOCK_R=ranks, PRECISION=precision,
+        SLOTS=slots_padded, SPLITS=splits, BLOCK_M=ROWS, BLOCK_N=COLUMNS,
+        BLOCK_R=max(16, ranks // 2), PRECISION=precision,  # larger tiles spill registers
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
