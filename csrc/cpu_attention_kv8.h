@@ -60,7 +60,8 @@ static inline float widen_scalar(Int8 element) { return float(int8_t(element.bit
 
 static inline float widen_scalar(E4m3 element) {
     const uint32_t magnitude = element.bits & 0x7f, sign = uint32_t(element.bits & 0x80) << 24;
-    const float value = magnitude < 8 ? float(int(magnitude)) * 0x1p-9f : widen_scalar((magnitude << 20) + (120u << 23));
+    const float normal = widen_scalar((magnitude << 20) + (120u << 23));
+    const float value = magnitude < 8 ? float(int(magnitude)) * 0x1p-9f : normal;
     return sign != 0 ? -value : value;
 }
 
