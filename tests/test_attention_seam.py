@@ -145,7 +145,17 @@ def test_attention_carries_on_from_earlier_blocks(
 
 @EVERY_BACKEND
 @pytest.mark.parametrize("block_size, context, new", [(32, 31, 1), (32, 32, 1), (32, 0, 32), (32, 33, 98), (1, 5, 3)])
-@pytest.mark.parametrize("window", [None, 1, 2, 31, 32, 33])
+@pytest.mark.parametrize(
+    "window",
+    [
+        None,
+        1,
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(31, marks=pytest.mark.slow),
+        32,
+        pytest.param(33, marks=pytest.mark.slow),
+    ],
+)
 def test_attention_at_the_edges_of_blocks_and_windows(
     backend: AttentionBackend, block_size: int, context: int, new: int, window: int | None
 ) -> None:

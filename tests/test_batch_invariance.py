@@ -32,7 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         pytest.param("qwen3", "bfloat16", {"head_dim": 64}, marks=pytest.mark.slow),
         ("qwen2", "bfloat16", {"head_dim": 32}),  # biases
         pytest.param("llama", "float32", {"head_dim": 16}, marks=pytest.mark.slow),
-        ("mistral", "float32", {"head_dim": 48, "sliding_window": 21}),
+        pytest.param("mistral", "float32", {"head_dim": 48, "sliding_window": 21}, marks=pytest.mark.slow),
         pytest.param("gemma3", "bfloat16", {"head_dim": 32, "sliding_window": 21}, marks=pytest.mark.slow),
     ],
 )

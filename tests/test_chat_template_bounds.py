@@ -61,7 +61,7 @@ def tokenizer(model: Path) -> HuggingFaceTokenizer:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("tools", [pytest.param(None, marks=pytest.mark.slow), TOOLS])
 def test_the_text_is_that_of_transformers(name: str, tools: Any, tokenizer: HuggingFaceTokenizer) -> None:
     for conversation in (CONVERSATION, QUESTION * 3):
         for generation in (True, False):

@@ -426,6 +426,7 @@ def test_a_pipe_is_answered_as_it_is_written_and_ctrl_c_ends_it(model: str, expe
         assert process.wait(timeout=60) == 130
 
 
+@pytest.mark.slow
 def test_head_ends_it_quietly(model: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n" * 3000)
     options = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "--max-num-seqs", "4"]

@@ -56,6 +56,7 @@ def test_closed_streams_are_refused_at_once(model: str, line: str, arguments: li
     assert done.stderr.startswith(told) and done.stderr.count("\n") == bool(told)
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_and_not_needed(model: str, expected: str, tmp_path: Path) -> None:
     output = tmp_path / "out.txt"
     arguments = ["generate", "--model", model, *SMALL_CACHE, *GREEDY, "one", "", "--output", str(output)]

@@ -135,7 +135,7 @@ def test_recall_is_perfect(tmp_path: Path, share: float, concurrent: bool, monke
 # ---- many requests
 
 
-@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("concurrent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_shared_blocks_preemption_and_aborts(
     model_dir: Path, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,7 @@ def check_without(sides: Iterable[str], folder: Path) -> None:
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected
 
 
+@pytest.mark.slow
 def test_the_core_generates_without_any_side(tmp_path: Path) -> None:
     check_without(SIDES, tmp_path)
 

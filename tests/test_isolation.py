@@ -75,7 +75,7 @@ ENGINES: dict[str, dict[str, object]] = {
 FAST = ["few blocks, so that some are preempted", "offloaded"]
 
 
-@pytest.mark.parametrize(("name", "count"), fast_products([(name, 80) for name in FAST], ENGINES, (80, 200)))
+@pytest.mark.parametrize(("name", "count"), fast_products([(name, 50) for name in FAST], ENGINES, (50, 200)))
 def test_requests_of_one_process_equal_fresh_engines(
     name: str, count: int, model_dir: Path, answer_alone: Callable[[int], list[int]]
 ) -> None:

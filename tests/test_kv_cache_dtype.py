@@ -203,7 +203,7 @@ def test_logits_do_not_depend_on_chunks_batch_budget_or_preemption(model_dir: Pa
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_preempted_and_cached_requests_give_the_same_tokens(model_dir: Path, kv_dtype: str, mode: str) -> None:
     start = random_prompt(40, VOCAB, seed=9)
     prompts = [start[: 9 * i % 41] + random_prompt(10 + 7 * i, VOCAB, seed=i) for i in range(8)]

@@ -59,7 +59,7 @@ def manager_of(llm: LLM) -> BlockManager:
 
 @pytest.mark.usefixtures("small_hash_blocks")
 @pytest.mark.parametrize("num_gpu_blocks", [2, 4, 40], ids=["host", "both tiers", "device"])
-@pytest.mark.parametrize("way", PREFILL_WAYS)
+@pytest.mark.parametrize("way", [PREFILL_WAYS[0], pytest.param(PREFILL_WAYS[1], marks=pytest.mark.slow)])
 def test_documents_that_share_a_start(recall_dir: Path, num_gpu_blocks: int, way: str) -> None:
     """Each document starts as the first one and goes on with other words. Every edge of the copied part is asked for,
     while the first document is computed by a request that still runs, and when it is only cached."""
@@ -131,7 +131,7 @@ def test_a_conversation_of_ten_turns_computes_256_old_tokens_a_turn_at_most(
 
 
 @pytest.mark.usefixtures("small_hash_blocks")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_logits_are_those_without_a_cache_for_every_device_budget(tmp_path: Path, dtype: str) -> None:
     make_checkpoint(tmp_path, vocab=97, dtype=dtype, head_dim=32, layers=3)
     document = random_prompt(BLOCK + 2 * HASH + 3, 97, 1)

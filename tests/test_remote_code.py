@@ -53,6 +53,7 @@ def test_a_tokenizer_of_the_directorys_own_is_refused_and_standard_input_is_left
     assert len(error.splitlines()) == 1 and "[y/N]" not in error
 
 
+@pytest.mark.slow
 def test_lines_of_standard_input_are_prompts_and_nothing_else(model: Path) -> None:
     """The directory names code everywhere, and needs none of it: its own network and tokenizer are known."""
     marker = add_code(model, "Evil")
