@@ -40,7 +40,8 @@ test: venv
 	$(PYTEST)
 
 # Bit-identical results with every instruction set, and on other processors as far as this one can imitate them.
-BIT_TESTS := tests/test_batch_invariance.py tests/test_emulated_bf16.py tests/test_imitated_processors.py
+# The longest first, so that neither of two processes is left with them.
+BIT_TESTS := tests/test_emulated_bf16.py tests/test_imitated_processors.py tests/test_batch_invariance.py
 # Tests with two threads are left to test-full: two such processes on the same cores slow each other down tenfold.
 TWO_THREADS := tests/test_imitated_processors.py::test_bits_and_parity_hold_on
 test-bits: venv

@@ -82,6 +82,7 @@ def test_messages_that_cannot_be_written_cost_no_result(model: str, expected: st
     assert (done.returncode, done.stdout, done.stderr) == (1, f"{expected}\n\n", "")
 
 
+@pytest.mark.slow
 def test_a_byte_that_is_no_text_ends_no_conversation(model: str) -> None:
     """Typed at a terminal, in a locale in which Python takes such bytes for half characters."""
     master, slave = pty.openpty()

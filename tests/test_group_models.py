@@ -66,7 +66,7 @@ def test_a_group_gives_what_its_sequences_give_alone(model_dir: Path, alone: lis
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_preempted_request_resumes_with_the_greedy_output_of_an_unpreempted_one(
     model_dir: Path, mode: str, offload: bool
 ) -> None:

@@ -137,7 +137,7 @@ def several(count: int, max_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(n=count, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
 
 
-def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
+def stress(model_dir: Path, share: float | None = None, num_requests: int = 60) -> tuple[int, int, int]:
     """Prefill, decode, groups, prefix hits, preemption, aborts, block moves, copies and swaps, in three engines.
 
     share: of the host blocks for CPU attention; None without it. Returns how often requests were preempted, how many
@@ -157,7 +157,7 @@ def stress(model_dir: Path, share: float | None = None) -> tuple[int, int, int]:
             recorded_moves: list[object] = []
             move_blocks = llm._runner.kv_cache.engine.move_blocks  # type: ignore[attr-defined]
             llm._runner.kv_cache.engine.move_blocks = lambda m, r=recorded_moves, f=move_blocks: (r.extend(m), f(m))  # type: ignore[attr-defined]
-            for index in range(60):
+            for index in range(num_requests):
                 prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, seed=index % 4)
                 params = several(2, 20, index) if index % 4 == 3 else greedy(random.choice([1, 20]))
                 llm.engine.add_request(str(index), None, params, prompt)
@@ -213,18 +213,18 @@ CPU_ATTENTION_SHARES = {
 }
 
 
-FAST = [("no CPU attention", 8)]
-RINGS = fast_products(FAST, CPU_ATTENTION_SHARES, (3, 4, 8))  # slots: in groups of up to 1, 2 and 4
+FAST = [("no CPU attention", 8, 25)]
+RINGS = fast_products(FAST, CPU_ATTENTION_SHARES, (3, 4, 8), (25, 60))  # slots: in groups of up to 1, 2 and 4
 
 
-@pytest.mark.parametrize(("name", "ring_slots"), RINGS)
+@pytest.mark.parametrize(("name", "ring_slots", "num_requests"), RINGS)
 def test_the_engine_orders_everything(
-    model_dir: Path, name: str, ring_slots: int, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, name: str, ring_slots: int, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_ring(monkeypatch, ring_slots)
     if "concurrent" in name:
         add_cpu_attention_streams(monkeypatch)
-    preemptions, moves, checked = stress(model_dir, CPU_ATTENTION_SHARES[name])
+    preemptions, moves, checked = stress(model_dir, CPU_ATTENTION_SHARES[name], num_requests)
     assert min(preemptions, moves) > 0 and checked > 1000
 
 
