@@ -4,14 +4,15 @@
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 
 @strict
 class LlamaConfig(PreTrainedConfig):
     """`transformers.LlamaConfig` with its defaults and its check, as far as a decoder depends on them.
 
-    Importing the original takes two seconds: it alone imports all activations, and with them torch's compiler.
+    Importing the original takes two seconds: of all families it alone imports the activations, and with them torch's
+    compiler.
     """
 
     model_type = "llama"
@@ -55,4 +56,8 @@ class LlamaConfig(PreTrainedConfig):
 
 def config_class(model_type: str) -> Any:
     """The class of a model type of Transformers."""
-    return LlamaConfig if model_type == LlamaConfig.model_type else CONFIG_MAPPING[model_type]
+    if model_type == LlamaConfig.model_type:
+        return LlamaConfig
+    from transformers import CONFIG_MAPPING  # takes half a second
+
+    return CONFIG_MAPPING[model_type]
