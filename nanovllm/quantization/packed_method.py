@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import lcm
@@ -94,7 +94,7 @@ class Filling:
     convert: Callable[[Tensor], Tensor] | None = None
 
 
-class PackedFormat(Protocol):
+class PackedFormat(Hashable, Protocol):
     """A format of checkpoints. Plain data: equal formats give equal layouts and fillings."""
 
     def layout(self, out_features: int, in_features: int) -> Layout:
