@@ -208,6 +208,7 @@ class Decoder:
             self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
         self.layers = [DecoderLayer(spec, i, dtype, device, group) for i in range(spec.num_layers)]
         self.norm = torch.empty(spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
+        # A layer's index is its `rope`.
         self.rotaries = [RotaryEmbedding(rope, spec.head_dim, device) for rope in spec.ropes]
         self.embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
 
@@ -218,7 +219,7 @@ class Decoder:
         attention, a row depends only on its own token.
         """
         x = self.embed(input_ids)
-        angles = self.angles(ctx.positions, ctx.rope_lengths)
+        angles = [rotary.cos_sin(ctx.positions, ctx.rope_lengths) for rotary in self.rotaries]
         for layer in self.layers:
             layer.forward_(x, *angles[layer.rope], ctx, self.chunk_rows)
         return self.normalize_(x)
@@ -230,10 +231,6 @@ class Decoder:
         else:
             x = embedding(input_ids, self.embedding, self.spec.sharding.vocab, self.group)
         return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
-
-    def angles(self, positions: Tensor, rope_lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """`RotaryEmbedding.cos_sin` of each of the network's rotary embeddings; a layer's index is its `rope`."""
-        return [rotary.cos_sin(positions, rope_lengths) for rotary in self.rotaries]
 
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""

@@ -39,6 +39,7 @@ def instruction_sets() -> tuple[str, ...]:
         raise ConfigError(str(error)) from error
 
 
+@cache
 def choose(isa: str | None = None) -> str:
     """`isa`, or the best one for None. Raises ValueError if this machine does not support `isa`."""
     available = instruction_sets()
@@ -133,15 +134,11 @@ def takes(x: Tensor, dims: int) -> bool:
     return row_is_dense or shape[0] == 0
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(x, None, weight, eps)
-
-
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(residual, x, weight, eps)
+    return rms_norm(residual, weight, eps, x)
 
 
-def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:
     fits = takes(x, 2) and weight.is_cpu and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:]
     if addend is not None:
         fits = fits and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype
@@ -152,8 +149,8 @@ def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tenso
     y = x.new_empty(rows, size)
     _cpu_kernels.rms_norm(
         dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=(0, 0) if addend is None else address(addend),
-        weight=_norm_address(weight), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
-        threads=torch.get_num_threads(),
+        weight=(weight.data_ptr(), weight.dtype == torch.float32), y=(y.data_ptr(), size), rows=rows, size=size,
+        eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -212,7 +209,8 @@ def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    _check_rows("cos_sin takes angles [tokens, pairs]", angles)
+    if not (takes(angles, 2) and angles.dtype == torch.float32):
+        raise _misfit("cos_sin takes fp32 angles [tokens, pairs] on the CPU, each row dense", angles=angles)
     tokens, pairs = angles.shape
     cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
     _cpu_kernels.cos_sin(
@@ -235,7 +233,8 @@ def powers(bases: Tensor, exponents: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
-    _check_rows("softmax takes x [rows, size]", x)
+    if not (takes(x, 2) and x.dtype == torch.float32):
+        raise _misfit("softmax takes fp32 x [rows, size] on the CPU, each row dense", x=x)
     y = x.new_empty(x.shape)
     if x.shape[1]:
         _cpu_kernels.softmax(
@@ -245,7 +244,8 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
 
 
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-    _check_rows("draw takes scores [rows, width]", scores)
+    if not (takes(scores, 2) and scores.dtype == torch.float32):
+        raise _misfit("draw takes fp32 scores [rows, width] on the CPU, each row dense", scores=scores)
     tokens = tokens.expand(scores.shape)
     if tokens.dtype != torch.int64 or starts.dtype != torch.int64 or starts.shape != scores.shape[:1]:
         raise _misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
@@ -257,11 +257,6 @@ def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
         rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
     )  # fmt: skip
     return drawn
-
-
-def _check_rows(rule: str, x: Tensor) -> None:
-    if not (takes(x, 2) and x.dtype == torch.float32):
-        raise _misfit(f"{rule} in fp32 on the CPU, each row dense", x=x)
 
 
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
