@@ -70,9 +70,16 @@ def cpu_linear(
     Sums are fp32 and rounded once. `isa` is one of `instruction_sets()`, by default the best. Raises ValueError
     for other arguments.
     """
-    misfit = _linear_misfit(x, weight, bias)
-    if misfit is not None:
-        raise ValueError(misfit)
+    fits = x.is_cpu and x.dtype in KERNEL_DTYPES and x.dim() == weight.dim() == 2 and 0 < x.shape[1] == weight.shape[1]
+    fits = fits and (x.stride()[1] == 1 or x.shape[1] == 1) and (bias is None or bias.shape == weight.shape[:1])
+    for tensor in (weight,) if bias is None else (weight, bias):
+        fits = fits and tensor.is_cpu and tensor.dtype == x.dtype and tensor.is_contiguous()
+    if not fits:
+        rule = (
+            "a product takes x [rows, in] with contiguous rows, and contiguous weight [out, in] and bias [out], in"
+            " being positive, all on the CPU and all bfloat16, float16 or float32"
+        )
+        raise _misfit(rule, x=x, weight=weight, bias=bias)
     rows, (out_features, in_features) = x.shape[0], weight.shape
     y = x.new_empty(rows, out_features)
     _cpu_kernels.linear(
@@ -100,26 +107,6 @@ def use_huge_pages(weight: Tensor) -> None:
     """
     if weight.is_cpu and weight.nbytes >= _HUGE_PAGE and weight.is_contiguous():
         _cpu_kernels.use_huge_pages(weight.data_ptr(), weight.nbytes)
-
-
-def _linear_misfit(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """The error message for wrong arguments of `cpu_linear`, or None."""
-    for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if not tensor.is_cpu or tensor.dtype not in KERNEL_DTYPES or tensor.dtype != x.dtype:
-            return (
-                "x, weight and bias must be on the CPU and all bfloat16, float16 or float32,"
-                f" got {tensor.dtype} on {tensor.device}."
-            )
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.shape[1] == 0:
-        shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        return f"x must be [rows, in] and weight [out, in], in being positive, got {shapes}."
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias must be [{weight.shape[0]}] as weight has outputs, got {tuple(bias.shape)}."
-    if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
-        return f"weight and bias must be contiguous, got a weight with strides {weight.stride()}."
-    if x.stride()[1] != 1 and x.shape[1] > 1:
-        return f"A row of x must be contiguous, got strides {x.stride()}."
-    return None
 
 
 # ---- the operations of `row_kernels`
