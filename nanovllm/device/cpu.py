@@ -209,6 +209,7 @@ class CpuDevice(Device):
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
+        # The closures do not hold the device: queued copies would keep it from being collected.
         link, sizes = self._link, (copy.dpitch, copy.spitch, copy.width, copy.height)
 
         def carry_out() -> None:

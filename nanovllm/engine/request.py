@@ -97,7 +97,7 @@ class Request:
         self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
         p, s = self.params, self.sampling
         self.penalizes = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1.0, 0.0, 0.0)
-        self.adjusts_logits = self.penalizes or any((s.end_tokens, s.bad_words, s.biased))
+        self.adjusts_logits = self.penalizes or any((s.end_tokens, s.bad_words, s.biased))  # of any of its tokens
         self.sequences = self.new_sequences()
 
     def new_sequences(self) -> list[Sequence]:
