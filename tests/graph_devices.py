@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,9 +191,9 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         into(power)((y,), bases, exponents)
         return y
 
-    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, interleaved: bool = False) -> Tensor:
         y = x.new_empty(x.shape[0], weight.shape[0])
-        into(product)((y,), x, weight, bias)
+        into(partial(product, interleaved=interleaved))((y,), x, weight, bias)
         return y
 
     monkeypatch.setattr(cpu_kernels, "rms_norm", normed)  # which `add_rms_norm_` calls

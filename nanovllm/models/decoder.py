@@ -267,9 +267,11 @@ class Decoder:
         """Let torch multiply many rows at once. The last bits of a result then depend on the number of rows."""
         for weight in self._weights():
             weight.use_torch_products()
+        for layer in self.layers:
+            layer.finish_loading()
 
     def finish_loading(self) -> None:
-        """Called when all slots are filled: quantized weights may now be rearranged for their kernels."""
+        """Called when all slots are filled: weights may now be rearranged for their kernels."""
         for weight in self._weights():
             weight.finish_loading()
         for layer in self.layers:
