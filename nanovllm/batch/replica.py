@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.batch.rows import RowRequest, RowResult, failed_result, row_result
 from nanovllm.engine import sides
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 
