@@ -73,13 +73,24 @@ const Kernel& portable_kernel(DType dtype, KvFormat format);
 #if defined(__x86_64__)
 const Kernel& avx2_kernel(DType dtype, KvFormat format);
 const Kernel& avx512_kernel(DType dtype, KvFormat format);
+const Kernel& avx512vnni_kernel(DType dtype);      // blocks in int8
 const Kernel& avx512bf16_kernel(KvFormat format);  // queries in bf16
+
+inline bool has_vnni() {
+#if defined(NANOVLLM_EMULATE_BF16)
+    return false;  // so that the emulation's tests also see how int8 is attended to without
+#else
+    return __builtin_cpu_supports("avx512vnni");
+#endif
+}
 #endif
 
 inline const Kernel& kernel_of(Isa isa, DType dtype, KvFormat format) {
 #if defined(__x86_64__)
     if (isa == Isa::avx512bf16 && dtype == DType::bf16) return avx512bf16_kernel(format);
-    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return avx512_kernel(dtype, format);
+    const bool avx512 = isa == Isa::avx512bf16 || isa == Isa::avx512;
+    if (avx512 && format == KvFormat::int8 && has_vnni()) return avx512vnni_kernel(dtype);
+    if (avx512) return avx512_kernel(dtype, format);
     if (isa == Isa::avx2) return avx2_kernel(dtype, format);
 #endif
     (void)isa;
