@@ -77,7 +77,7 @@ class TileKernel {
     Workspace<X> work_;
     // The tile at hand.
     const T *key_ = nullptr, *value_ = nullptr;
-    const T *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile after it
+    const T *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile, perhaps of another task, after it
     Ahead ahead_keys_, ahead_values_;
     int64_t tile_position_ = 0;
     int tile_keys_ = 0;
@@ -148,9 +148,7 @@ class TileKernel {
     }
 
     const T* first_row(int64_t tile, int64_t plane_offset) const {
-        const auto& k = task_.keys;
-        const int64_t per_block = k.tiles_per_block(), start = tile % per_block * kTileKeys;
-        return reinterpret_cast<const T*>(k.blocks[tile / per_block] + plane_offset + start * k.row_bytes);
+        return reinterpret_cast<const T*>(task_.keys.tile_rows(tile, plane_offset));
     }
 
     void enter_tile(int64_t tile) {
@@ -158,11 +156,15 @@ class TileKernel {
         const int64_t block = tile / k.tiles_per_block(), start = tile % k.tiles_per_block() * kTileKeys;
         tile_position_ = k.first_position + block * k.block_size + start;
         tile_keys_ = smaller(smaller(kTileKeys, k.block_size - start), k.kv_end - tile_position_);
-        const int64_t next = tile + 1 < task_.tile_end ? tile + 1 : tile;
         key_ = first_row(tile, k.k_offset);
         value_ = first_row(tile, k.v_offset);
-        next_key_ = first_row(next, k.k_offset);
-        next_value_ = first_row(next, k.v_offset);
+        if (tile + 1 < task_.tile_end) {
+            next_key_ = first_row(tile + 1, k.k_offset);
+            next_value_ = first_row(tile + 1, k.v_offset);
+        } else {
+            next_key_ = task_.keys_after == nullptr ? key_ : reinterpret_cast<const T*>(task_.keys_after);
+            next_value_ = task_.values_after == nullptr ? value_ : reinterpret_cast<const T*>(task_.values_after);
+        }
         if constexpr (kScales) {
             gather_scales(key_, X::kKeyUnit, work_.key_scales);
             gather_scales(value_, X::kValueUnit, work_.value_scales);
@@ -239,7 +241,8 @@ class TileKernel {
     template <int M>
     void score_rows() {
         constexpr int kFit = most_vectors<M>();
-        constexpr int kMost = M > 2 && kFit == X::kVectors ? kFit / 2 : kFit;  // transposed keys take registers as well
+        // Transposed keys take registers as well.
+        constexpr int kMost = X::kSums > 1 ? 1 : M > 2 && kFit == X::kVectors ? kFit / 2 : kFit;
         const Range seen = visible_vectors(0, M);
         int key = seen.begin;
         for (; key + kMost * X::W <= seen.end; key += kMost * X::W) score_at<M, kMost>(key);
@@ -248,7 +251,7 @@ class TileKernel {
 
     template <int M, int N>
     void score_at(int key) {
-        const auto product = kScales ? score_bytes<X, M, N> : score_keys<X, M, N>;
+        const auto product = kScales && X::kSums == 1 ? score_bytes<X, M, N> : score_keys<X, M, N>;
         product(work_.query, words_, key_ + key * stride_, stride_, tile_keys_ - key, work_.scores + key, kTileKeys,
                 ahead_keys_, ahead_values_);
     }

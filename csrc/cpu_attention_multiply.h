@@ -122,17 +122,17 @@ template <class X, int M, int N>
 inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int64_t stride, int keys, float* scores,
                        int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
     const int64_t row = X::row_words(words);
+    Ahead ahead_keys = next_keys, ahead_values = next_values;  // in registers
     typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(q + m * row);
-    for (int word = 0; word < words; word += kKeyWords<X>) {
-        const int count = smaller(kKeyWords<X>, words - word);
+    const auto add_words = [&](int word, int count) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const int64_t offset = n * X::W * stride + word * X::kStep;
             const int bytes = X::W * count * X::kStep * int(sizeof(typename X::T));
-            next_keys.move(bytes);
-            next_values.move(bytes * kEarlyValues / 8);
+            ahead_keys.move(bytes);
+            ahead_values.move(bytes * kEarlyValues / 8);
             typename X::Keys columns[X::W];
             X::load_keys(k + offset, stride, keys - n * X::W, count, columns);
 #pragma GCC unroll 16
@@ -145,7 +145,12 @@ inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int
                 });
             }
         }
-    }
+    };
+    int word = 0;
+    for (; word + kKeyWords<X> <= words; word += kKeyWords<X>) add_words(word, kKeyWords<X>);
+    if (word < words) add_words(word, words - word);
+    next_keys = ahead_keys;
+    next_values = ahead_values;
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n)
             X::store(scores + m * scores_stride + n * X::W, X::result(sums[m][n], q + m * row));
@@ -197,16 +202,18 @@ inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int st
     typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) sums[m][n] = X::start(p + m * p_stride);
-    for (int s = 0; s < steps; ++s) {
-        const int64_t offset = int64_t(s) * X::kStep * stride;
+    const auto weigh = [&](int s, int keys_there) __attribute__((always_inline)) {
         ahead.move(prefetched);
         typename X::U columns[N];
-        X::template value_vectors<N>(v + offset, stride, keys - s * X::kStep, columns);
+        X::template value_vectors<N>(v + int64_t(s) * X::kStep * stride, stride, keys_there, columns);
         for (int m = 0; m < M; ++m) {
             const auto weight = X::splat_step(p + m * p_stride, first + s);
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], weight, columns[n]);
         }
-    }
+    };
+    const int whole = smaller(steps, keys / X::kStep);
+    for (int s = 0; s < whole; ++s) weigh(s, X::kStep);
+    for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
     next_values = ahead;
     for (int m = 0; m < M; ++m) {
         typename X::F results[N];
