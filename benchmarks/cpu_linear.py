@@ -5,8 +5,9 @@
 For each projection of the model and each number of rows, the following take turns: the kernel of csrc/cpu_linear,
 F.linear in the same dtype, F.linear in fp32, and torch.sum over as much memory as the weights take. With few rows, the
 weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare with reading. With
-many rows, GFLOP/s compare with the better of torch's. A figure is the median over rounds of the fastest of several
-passes. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA restrict the kernels to older instruction sets.
+many rows, GFLOP/s compare with the better of torch's. The kernel's weights are interleaved, as those of a loaded model.
+A figure is the median over rounds of the fastest of several passes. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA restrict
+the kernels to older instruction sets.
 """
 
 from __future__ import annotations
@@ -83,8 +84,13 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
             weights = torch.randn(copies, out_features, in_features).to(shape.dtype)
             narrow = torch.randn(count, in_features).to(shape.dtype)
             wide = weights[: max(1, copies // 2)].float()  # as many bytes
+            own = weights.clone()
+            interleaved = cpu_kernels.can_interleave(own[0])
+            if interleaved:  # as the engine does when it has loaded a model
+                for weight in own:
+                    cpu_kernels.interleave_(weight)
             works = (
-                partial(seconds, cpu_kernels.cpu_linear, narrow, weights),
+                partial(seconds, partial(cpu_kernels.cpu_linear, interleaved=interleaved), narrow, own),
                 partial(seconds, F.linear, narrow, weights),
                 partial(seconds, F.linear, narrow.float(), wide),
                 peaks.read_gb_s,

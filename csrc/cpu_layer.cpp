@@ -47,6 +47,7 @@ class Scratch {
 struct DenseWeight {
     uintptr_t address;
     int64_t in, out;
+    bool interleaved;
 };
 
 struct Kernels {
@@ -92,7 +93,7 @@ class Linear {
     static void multiply(const Kernels& kernels, const DenseWeight& weight, rows::Rows<const T> x, const T* bias,
                          rows::Rows<T> y, int64_t count) {
         linear::run({x.data, pointer<const void>(weight.address), bias, y.data, x.stride, y.stride, count, weight.in,
-                     weight.out}, kernels.dense, kernels.threads);
+                     weight.out, weight.interleaved}, kernels.dense, kernels.threads);
     }
 
     template <class T>
@@ -178,8 +179,12 @@ namespace nanovllm {
 
 void define_layer(py::module_& m) {
     py::class_<DenseWeight>(m, "DenseWeight")
-        .def(py::init([](uintptr_t address, int64_t in, int64_t out) { return DenseWeight{address, in, out}; }),
-             py::kw_only(), py::arg("address"), py::arg("in_features"), py::arg("out_features"));
+        .def(py::init([](uintptr_t address, int64_t in, int64_t out, bool interleaved) {
+                 if (interleaved && in % linear::kInterleavedInputs != 0)
+                     throw std::invalid_argument("Interleaved weights need another number of inputs.");
+                 return DenseWeight{address, in, out, interleaved};
+             }), py::kw_only(), py::arg("address"), py::arg("in_features"), py::arg("out_features"),
+             py::arg("interleaved") = false);
     py::class_<Linear>(m, "Linear")
         .def(py::init<std::vector<Linear::Part>, uintptr_t>(), py::kw_only(), py::arg("parts"), py::arg("bias"));
     py::class_<Norms>(m, "Norms")

@@ -7,6 +7,9 @@
 //
 // Few rows go over the weights as they lie, since reading the weights is all the time that they take. Many rows go over
 // blocks of weights that are widened and packed into the processor's cache first. Both do the same sums.
+//
+// Weights lie row by row, or interleaved, as `interleave` leaves them: few rows then need no shuffles, which take longer
+// than reading if there is more than one row, and read a few streams instead of one for each output.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +19,11 @@
 
 namespace nanovllm::linear {
 
+// Interleaved weights are [out / kGroup, in / unit, kGroup, unit]: one vector has the same inputs of several outputs.
+// A unit is a pair of bf16 inputs, and one input of the other types. The last out % kGroup outputs lie row by row.
+constexpr int64_t kGroup = 16;
+constexpr int64_t kInterleavedInputs = 32;  // `in` is a multiple of so many: then no kernel fills inputs up
+
 // Strides count elements, not bytes.
 struct Problem {
     const void* x;               // [rows, in]
@@ -24,6 +32,7 @@ struct Problem {
     void* y;                     // [rows, out]
     int64_t x_stride, y_stride;  // from row to row
     int64_t rows, in, out;
+    bool interleaved;            // the weights
 };
 
 // Rows of x as `pack_rows` leaves them: 4-byte words, each one fp32 input or a pair of bf16 inputs.
@@ -79,5 +88,8 @@ inline const Kernel& kernel_of(Isa isa, DType dtype) {
 }
 
 void run(const Problem& problem, const Kernel& kernel, int threads);
+
+// Weights [out, in] from row by row to interleaved, in place, or back.
+void interleave(DType dtype, void* weight, int64_t out, int64_t in, bool back, int threads);
 
 }  // namespace nanovllm::linear

@@ -30,19 +30,15 @@ struct SomeElements : Avx2 {
 };
 
 template <class Element>
-constexpr bool kIsBf16 = false;
-template <>
-constexpr bool kIsBf16<Bf16> = true;
-
-template <class Element>
 struct Widened : SomeElements<Element> {
     using Base = SomeElements<Element>;
     using F = __m256;
     using T = Element;
     using V = __m256i;
     static constexpr int W = Avx2::W;
-    static constexpr int kDepth = 1, kExpand = kIsBf16<T> ? 2 : 1, kInputs = W * kExpand;
-    static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 18;
+    static constexpr bool kIsBf16 = std::is_same_v<T, Bf16>;
+    static constexpr int kDepth = 1, kExpand = kIsBf16 ? 2 : 1, kInputs = W * kExpand;
+    static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 18, kFewSums = 12;
 
     static V load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_words(uint32_t* p, V v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
@@ -77,6 +73,13 @@ struct Widened : SomeElements<Element> {
         T some[2 * W] = {};
         for (int64_t i = 0; i < inputs; ++i) some[i] = row[i];
         return _mm256_loadu_ps(reinterpret_cast<const float*>(some));
+    }
+    template <int e>
+    static V unit_word(const T* units) {
+        if constexpr (kExpand == 2)
+            return expand<e>(load_words(reinterpret_cast<const uint32_t*>(units)));
+        else
+            return _mm256_castps_si256(widen(units));
     }
     template <int e>
     static V expand(V raw) {

@@ -25,7 +25,7 @@ struct Widened : LinearAvx512<Element> {
     using V = __m512i;
     static constexpr int W = Base::W;
     static constexpr int kDepth = 1, kExpand = sizeof(T) == 2 && Base::kIsBf16 ? 2 : 1, kInputs = W * kExpand;
-    static constexpr int kVectors = 3, kSumInputs = 384, kPassRows = 12, kTileRows = 9, kFewRows = 24;
+    static constexpr int kVectors = 3, kSumInputs = 384, kPassRows = 12, kTileRows = 9, kFewRows = 24, kFewSums = 24;
 
     static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static void store_words(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }
@@ -51,6 +51,13 @@ struct Widened : LinearAvx512<Element> {
             }
         }
         Avx512::transpose(raw);
+    }
+    template <int e>
+    static V unit_word(const T* units) {
+        if constexpr (kExpand == 2)
+            return expand<e>(_mm512_loadu_si512(units));
+        else
+            return _mm512_castps_si512(widen(units));
     }
     template <int e>
     static V expand(V raw) {

@@ -26,7 +26,7 @@ struct PairsOfBf16 : LinearAvx512<Bf16> {
     using T = Bf16;
     using V = __m512i;
     static constexpr int kDepth = 2, kExpand = 1, kInputs = 2 * W;
-    static constexpr int kVectors = 3, kSumInputs = 768, kPassRows = 12, kTileRows = 9, kFewRows = 24;
+    static constexpr int kVectors = 3, kSumInputs = 768, kPassRows = 12, kTileRows = 9, kFewRows = 24, kFewSums = 24;
 
     static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static void store_words(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }
@@ -46,6 +46,10 @@ struct PairsOfBf16 : LinearAvx512<Bf16> {
                 raw[i] = Whole ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi16(first_of_32(inputs), row);
         }
         transpose(raw);
+    }
+    template <int>
+    static V unit_word(const T* units) {
+        return _mm512_loadu_si512(units);
     }
     template <int>
     static V expand(V raw) {

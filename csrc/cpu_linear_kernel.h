@@ -1,7 +1,8 @@
 // The products of a linear layer for any instruction set X and element type X::T.
 //
 // X brings: W lanes of fp32 (F); raw vectors that hold W outputs of X::kInputs inputs each after `load_weights`, of which
-// `expand<e>` makes X::kExpand vectors of words (V); `dot`, which adds the products of one word to the sums.
+// `expand<e>` makes X::kExpand vectors of words (V); `unit_word<e>`, the same of W units of interleaved weights; `dot`,
+// which adds the products of one word to the sums.
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
@@ -17,6 +18,9 @@ class LinearKernel {
     static constexpr int W = X::W;
     static constexpr int N = X::kVectors, kPanel = N * W;
     static constexpr int kWords = W * X::kExpand;  // of the raw vectors of one load
+    static constexpr int kUnit = X::kIsBf16 ? 2 : 1;  // inputs of a unit of interleaved weights
+    static constexpr int kUnitWords = kUnit / X::kDepth;
+    static_assert(kGroup % W == 0 && kInterleavedInputs % X::kInputs == 0);
     static_assert(kWords * X::kDepth == X::kInputs && X::kSumInputs % X::kInputs == 0);
 
   public:
@@ -39,6 +43,10 @@ class LinearKernel {
         for (int64_t first = 0; first < outputs; first += kPanel, packed += words * kPanel)
             for (int n = 0; n < N; ++n) {
                 const int64_t begin = first + n * W, count = smaller(W, outputs - begin);
+                if (p.interleaved) {
+                    spread_units(p, output + begin, count, input, inputs, packed + n * W);
+                    continue;
+                }
                 const T* rows = weight + (output + begin) * p.in + input;
                 for (int64_t k = 0; k < inputs; k += X::kInputs)
                     turn_inputs(rows + k, p.in, count, inputs - k,
@@ -48,6 +56,7 @@ class LinearKernel {
 
     static void multiply_few(const Problem& p, const PackedRows& rows, int64_t begin, int64_t end,
                              int64_t fetch_ahead) {
+        if (p.interleaved) return few_interleaved_by_count<X::kPassRows>(p, rows, begin, end, fetch_ahead);
         few_by_count<X::kPassRows>(p, rows, begin, end, fetch_ahead);
     }
 
@@ -129,6 +138,99 @@ class LinearKernel {
             if (rows.count < R) return few_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
         for (int64_t output = begin; output < end; output += W)
             few_outputs<R>(p, rows, output, end - output, fetch_ahead);
+    }
+
+    // ---- interleaved weights
+
+    // The units of W outputs from `output` on, of the first inputs.
+    static const T* units_of(const Problem& p, int64_t output) {
+        return static_cast<const T*>(p.weight) + output / kGroup * kGroup * p.in + output % kGroup * kUnit;
+    }
+
+    // All words of W outputs, zeros if there are none, with kPanel words between one and the next.
+    static void spread_units(const Problem& p, int64_t output, int64_t count, int64_t input, int64_t inputs,
+                             uint32_t* packed) {
+        const T* units = count > 0 ? units_of(p, output) + input * kGroup : nullptr;
+        for (int64_t k = 0; k < inputs; k += kUnit, packed += kUnitWords * kPanel)
+            spread_unit<0>(units ? units + k * kGroup : nullptr, packed);
+    }
+
+    template <int e>
+    static void spread_unit(const T* units, uint32_t* packed) {
+        if constexpr (e < kUnitWords) {
+            if (units)
+                X::store_words(packed + e * kPanel, X::template unit_word<e>(units));
+            else
+                std::memset(packed + e * kPanel, 0, W * sizeof(uint32_t));
+            spread_unit<e + 1>(units, packed);
+        }
+    }
+
+    // Vectors of outputs at a time: as many sums as there are registers for.
+    template <int R>
+    static constexpr int kFewVectors = R * 4 <= X::kFewSums ? 4 : R * 2 <= X::kFewSums ? 2 : 1;
+
+    template <int R, int P>
+    static void few_interleaved(const Problem& p, const PackedRows& rows, int64_t output, int64_t fetch_ahead) {
+        const T* units[P];
+        F totals[P][R];
+        const uint32_t* x = rows.words;
+#pragma GCC unroll 4
+        for (int v = 0; v < P; ++v) {
+            units[v] = units_of(p, output + v * W);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) totals[v][r] = X::zero();
+        }
+        for (int64_t begin = 0; begin < p.in; begin += X::kSumInputs) {
+            F sums[P][R];
+#pragma GCC unroll 4
+            for (int v = 0; v < P; ++v)
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) sums[v][r] = X::zero();
+            for (int64_t k = begin; k < smaller(p.in, begin + X::kSumInputs); k += X::kInputs, x += (R - 1) * kWords)
+                for (const uint32_t* end = x + kWords; x < end; x += kUnitWords) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < P; ++v)
+                        __builtin_prefetch(reinterpret_cast<const char*>(units[v] + fetch_ahead), 0, 2);
+                    add_units<R, P, 0>(units, x, sums);
+#pragma GCC unroll 4
+                    for (int v = 0; v < P; ++v) units[v] += kGroup * kUnit;
+                }
+#pragma GCC unroll 4
+            for (int v = 0; v < P; ++v)
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) totals[v][r] = begin == 0 ? sums[v][r] : X::add(totals[v][r], sums[v][r]);
+        }
+        for (int v = 0; v < P; ++v)
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) store(p, rows.first_row + r, output + v * W, W, totals[v][r]);
+    }
+
+    // Adds the products of one unit of P x W outputs to the sums of R rows.
+    template <int R, int P, int e>
+    static void add_units(const T* const units[P], const uint32_t* x, F sums[P][R]) {
+        if constexpr (e < kUnitWords) {
+            V weights[P];
+#pragma GCC unroll 4
+            for (int v = 0; v < P; ++v) weights[v] = X::template unit_word<e>(units[v]);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const V element = X::splat(x + e + r * kWords);
+#pragma GCC unroll 4
+                for (int v = 0; v < P; ++v) sums[v][r] = X::dot(sums[v][r], element, weights[v]);
+            }
+            add_units<R, P, e + 1>(units, x, sums);
+        }
+    }
+
+    template <int R>
+    static void few_interleaved_by_count(const Problem& p, const PackedRows& rows, int64_t begin, int64_t end,
+                                         int64_t fetch_ahead) {
+        if constexpr (R > 1)
+            if (rows.count < R) return few_interleaved_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
+        constexpr int P = kFewVectors<R>;
+        for (; begin + P * W <= end; begin += P * W) few_interleaved<R, P>(p, rows, begin, fetch_ahead);
+        for (; begin < end; begin += W) few_interleaved<R, 1>(p, rows, begin, fetch_ahead);
     }
 
     // ---- many rows: packed weights

@@ -18,9 +18,16 @@ namespace linear = nanovllm::linear;
 
 namespace {
 
+void refuse_misfit(bool interleaved, int64_t in_features) {
+    if (interleaved && in_features % linear::kInterleavedInputs != 0)
+        throw std::invalid_argument("Interleaved weights have a multiple of " +
+                                    std::to_string(linear::kInterleavedInputs) + " inputs, not " +
+                                    std::to_string(in_features) + ".");
+}
+
 void run_linear(const std::string& isa, const std::string& dtype, uintptr_t x, int64_t x_stride, uintptr_t weight,
                 uintptr_t bias, uintptr_t y, int64_t y_stride, int64_t rows, int64_t in_features, int64_t out_features,
-                int threads) {
+                bool interleaved, int threads) {
     const linear::Kernel& kernel = linear::kernel_of(nanovllm::isa_of(isa), nanovllm::dtype_of(dtype));
     linear::Problem problem{};
     problem.x = reinterpret_cast<const void*>(x);
@@ -32,12 +39,23 @@ void run_linear(const std::string& isa, const std::string& dtype, uintptr_t x, i
     problem.rows = rows;
     problem.in = in_features;
     problem.out = out_features;
+    problem.interleaved = interleaved;
+    refuse_misfit(interleaved, in_features);
     if (std::min(rows, out_features) < 0 || in_features < 1 || threads < 1)
         throw std::invalid_argument("Rows and outputs must not be negative, inputs and threads be positive, got " +
                                     std::to_string(rows) + ", " + std::to_string(out_features) + ", " +
                                     std::to_string(in_features) + " and " + std::to_string(threads) + ".");
     const py::gil_scoped_release release;
     linear::run(problem, kernel, threads);
+}
+
+void interleave(const std::string& dtype, uintptr_t weight, int64_t out_features, int64_t in_features, bool back,
+                int threads) {
+    refuse_misfit(true, in_features);
+    if (out_features < 0 || threads < 1) throw std::invalid_argument("Outputs and threads must be positive.");
+    const py::gil_scoped_release release;
+    linear::interleave(nanovllm::dtype_of(dtype), reinterpret_cast<void*>(weight), out_features, in_features, back,
+                       threads);
 }
 
 // Asks for huge pages behind memory that has not been touched yet: with small ones, every second row of weights costs a
@@ -59,7 +77,11 @@ namespace nanovllm {
 void define_linear(py::module_& m) {
     m.def("linear", &run_linear, py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("x"), py::arg("x_stride"),
           py::arg("weight"), py::arg("bias"), py::arg("y"), py::arg("y_stride"), py::arg("rows"),
-          py::arg("in_features"), py::arg("out_features"), py::arg("threads"));
+          py::arg("in_features"), py::arg("out_features"), py::arg("interleaved") = false, py::arg("threads"));
+    m.def("interleave", &interleave, py::kw_only(), py::arg("dtype"), py::arg("weight"), py::arg("out_features"),
+          py::arg("in_features"), py::arg("back"), py::arg("threads"));
+    m.attr("INTERLEAVED_ROWS") = linear::kGroup;
+    m.attr("INTERLEAVED_INPUTS") = linear::kInterleavedInputs;
     m.def("use_huge_pages", &use_huge_pages, py::arg("address"), py::arg("bytes"));
 }
 

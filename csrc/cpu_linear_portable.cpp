@@ -13,7 +13,8 @@ struct Widened : Portable {
     using T = Element;
     using V = F;
     static constexpr int kDepth = 1, kExpand = 1, kInputs = W;
-    static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 12;
+    static constexpr bool kIsBf16 = std::is_same_v<T, Bf16>;
+    static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 12, kFewSums = 12;
 
     static V load_words(const uint32_t* p) {
         V v;
@@ -31,6 +32,11 @@ struct Widened : Portable {
             return row < outputs && i < inputs ? widen_scalar(w[row * stride + i]) : 0.0f;
         };
         for (int i = 0; i < W; ++i) raw[i] = V{at(0, i), at(1, i), at(2, i), at(3, i)};
+    }
+    template <int e>
+    static V unit_word(const T* units) {
+        const auto at = [=](int i) { return widen_scalar(units[kIsBf16 ? 2 * i + e : i]); };
+        return V{at(0), at(1), at(2), at(3)};
     }
     template <int>
     static V expand(V raw) {

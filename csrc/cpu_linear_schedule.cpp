@@ -1,6 +1,8 @@
 // Cuts a linear layer into pieces of work for the threads. Nothing decided here can change a bit of the results: a piece
 // computes whole outputs of whole rows.
 #include <algorithm>
+#include <cstring>
+#include <memory>
 
 #include "cpu_linear.h"
 #include "cpu_scratch.h"
@@ -10,6 +12,7 @@ namespace {
 
 constexpr int64_t kOwnCacheBytes = 256 << 10;  // of weights that a core keeps for itself until their turn comes
 constexpr int64_t kNearBytes = 1024;
+constexpr int64_t kInterleavedOutputs = 4 * kGroup;  // at a time, of few rows
 constexpr int64_t kLine = 64;
 constexpr int64_t kMostPieceRows = 1024;
 constexpr int64_t kPiecesPerThread = 4;  // so that unequal pieces still end together
@@ -29,12 +32,13 @@ void run_few(const Problem& p, const Kernel& k, int threads) {
     for (int64_t row = 0; row < p.rows; row += most)
         k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, words + row * row_words);
     // The next panel's weights are fetched meanwhile, or the next inputs' where the core could not keep a panel.
-    const int64_t panel_bytes = k.pass_outputs * p.in * k.element_bytes;
-    const int64_t fetch_ahead = panel_bytes <= kOwnCacheBytes ? k.pass_outputs * p.in : kNearBytes / k.element_bytes;
-    const int64_t panels = ceil_div(p.out, k.pass_outputs);
+    const int64_t outputs = p.interleaved ? kInterleavedOutputs : k.pass_outputs;
+    const bool fetch_panel = !p.interleaved && outputs * p.in * k.element_bytes <= kOwnCacheBytes;
+    const int64_t fetch_ahead = fetch_panel ? outputs * p.in : kNearBytes / k.element_bytes;
+    const int64_t panels = ceil_div(p.out, outputs);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t panel = 0; panel < panels; ++panel) {
-        const int64_t begin = panel * k.pass_outputs, end = std::min(p.out, begin + k.pass_outputs);
+        const int64_t begin = panel * outputs, end = std::min(p.out, begin + outputs);
         for (int64_t row = 0; row < p.rows; row += most)
             k.multiply_few(p, {words + row * row_words, row, std::min(most, p.rows - row)}, begin, end, fetch_ahead);
     }
@@ -109,10 +113,50 @@ void run_many(const Problem& p, const Kernel& k, int threads) {
     }
 }
 
+// The last outputs, which are no whole group, lie row by row.
+void run_interleaved_and_rest(Problem p, const Kernel& k, int threads) {
+    Problem rest = p;
+    p.out = p.out / kGroup * kGroup;
+    rest.out -= p.out;
+    rest.interleaved = false;
+    rest.weight = static_cast<const char*>(rest.weight) + p.out * p.in * k.element_bytes;
+    rest.y = static_cast<char*>(rest.y) + p.out * k.element_bytes;
+    if (rest.bias) rest.bias = static_cast<const char*>(rest.bias) + p.out * k.element_bytes;
+    run(p, k, threads);
+    run(rest, k, threads);
+}
+
+template <class Unit>
+void interleave_units(void* weight, int64_t groups, int64_t units, bool back, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const std::unique_ptr<Unit[]> copy(new Unit[size_t(kGroup * units)]);
+#pragma omp for schedule(static)
+        for (int64_t group = 0; group < groups; ++group) {
+            Unit* const here = static_cast<Unit*>(weight) + group * kGroup * units;
+            std::memcpy(copy.get(), here, size_t(kGroup * units) * sizeof(Unit));
+            for (int64_t unit = 0; unit < units; ++unit)
+                for (int64_t i = 0; i < kGroup; ++i) {
+                    const int64_t by_row = i * units + unit, interleaved = unit * kGroup + i;
+                    here[back ? by_row : interleaved] = copy[size_t(back ? interleaved : by_row)];
+                }
+        }
+    }
+}
+
 }  // namespace
+
+void interleave(DType dtype, void* weight, int64_t out, int64_t in, bool back, int threads) {
+    const int64_t groups = out / kGroup;
+    if (dtype == DType::fp16)
+        interleave_units<uint16_t>(weight, groups, in, back, threads);
+    else
+        interleave_units<uint32_t>(weight, groups, dtype == DType::bf16 ? in / 2 : in, back, threads);
+}
 
 void run(const Problem& problem, const Kernel& kernel, int threads) {
     if (problem.rows == 0 || problem.out == 0) return;
+    if (problem.interleaved && problem.out % kGroup != 0) return run_interleaved_and_rest(problem, kernel, threads);
     if (problem.rows <= kernel.few_rows)
         run_few(problem, kernel, threads);
     else

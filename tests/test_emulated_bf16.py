@@ -20,6 +20,7 @@ FLAGS = [
 ]  # fmt: skip
 TESTS = (
     "test_cpu_linear.py",
+    "test_interleaved_weights.py",
     "test_cpu_layer.py",
     "test_cpu_attention.py",
     "test_cpu_attention_kv8.py",

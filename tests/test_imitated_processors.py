@@ -33,6 +33,7 @@ SUITES = (
     "test_seeded_requests.py",
     "test_generate.py",
     "test_cpu_linear.py",
+    "test_interleaved_weights.py",
     "test_cpu_rows.py",
 )
 

@@ -22,7 +22,13 @@ EXTENSIONS = {  # module -> (sources, tests that exercise it)
     ),
     "nanovllm/ops/_cpu_kernels": (
         ("cpu_kernels.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp", "cpu_layer.cpp"),
-        ("test_cpu_linear.py", "test_cpu_rows.py", "test_cpu_layer.py", "test_packed_linear.py"),
+        (
+            "test_cpu_linear.py",
+            "test_interleaved_weights.py",
+            "test_cpu_rows.py",
+            "test_cpu_layer.py",
+            "test_packed_linear.py",
+        ),
     ),
 }
 FLAGS = [

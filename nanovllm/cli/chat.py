@@ -27,7 +27,7 @@ from nanovllm.cli.arguments import (
 from nanovllm.cli.boundary import Boundary, Interrupt, say
 from nanovllm.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.cli.templates import chat_template, read_template
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine
@@ -92,11 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
     """The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default."""
-    from nanovllm.models.hf_config import load_sampling_defaults  # with transformers, which takes seconds
-
-    config = llm.config
-    recommended = load_sampling_defaults(config.model, config.generation_config, config.override_generation_config)
-    return SamplingParams(**{"max_tokens": MAX_TOKENS} | recommended | sampling_arguments(args))
+    return SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling_arguments(args))
 
 
 def _read_document(path: str | None) -> str | None:

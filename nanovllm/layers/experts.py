@@ -97,7 +97,7 @@ class Experts:
 class ExpertWeights:
     """One matrix [out, in] of every expert.
 
-    dense: all of them, [experts, out, in], if they are stored as plain numbers; else None.
+    dense: all of them, [experts, out, in], if they are stored as plain numbers; else None. Reordered on the CPU.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers.linear_method import LinearMethod, NamedSlots, StoredWeight, slot_of
 from nanovllm.ops import cpu_kernels
+from nanovllm.ops.cpu_kernels import WeightPart
 
 FEW_ROWS = 24  # with at most so many rows, reading the weights determines the time of a product
 
@@ -50,25 +51,44 @@ class DenseWeight:
         self._parts = dict(parts)
         self._product = linear
         shape = (sum(parts.values()), in_features)
-        self.dense = torch.empty(shape, dtype=dtype, device=device) if memory is None else memory
+        self._matrix = torch.empty(shape, dtype=dtype, device=device) if memory is None else memory
+        self._interleaved = False  # see `cpu_kernels.interleave_`
+
+    @property
+    def dense(self) -> Tensor:
+        """The matrix; a copy after `finish_loading`, where its memory was reordered for the kernels."""
+        if not self._interleaved:
+            return self._matrix
+        plain = self._matrix.clone()
+        cpu_kernels.interleave_(plain, back=True)
+        return plain
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._product(x, self.dense, bias)
+        if self._interleaved:
+            return cpu_kernels.cpu_linear(x, self._matrix, bias, interleaved=True)
+        return self._product(x, self._matrix, bias)
 
     def rows(self, indices: Tensor) -> Tensor:
-        return F.embedding(indices, self.dense)
+        if self._interleaved:
+            return cpu_kernels.rows_of_interleaved(self._matrix, indices)
+        return F.embedding(indices, self._matrix)
 
     def slots(self) -> NamedSlots:
         for module, part in zip(self._parts, self.dense.split(list(self._parts.values())), strict=True):
             yield f"{module}.weight", slot_of(part)
 
     def finish_loading(self) -> None:
-        """The kernels read the plain form as it is."""
+        if not self._interleaved and cpu_kernels.can_interleave(self._matrix):
+            cpu_kernels.interleave_(self._matrix)
+            self._interleaved = True
 
-    def kernel_parts(self) -> Sequence[Tensor]:
-        return [self.dense]
+    def kernel_parts(self) -> Sequence[WeightPart]:
+        return [cpu_kernels.interleaved_part(self._matrix) if self._interleaved else self._matrix]
 
     def use_torch_products(self) -> None:
+        if self._interleaved:
+            cpu_kernels.interleave_(self._matrix, back=True)
+            self._interleaved = False
         self._product = fastest_linear
 
 

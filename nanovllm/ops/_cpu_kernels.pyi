@@ -23,9 +23,16 @@ def linear(
     rows: int,
     in_features: int,
     out_features: int,
+    interleaved: bool = False,
     threads: int,
 ) -> None:
     """Addresses of x, weight, bias (0: none) and y. Raises ValueError for negative sizes."""
+
+INTERLEAVED_ROWS: int
+INTERLEAVED_INPUTS: int
+
+def interleave(*, dtype: str, weight: int, out_features: int, in_features: int, back: bool, threads: int) -> None:
+    """Reorder a weight in place for `interleaved=True`, or back. Raises ValueError for sizes that do not fit."""
 
 def use_huge_pages(address: int, bytes: int) -> None:
     """Ask for huge pages behind this memory, all pages that it touches; where there are none, nothing changes."""
@@ -95,7 +102,7 @@ def store_kv(
     """Strides in bytes, of k and v (token, head). Raises ValueError for a slot outside of the blocks."""
 
 class DenseWeight:
-    def __init__(self, *, address: int, in_features: int, out_features: int) -> None: ...
+    def __init__(self, *, address: int, in_features: int, out_features: int, interleaved: bool = False) -> None: ...
 
 class Linear:
     def __init__(self, *, parts: list[DenseWeight | PackedWeight], bias: int) -> None:
