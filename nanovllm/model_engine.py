@@ -13,12 +13,8 @@ from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import ConfigError, RequestError, as_request_error, quoted
-from nanovllm.models.hf_config import (
-    load_decoder_spec,
-    load_eos_token_ids,
-    load_model_type,
-    load_sampling_defaults,
-)
+from nanovllm.models.hf_config import ModelConfig
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt, prompt_part
 from nanovllm.sampling_params import SamplingParams
@@ -53,14 +49,16 @@ class LLMEngine(llm_engine.LLMEngine):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        load_decoder_spec(config.model, config.hf_overrides)  # the smallest file first: no other is opened if it fails
-        eos_token_ids = frozenset(load_eos_token_ids(config.model, config.hf_overrides, config.generation_config))
-        _sampling_defaults(config)
+        # The smallest files first: no other is opened if one of them cannot be used.
+        model = ModelConfig(config.model, config.hf_overrides, config.generation_config)
+        eos_token_ids = frozenset(model.eos_token_ids())
+        self.sampling_defaults = model.sampling_defaults(config.override_generation_config)
+        self.get_default_sampling_params()  # refuses those that cannot be used
         if config.trust_remote_code:
             logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
-        tokenizer = _tokenizer(config)
+        tokenizer = _tokenizer(config, model.model_type)
         self.config = config
-        self.runner = _runner(config)
+        self.runner = _runner(config, model.spec)
         plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
         lora = sides.lora() if config.enable_lora else None
         self._vllm_api = sides.vllm_api()
@@ -159,7 +157,7 @@ class LLMEngine(llm_engine.LLMEngine):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
-        return _sampling_defaults(self.config)
+        return SamplingParams(**self.sampling_defaults)
 
     def get_metrics(self) -> list[Metric]:
         """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
@@ -167,13 +165,13 @@ class LLMEngine(llm_engine.LLMEngine):
         return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
 
 
-def _runner(config: EngineConfig) -> sides.Runner:
+def _runner(config: EngineConfig, spec: DecoderSpec) -> sides.Runner:
     """The executor that the arguments ask for."""
     sides.check_arguments(config)
     side = sides.distributed()
-    return (
-        ModelRunner(config) if config.tensor_parallel_size == 1 or side is None else side.TensorParallelExecutor(config)
-    )
+    if config.tensor_parallel_size == 1 or side is None:
+        return ModelRunner(config, spec)
+    return side.TensorParallelExecutor(config, spec)
 
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
@@ -181,17 +179,12 @@ def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
     own_arguments(f"argument of {method}", arguments, (), "ENGINE_CALL_ARGUMENTS", RequestError)
 
 
-def _sampling_defaults(config: EngineConfig) -> SamplingParams:
-    overrides = config.override_generation_config
-    return SamplingParams(**load_sampling_defaults(config.model, config.generation_config, overrides))
-
-
-def _tokenizer(config: EngineConfig) -> Tokenizer | None:
+def _tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     """The tokenizer that the arguments name; None if the model has none, or if it is not wanted."""
     if config.skip_tokenizer_init:
         return None
     directory = config.tokenizer if config.tokenizer is not None else config.model
-    tokenizer = load_tokenizer(directory, load_model_type(config.model, config.hf_overrides))
+    tokenizer = load_tokenizer(directory, model_type)
     if tokenizer is None and config.tokenizer is not None:
         raise ConfigError(f"tokenizer={quoted(config.tokenizer)}: the directory holds no tokenizer files")
     return tokenizer

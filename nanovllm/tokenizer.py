@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from tokenizers import Tokenizer as Backend
 
 from nanovllm.errors import ModelError, RequestError, quoted, told
-from nanovllm.model_files.gguf_side import gguf_side, is_gguf
+from nanovllm.model_files.gguf_side import NoTokenizerError, gguf_side, is_gguf
 from nanovllm.model_files.json_fields import (
     FLAG,
     LIST,
@@ -105,7 +105,10 @@ def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Toke
     """The tokenizer of a directory or GGUF file, or None if it has none."""
     path = Path(model_dir)
     if is_gguf(path):
-        return HuggingFaceTokenizer(path) if gguf_side(path).has_tokenizer(path) else None
+        try:
+            return HuggingFaceTokenizer(path)
+        except NoTokenizerError:
+            return None
     if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
         return None
     return HuggingFaceTokenizer(model_dir, model_type)

@@ -1,4 +1,7 @@
-"""Small quantized checkpoints, and their weights by the formats' published formulas, written independently in numpy."""
+"""Small quantized checkpoints, changes to them, and their weights by the formats' published formulas.
+
+The formulas are written independently, in numpy.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from checkpoints import edit_config, make_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.quantize_checkpoint import quantize_checkpoint
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.packed_matrix import StackedWeights
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.loader import load_model
+from nanovllm.ops.packed_weights import dequantize
+from nanovllm.quantization.packed_method import QuantizedWeight
 
+VOCAB = 199
 # Name of a variant -> format and options of `quantize_checkpoint`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "gptq-128": {"format": "gptq"},
@@ -35,6 +47,47 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8-channel": {"format": "fp8-channel"},
     "fp8-tensor": {"format": "fp8-tensor"},
 }
+
+
+def make_plain(directory: Path) -> Path:
+    """A checkpoint to quantize: its sizes are multiples of 128 for q, o, gate, up and down, and not for k and v."""
+    make_checkpoint(directory, hidden=128, intermediate=256, heads=8, kv_heads=4, vocab=VOCAB)
+    return directory
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The model with its weights."""
+    return load_model(path, load_decoder_spec(path), dtype, torch.device("cpu"))
+
+
+def weight_of(linear: Linear) -> Tensor:
+    """The fp32 matrix of a linear layer, in whatever form it is stored."""
+
+    def matrix(weight: Any) -> Tensor:
+        if isinstance(weight, StackedWeights):
+            return torch.cat([matrix(part) for part in weight._weights])
+        return dequantize(weight.packed) if isinstance(weight, QuantizedWeight) else weight.dense.float()
+
+    return matrix(linear.weight)
+
+
+def edit_tensors(path: Path, **changes: Any) -> None:
+    """Replace tensors of the first layer's q projection by what a function makes of them; None removes one."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for suffix, change in changes.items():
+        name = f"model.layers.0.self_attn.q_proj.{suffix}"
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, file)
+
+
+def set_quantization(path: Path, **changes: Any) -> None:
+    """Set fields of the `quantization_config`; a value of `...` removes one."""
+    config = json.loads((path / "config.json").read_text())["quantization_config"] | changes
+    edit_config(path, quantization_config={name: value for name, value in config.items() if value is not ...})
 
 
 def quantize(model: Path, directory: Path, variant: str) -> Path:

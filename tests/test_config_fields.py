@@ -16,7 +16,7 @@ from nanovllm import LLM
 from nanovllm.errors import ConfigError
 from nanovllm.models.config_fields import COMMON_FIELDS, FIELDS_WITHOUT_EFFECT, NETWORK_FIELDS, OFF_VALUES, OTHER_FIELDS
 from nanovllm.models.families import FAMILIES
-from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids, load_sampling_defaults, read_decoder_spec
+from nanovllm.models.hf_config import ModelConfig, load_decoder_spec, read_decoder_spec
 
 SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
@@ -180,7 +180,7 @@ def test_overrides_replace_fields_and_extend_the_context(tmp_path: Path) -> None
     assert (spec.max_model_len, spec.rope.kind, spec.rope.theta) == (1024, "yarn", 1e6)
     assert load_decoder_spec(tmp_path, {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
     assert read_decoder_spec(tmp_path / "config.json", {"rms_norm_eps": 1e-3}).rms_norm_eps == 1e-3
-    assert load_eos_token_ids(tmp_path, {"eos_token_id": [3, 4]}) == (3, 4)
+    assert ModelConfig(tmp_path, {"eos_token_id": [3, 4]}).eos_token_ids() == (3, 4)
 
 
 @pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
@@ -209,13 +209,14 @@ def test_generation_config_says_where_the_defaults_come_from(tmp_path: Path) -> 
     write_byte_level(model)
     edit_config(model, "generation_config.json", temperature=0.6, top_k=20)
     (other / "generation_config.json").write_text(json.dumps({"temperature": 0.1, "eos_token_id": 7}))
-    assert load_sampling_defaults(model) == {"temperature": 0.6, "top_k": 20}
-    assert load_sampling_defaults(model, "vllm") == {}
-    assert load_sampling_defaults(model, other) == {"temperature": 0.1}
-    assert load_sampling_defaults(model, "auto", {"top_k": 5, "max_new_tokens": 4})["top_k"] == 5
-    assert load_eos_token_ids(model, {}, "vllm") == (9,) and load_eos_token_ids(model, {}, str(other)) == (9, 7)
+    own, none, others = (ModelConfig(model, {}, source) for source in ("auto", "vllm", str(other)))
+    assert own.sampling_defaults() == {"temperature": 0.6, "top_k": 20}
+    assert none.sampling_defaults() == {}
+    assert others.sampling_defaults() == {"temperature": 0.1}
+    assert own.sampling_defaults({"top_k": 5, "max_new_tokens": 4})["top_k"] == 5
+    assert none.eos_token_ids() == (9,) and others.eos_token_ids() == (9, 7)
     for overrides, says in (({"top_p": 2}, "top_p=2"), ({"topk": 5}, "did you mean 'top_k'")):
-        assert says in refusal(lambda given=overrides: load_sampling_defaults(model, "auto", given), ConfigError)
+        assert says in refusal(lambda given=overrides: own.sampling_defaults(given), ConfigError)
     arguments = {"generation_config": str(other), "override_generation_config": {"max_new_tokens": 3}}
     with LLM(model, **arguments, **SMALL) as llm:
         params = llm.get_default_sampling_params()

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
 
 from nanovllm.models.families import FAMILIES
-from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids
+from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
 
 ARCHITECTURES = [
     "Qwen3ForCausalLM",
@@ -119,7 +119,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     spec = load_decoder_spec(tmp_path)
     assert (spec.head_dim, spec.num_kv_heads, spec.rope.theta) == (16, 8, 1e6)
     assert spec.sliding_windows == (4096, 4096)
-    assert load_eos_token_ids(tmp_path) == (2,)
+    assert ModelConfig(tmp_path).eos_token_ids() == (2,)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_every_eos_id_counts(tmp_path: Path, in_config: Any, in_generation: Any,
         (tmp_path / "generation_config.json").unlink()
     else:
         edit_config(tmp_path, "generation_config.json", eos_token_id=in_generation)
-    assert load_eos_token_ids(tmp_path) == expected
+    assert ModelConfig(tmp_path).eos_token_ids() == expected
 
 
 @pytest.mark.parametrize("bad", [-1, "</s>", [1, True], 1.5])
 def test_bad_eos_ids_are_refused(single: Path, bad: Any) -> None:
     edit_config(single, eos_token_id=bad)
-    message = refusal(lambda: load_eos_token_ids(single))
+    message = refusal(lambda: ModelConfig(single).eos_token_ids())
     assert "eos_token_id" in message and repr(bad[-1] if isinstance(bad, list) else bad) in message
 
 
@@ -161,7 +161,7 @@ def test_nothing_is_fetched(single: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     message = refusal(lambda: load_decoder_spec("Qwen/Qwen3-0.6B"))
     assert "Qwen/Qwen3-0.6B" in message and "local directory" in message
-    assert load_decoder_spec(single).num_layers == 2 and load_eos_token_ids(single) == ()
+    assert load_decoder_spec(single).num_layers == 2 and ModelConfig(single).eos_token_ids() == ()
 
 
 def test_missing_and_broken_configs_are_refused(single: Path) -> None:
@@ -174,12 +174,12 @@ def test_missing_and_broken_configs_are_refused(single: Path) -> None:
     config.unlink()
     assert str(config) in refusal(lambda: load_decoder_spec(single))
     assert "local directory" in refusal(lambda: load_decoder_spec(single / "model.safetensors"))
-    assert "absent" in refusal(lambda: load_eos_token_ids(single / "absent"))
+    assert "absent" in refusal(lambda: ModelConfig(single / "absent").eos_token_ids())
 
 
 def test_broken_generation_configs_are_refused(single: Path) -> None:
     (single / "generation_config.json").write_text("{")
-    assert "generation_config.json" in refusal(lambda: load_eos_token_ids(single))
+    assert "generation_config.json" in refusal(lambda: ModelConfig(single).eos_token_ids())
 
 
 @pytest.mark.parametrize(

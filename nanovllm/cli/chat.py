@@ -92,11 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
     """The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default."""
-    from nanovllm.models.hf_config import load_sampling_defaults  # with transformers, which takes seconds
-
-    config = llm.config
-    recommended = load_sampling_defaults(config.model, config.generation_config, config.override_generation_config)
-    return SamplingParams(**{"max_tokens": MAX_TOKENS} | recommended | sampling_arguments(args))
+    return SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling_arguments(args))
 
 
 def _read_document(path: str | None) -> str | None:

@@ -42,7 +42,7 @@ from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.errors import Advice, EngineError
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.logits import process
-from nanovllm.models.hf_config import load_decoder_spec
+from nanovllm.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +77,12 @@ class Rank:
 class TensorParallelExecutor:
     """Implements `engine.sides.Runner` with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the ranks and wait until they have loaded the model.
+    def __init__(self, config: EngineConfig, spec: DecoderSpec) -> None:
+        """Start the ranks and wait until they have loaded the model. spec: of the whole model.
 
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
-        spec = load_decoder_spec(config.model, config.hf_overrides)
         spec.of_ranks(self._size)  # refuses too many ranks at once
         self._patience = config.distributed_timeout_seconds
         self._step = 0

@@ -111,7 +111,7 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     config = with_device(setup)
     group = ProcessGroup(setup.rank, setup.size, setup.local_size, channel)
     join(config, setup)
-    runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), group, setup.spec)
+    runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
     while isinstance(message := channel.receive(), Execute):

@@ -29,7 +29,6 @@ from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import gib
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
@@ -42,21 +41,17 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Owns the device, the model and the KV cache, and runs one batch at a time."""
 
-    def __init__(self, config: EngineConfig, group: RankGroup | None = None, spec: DecoderSpec | None = None) -> None:
-        """group: the tensor-parallel ranks, of which this is one; None computes the whole model.
-
-        spec: of the whole model, where it is known already.
-        """
+    def __init__(self, config: EngineConfig, spec: DecoderSpec, group: RankGroup | None = None) -> None:
+        """spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole."""
         sides.check_arguments(config)
-        self.spec = spec or load_decoder_spec(config.model, config.hf_overrides)
-        _check_quantization(config.quantization, self.spec)
-        self.dtype = _resolve_dtype(config.dtype, self.spec)
+        _check_quantization(config.quantization, spec)
+        self.dtype = _resolve_dtype(config.dtype, spec)
         self.device = create_device(config.device)
         self._closed = False
         self._kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
-        self._backend = select_backend(self.device.torch_device, self.spec.head_dim, self._kv_dtype)
+        self._backend = select_backend(self.device.torch_device, spec.head_dim, self._kv_dtype)
         logger.info("attention backend: %s", self._backend.name)
-        self.model = _load(config, self.spec, self.dtype, self.device, group)
+        self.model = _load(config, spec, self.dtype, self.device, group)
         self.spec = self.model.spec  # of this rank
         keep_batch_invariance(config, self.model, self._backend)
         layout = layout_of(config, self.spec, self.dtype.itemsize)

@@ -218,7 +218,7 @@ class Runner(Executor, Protocol):
 class Distributed(Protocol):
     """Computes one model on several ranks. Without it `tensor_parallel_size` above 1 is refused."""
 
-    def TensorParallelExecutor(self, config: EngineConfig) -> Runner: ...
+    def TensorParallelExecutor(self, config: EngineConfig, spec: DecoderSpec) -> Runner: ...
 
 
 class VllmApi(Protocol):

@@ -1,8 +1,7 @@
 """GGUF files of llama.cpp as models, with their packed weights: a side, see `nanovllm.model_files.gguf_side`."""
 
-from nanovllm.gguf.config import generation_fields
 from nanovllm.gguf.model import read_config
 from nanovllm.gguf.tensors import list_tensors
-from nanovllm.gguf.tokenizer import has_tokenizer, load_tokenizer
+from nanovllm.gguf.tokenizer import load_tokenizer
 
-__all__ = ["generation_fields", "has_tokenizer", "list_tensors", "load_tokenizer", "read_config"]
+__all__ = ["list_tensors", "load_tokenizer", "read_config"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from nanovllm.errors import ModelError, quoted
 from nanovllm.gguf.fields import Metadata
-from nanovllm.gguf.header import GgufHeader, read_header
+from nanovllm.gguf.header import GgufHeader
 from nanovllm.gguf.tokenizer import end_token_ids
 from nanovllm.model_files.json_fields import TEXT, Field, integer
 from nanovllm.models.config_fields import NETWORK_FIELDS, ROPE_FIELDS
@@ -111,10 +110,9 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     return {"architectures": [architecture], "model_type": model_type, **fields}
 
 
-def generation_fields(path: Path) -> dict[str, Any]:
+def generation_fields(header: GgufHeader) -> dict[str, Any]:
     """The fields of generation_config.json: how the file recommends to sample. Most files recommend nothing."""
-    values = read_header(path).metadata
-    return {field: values[key] for key, field in SAMPLING.items() if key in values}
+    return {field: header.metadata[key] for key, field in SAMPLING.items() if key in header.metadata}
 
 
 def rope_factors(header: GgufHeader) -> tuple[float, ...]:

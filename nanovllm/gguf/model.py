@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.gguf.config import config_fields, rope_factors
+from nanovllm.gguf.config import config_fields, generation_fields, rope_factors
 from nanovllm.gguf.header import TENSOR_TYPES, GgufHeader, TensorType, read_header
 from nanovllm.gguf.names import hugging_face_name
 from nanovllm.gguf.weights import GgufWeight
@@ -67,7 +67,8 @@ def read_config(path: Path) -> GgufConfig:
     """See `model_files.gguf_side.GgufSide`."""
     header = read_header(path)
     types = packed_types(header)
-    return GgufConfig(config_fields(header), rope_factors(header), GgufMethod(types) if types else None)
+    method = GgufMethod(types) if types else None
+    return GgufConfig(config_fields(header), generation_fields(header), rope_factors(header), method)
 
 
 def packed_types(header: GgufHeader) -> dict[str, str]:

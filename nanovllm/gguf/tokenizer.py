@@ -15,6 +15,7 @@ from nanovllm.errors import ModelError, quoted, told
 from nanovllm.gguf.fields import Metadata
 from nanovllm.gguf.header import read_header
 from nanovllm.gguf.pre_tokenizers import PRE_TOKENIZERS
+from nanovllm.model_files.gguf_side import NoTokenizerError
 from nanovllm.model_files.json_fields import FLAG, TEXT, integer
 
 PREFIX = "tokenizer.ggml."
@@ -27,22 +28,17 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
 
 
-def has_tokenizer(path: Path) -> bool:
-    """Whether the file describes a tokenizer."""
-    return read_header(path).metadata.get(f"{PREFIX}model") not in NO_TOKENIZER
-
-
 def load_tokenizer(path: Path) -> Any:
-    """The file's tokenizer. Raises ModelError if the file describes none, or one that is not supported."""
+    """See `model_files.gguf_side.GgufSide`. Raises ModelError for a tokenizer that is not supported."""
     from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token-id prompts
 
     metadata = Metadata(path, read_header(path).metadata)
     kind = metadata.get(f"{PREFIX}model", TEXT)
+    remedy = f"supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
+    if kind in NO_TOKENIZER:
+        raise NoTokenizerError(f"{path} has no tokenizer; {remedy}")
     if kind not in _KINDS:
-        found = "has no tokenizer" if kind in NO_TOKENIZER else f"has a tokenizer of kind {quoted(kind)}"
-        raise ModelError(
-            f"{path} {found}; supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
-        )
+        raise ModelError(f"{path} has a tokenizer of kind {quoted(kind)}; {remedy}")
     tokens, types = _tokens(metadata)
     try:
         backend = _KINDS[kind](metadata, tokens, types)

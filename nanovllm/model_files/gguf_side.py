@@ -15,13 +15,18 @@ SUFFIX = ".gguf"
 class GgufConfig(NamedTuple):
     """What a file says about the network.
 
-    fields: as in config.json; rope_factors: what each RoPE frequency is divided by, or none; method: the `LinearMethod`
-    of the matrices, None if all are plain numbers.
+    fields: as in config.json; generation: as in generation_config.json; rope_factors: what each RoPE frequency is
+    divided by, or none; method: the `LinearMethod` of the matrices, None if all are plain numbers.
     """
 
     fields: dict[str, Any]
+    generation: Mapping[str, Any]
     rope_factors: tuple[float, ...]
     method: Any
+
+
+class NoTokenizerError(ModelError):
+    """A file describes a network without its tokenizer."""
 
 
 class GgufSide(Protocol):
@@ -29,14 +34,8 @@ class GgufSide(Protocol):
 
     def read_config(self, path: Path) -> GgufConfig: ...
 
-    def generation_fields(self, path: Path) -> Mapping[str, Any]:
-        """The fields of generation_config.json."""
-        ...
-
-    def has_tokenizer(self, path: Path) -> bool: ...
-
     def load_tokenizer(self, path: Path) -> Any:
-        """The tokenizer, as one of Transformers."""
+        """The tokenizer, as one of Transformers. Raises NoTokenizerError if the file describes none."""
         ...
 
     def list_tensors(self, path: Path) -> dict[str, Any]:

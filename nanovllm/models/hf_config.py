@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -57,71 +58,86 @@ class Quantizations(Protocol):
         ...
 
 
-def load_decoder_spec(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
-    """The network that `model_dir`/config.json describes, with the fields of `overrides` in the place of its own.
+class ModelConfig:
+    """What a model directory or GGUF file says about its network and its use. Each file is read once.
 
-    Raises ModelError on a missing directory or file, broken JSON, and everything that is not supported, with what is.
+    spec: the network that `model_dir`/config.json describes, with the fields of `overrides` in the place of its own.
+    Raises ModelError on a missing directory or file, broken JSON, and everything that is not supported, with what is;
+    of generation_config.json when it is asked for.
     """
-    return _spec(_read_config(Path(model_dir), overrides))
+
+    def __init__(
+        self, model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES, generation_config: str | Path = "auto"
+    ) -> None:
+        """generation_config: as the engine argument."""
+        self._model = Path(model_dir)
+        self._generation_config = generation_config
+        self._config = _read_config(self._model, overrides)
+        self._family = _family(self._config)
+        self.spec = _spec(self._config, self._family)
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in Transformers, which selects its tokenizer class."""
+        return self._family.model_type
+
+    @cached_property
+    def _generation(self) -> Mapping[str, Any]:
+        """The fields of generation_config.json."""
+        if self._generation_config not in ("auto", "vllm"):
+            return _generation_fields(Path(self._generation_config))
+        if self._config.gguf is not None:
+            return checked_fields(self._model, self._config.gguf.generation, GENERATION_FIELDS)
+        return _generation_fields(self._model)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every end-of-sequence id of config.json and generation_config.json, in that order, each once.
+
+        With generation_config "vllm", the model's own file still counts here, as in vLLM. If neither file has the key,
+        the family's default applies (Llama and Mistral: 2).
+        """
+        sources = [_network_fields(self._config, self._family), self._generation]
+        if not any("eos_token_id" in source for source in sources):
+            sources = [{"eos_token_id": CONFIG_MAPPING[self.model_type]().eos_token_id}]
+        ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
+        return tuple(dict.fromkeys(ids))
+
+    def sampling_defaults(self, overrides: Mapping[str, Any] = NO_OVERRIDES) -> dict[str, Any]:
+        """What generation_config.json recommends, under the names of SamplingParams. do_sample is ignored, as in vLLM.
+
+        overrides: as the engine argument override_generation_config. Raises ConfigError for wrong ones.
+        """
+        unknown = [name for name in overrides if name not in SAMPLING_DEFAULTS]
+        if unknown:
+            raise ConfigError(
+                unknown_name_message("field of override_generation_config", unknown[0], SAMPLING_DEFAULTS)
+            )
+        try:
+            checked_fields("override_generation_config", overrides, GENERATION_FIELDS)
+        except ModelError as error:
+            raise ConfigError(str(error)) from None
+        found = {} if self._generation_config == "vllm" else self._generation
+        recommended = {**found, **overrides}
+        return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
+
+
+def load_decoder_spec(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
+    """`ModelConfig.spec`."""
+    return ModelConfig(model_dir, overrides).spec
 
 
 def read_decoder_spec(config: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> DecoderSpec:
-    """As `load_decoder_spec`; `config` may also be a single config file. Raises ModelError as above."""
+    """As `load_decoder_spec`; `config` may also be a single config file. Raises ModelError as `ModelConfig`."""
     path = Path(config)
-    is_config = path.is_file() and not is_gguf(path)
-    return _spec(
-        _with_overrides(path, read_json_object(path), overrides) if is_config else _read_config(path, overrides)
-    )
-
-
-def load_model_type(model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> str:
-    """The family's name in Transformers, which selects its tokenizer class. Raises ModelError as above."""
-    return _family(_read_config(Path(model_dir), overrides)).model_type
-
-
-def load_eos_token_ids(
-    model_dir: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES, generation_config: str | Path = "auto"
-) -> tuple[int, ...]:
-    """Every end-of-sequence id of config.json and generation_config.json, in that order, each once.
-
-    generation_config: as the engine argument; with "vllm", the model's own file still counts here, as in vLLM. If
-    neither file has the key, the family's default applies (Llama and Mistral: 2).
-    """
-    config = _read_config(Path(model_dir), overrides)
-    own = generation_config in ("auto", "vllm")
-    generation = _generation_fields(Path(model_dir if own else generation_config))
-    family = _family(config)
-    sources = [_network_fields(config, family), generation]
-    if not any("eos_token_id" in source for source in sources):
-        sources = [{"eos_token_id": CONFIG_MAPPING[family.model_type]().eos_token_id}]
-    ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
-    return tuple(dict.fromkeys(ids))
-
-
-def load_sampling_defaults(
-    model_dir: str | Path, generation_config: str | Path = "auto", overrides: Mapping[str, Any] = NO_OVERRIDES
-) -> dict[str, Any]:
-    """What generation_config.json recommends, under the names of SamplingParams. do_sample is ignored, as in vLLM.
-
-    generation_config, overrides: as the engine arguments generation_config and override_generation_config. Raises
-    ModelError for damaged files and ConfigError for wrong overrides.
-    """
-    unknown = [name for name in overrides if name not in SAMPLING_DEFAULTS]
-    if unknown:
-        raise ConfigError(unknown_name_message("field of override_generation_config", unknown[0], SAMPLING_DEFAULTS))
-    try:
-        checked_fields("override_generation_config", overrides, GENERATION_FIELDS)
-    except ModelError as error:
-        raise ConfigError(str(error)) from None
-    directory = Path(model_dir if generation_config == "auto" else generation_config)
-    found = {} if generation_config == "vllm" else _generation_fields(directory)
-    recommended = {**found, **overrides}
-    return {name: recommended[key] for key, name in SAMPLING_DEFAULTS.items() if recommended.get(key) is not None}
+    if not path.is_file() or is_gguf(path):
+        return load_decoder_spec(path, overrides)
+    fields = _with_overrides(path, read_json_object(path), overrides)
+    return _spec(fields, _family(fields))
 
 
 def _generation_fields(directory: Path) -> dict[str, Any]:
     if is_gguf(directory):
-        return checked_fields(directory, gguf_side(directory).generation_fields(directory), GENERATION_FIELDS)
+        return checked_fields(directory, gguf_side(directory).read_config(directory).generation, GENERATION_FIELDS)
     path = directory / "generation_config.json"
     return checked_fields(path, read_json_object(path), GENERATION_FIELDS) if path.is_file() else {}
 
@@ -172,8 +188,7 @@ def _overridden(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     return merged
 
 
-def _spec(config: _Config) -> DecoderSpec:
-    family = _family(config)
+def _spec(config: _Config, family: Family) -> DecoderSpec:
     fields = _network_fields(config, family)
     _refuse_unread(config, family)
     try:

@@ -38,19 +38,21 @@ def rows_to_panels(scheme: str, rows: Tensor, block_bytes: int, in_place: bool =
 
 def _blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
     """uint8 [out_features, blocks, bytes of a block] -> uint8 [panels, bytes of a panel]."""
-    missing = -blocks.shape[0] % OUTPUTS
-    outputs = F.pad(blocks, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, OUTPUTS))
-    parts = []
-    at = _HALF.get(scheme)
+    if missing := -blocks.shape[0] % OUTPUTS:  # else padding would copy
+        blocks = F.pad(blocks, (0, 0, 0, 0, 0, missing))
+    outputs = blocks.unflatten(0, (-1, OUTPUTS))
+    num_panels, _, num_blocks, block_bytes = outputs.shape
+    tiles = blocks.new_empty(num_panels, num_blocks, OUTPUTS * block_bytes)
+    at, first_word = _HALF.get(scheme), 0
     if at is not None:
-        parts.append(outputs[..., at : at + 2].transpose(1, 2).flatten(2))
-        outputs = torch.cat((outputs[..., :at], outputs[..., at + 2 :]), dim=-1)
-    words = outputs.contiguous().view(torch.int32).permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
-    data = words.view(torch.uint8).flatten(2)
+        halves = outputs.view(torch.int16)  # the fp16 number is the first or the last of a block
+        tiles.view(torch.int16)[..., :OUTPUTS].copy_(halves[..., at // 2].transpose(1, 2))
+        outputs, first_word = halves[..., 1:] if at == 0 else halves[..., :-1], OUTPUTS // 2
+    words = outputs.contiguous().view(torch.int32).permute(0, 2, 3, 1)
+    tiles.view(torch.int32)[..., first_word:].unflatten(-1, (-1, OUTPUTS)).copy_(words)
     if scheme == "fp8":
-        data = data.unflatten(2, (-1, OUTPUTS, 2, 2)).permute(0, 1, 2, 5, 3, 4).flatten(2)
-    parts.append(data)
-    return torch.cat(parts, dim=-1).flatten(1)
+        tiles = tiles.unflatten(2, (-1, OUTPUTS, 2, 2)).permute(0, 1, 2, 5, 3, 4).flatten(2)
+    return tiles.flatten(1)
 
 
 def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Tensor) -> Tensor:
@@ -85,12 +87,15 @@ def rows_to_blocks(scheme: str, data: Tensor, block_bytes: int) -> Tensor:
 
     A byte of int4 has an even input and the next one in a row, but inputs i and i + 16 in a block, as in GGUF.
     """
-    blocks = F.pad(data, (0, -data.shape[1] % block_bytes)).unflatten(1, (-1, block_bytes))
+    if missing := -data.shape[1] % block_bytes:  # else padding would copy
+        data = F.pad(data, (0, missing))
+    blocks = data.unflatten(1, (-1, block_bytes))
     if scheme != "int4":
         return blocks
-    first, second = blocks[..., :8], blocks[..., 8:]
-    even, odd = first & 15 | second << 4, first >> 4 | second & 240
-    return torch.stack((even, odd), dim=-1).flatten(-2)
+    first, second = blocks.contiguous().view(torch.int64).unbind(-1)  # 8 bytes at a time
+    low = 0x0F0F0F0F0F0F0F0F
+    even, odd = first & low | (second & low) << 4, first >> 4 & low | second & ~low
+    return torch.stack([each.unsqueeze(-1).view(torch.uint8) for each in (even, odd)], dim=-1).flatten(-2)
 
 
 def blocks_to_rows(scheme: str, blocks: Tensor, row_bytes: int) -> Tensor:

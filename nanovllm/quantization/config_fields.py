@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.errors import ModelError, quoted, unknown_name_message
@@ -66,35 +66,55 @@ class Modules:
     targets: tuple[str, ...] = ("Linear",)
     as_parts: bool = True
     head: bool = False  # whether the output projection can be quantized
+    _ignores: _Patterns = field(init=False, repr=False, compare=False)
+    _is_target: _Patterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for pattern in (*self.ignored, *self.targets):
-            _check_pattern(pattern)
+        object.__setattr__(self, "_ignores", _Patterns(self.ignored, self.as_parts))
+        object.__setattr__(self, "_is_target", _Patterns(self.targets))
 
     def include(self, module: str) -> bool:
         """Whether the module is quantized. The embedding never is."""
         if module == EMBEDDING or (module == HEAD and not self.head):
             return False
-        if not any(_matches(target, module) for target in self.targets):
-            return False
-        return not any(_matches(name, module) or (self.as_parts and _is_part(name, module)) for name in self.ignored)
+        return self._is_target(module) and not self._ignores(module)
 
 
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return pattern in ("Linear", module)
+class _Patterns:
+    """Whether a module matches one of the patterns; see `Modules`.
+
+    Names are looked up, not compared one by one: a mixture of experts has 20,000 matrices and a list hundreds of names.
+    """
+
+    def __init__(self, patterns: Collection[str], as_parts: bool = False) -> None:
+        """Raises ModelError for a regular expression that is wrong or could take very long."""
+        self._expressions = [_compiled(pattern) for pattern in patterns if pattern.startswith("re:")]
+        self._names = {pattern for pattern in patterns if not pattern.startswith("re:")}
+        self._as_parts = as_parts
+        self._lengths = sorted({len(name) for name in self._names})
+
+    def __call__(self, module: str) -> bool:
+        if "Linear" in self._names or module in self._names:
+            return True
+        if any(expression.match(module) for expression in self._expressions):
+            return True
+        return self._as_parts and (self._has_parent_of(module) or self._has_end_of(module))
+
+    def _has_parent_of(self, module: str) -> bool:
+        """Whether the name of the module begins with one of the names and a dot."""
+        while module := module.rpartition(".")[0]:
+            if module in self._names:
+                return True
+        return False
+
+    def _has_end_of(self, module: str) -> bool:
+        size = len(module)
+        return any(module[size - length :] in self._names for length in self._lengths if length <= size)
 
 
-def _is_part(name: str, module: str) -> bool:
-    return module.startswith(f"{name}.") or module.endswith(name)
-
-
-def _check_pattern(pattern: str) -> None:
-    """Raise ModelError for a regular expression that is wrong or could take very long."""
-    if not pattern.startswith("re:"):
-        return
-    expression = pattern[3:]
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern. Raises ModelError if it is wrong or could take very long."""
+    expression = pattern.removeprefix("re:")
     repeats = sum(expression.count(sign) for sign in "*+{")
     if len(expression) > MAX_PATTERN or repeats > _MAX_REPEATS or _UNSAFE.search(expression):
         raise ModelError(
@@ -103,6 +123,6 @@ def _check_pattern(pattern: str) -> None:
             "the names of the modules instead."
         )
     try:
-        re.compile(expression)
+        return re.compile(expression)
     except (re.error, OverflowError, RecursionError) as error:
         raise ModelError(f"{WHERE}: {quoted(pattern)} is no regular expression: {error}.") from None

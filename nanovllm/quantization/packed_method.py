@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import lcm
 from typing import Literal, Protocol
 
@@ -94,8 +94,8 @@ class Filling:
     convert: Callable[[Tensor], Tensor] | None = None
 
 
-class PackedFormat(Protocol):
-    """A format of checkpoints. Plain data."""
+class PackedFormat(Hashable, Protocol):
+    """A format of checkpoints. Plain data: equal formats give equal layouts and fillings."""
 
     def layout(self, out_features: int, in_features: int) -> Layout:
         """How a matrix is stored in memory."""
@@ -104,6 +104,17 @@ class PackedFormat(Protocol):
     def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
         """The tensors of a module, by the last part of their names. Raises ModelError for sizes that do not fit."""
         ...
+
+
+# Computed once for all matrices of a size: a mixture of experts has 20,000 of a few sizes.
+@lru_cache(maxsize=256)
+def _fillings(format: PackedFormat, out_features: int, in_features: int) -> Mapping[str, Filling]:
+    return format.fillings(out_features, in_features)
+
+
+@lru_cache(maxsize=256)
+def _nbytes(format: PackedFormat, out_features: int, in_features: int) -> int:
+    return format.layout(out_features, in_features).nbytes(out_features)
 
 
 class QuantizedWeight(PackedMatrix):
@@ -118,7 +129,7 @@ class QuantizedWeight(PackedMatrix):
 
     def slots(self) -> NamedSlots:
         for module, part in self.module_weights():
-            for suffix, filling in self._format.fillings(part.out_features, self._layout.in_features).items():
+            for suffix, filling in _fillings(self._format, part.out_features, self._layout.in_features).items():
                 if filling.part is not None:
                     yield f"{module}.{suffix}", self._slot(filling, filling.part, part)
 
@@ -155,14 +166,14 @@ class PackedMethod:
         if not self.modules.include(module):
             yield from dense_tensors(module, out_features, in_features)
             return
-        for suffix, filling in self.format.fillings(out_features, in_features).items():
+        for suffix, filling in _fillings(self.format, out_features, in_features).items():
             yield f"{module}.{suffix}", filling.tensor
 
     def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
         """See `LinearMethod.units`. An entry that stands for all rows or columns stands for those of each rank too."""
         if not self.modules.include(module):
             return 1, 1
-        fillings = self.format.fillings(out_features, in_features).values()
+        fillings = _fillings(self.format, out_features, in_features).values()
         axes = [axis for filling in fillings for axis in filling.tensor.axes]
 
         def unit(dimension: int, size: int) -> int:
@@ -174,7 +185,7 @@ class PackedMethod:
     def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
         if not self.modules.include(module):
             return out_features * in_features * itemsize
-        return self.format.layout(out_features, in_features).nbytes(out_features)
+        return _nbytes(self.format, out_features, in_features)
 
     def create(
         self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device

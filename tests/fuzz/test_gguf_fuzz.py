@@ -24,7 +24,7 @@ from gguf_files import VOCAB, write_gguf
 
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.gguf.header import read_header
-from nanovllm.models.hf_config import load_decoder_spec, load_eos_token_ids, load_sampling_defaults
+from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.tokenizer import HuggingFaceTokenizer
 
@@ -96,12 +96,12 @@ def check(damage: list[dict[str, Any]]) -> str:
 
 def _load(path: Path) -> None:
     """Read everything that an engine reads of a file, and compute with it."""
-    spec = load_decoder_spec(path)
-    load_eos_token_ids(path)
-    load_sampling_defaults(path)
+    config = ModelConfig(path)
+    config.eos_token_ids()
+    config.sampling_defaults()
     HuggingFaceTokenizer(path).encode("a 42 th")
-    decoder = load_model(path, spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
-    assert decoder.embed(torch.tensor([0])).shape == (1, spec.hidden_size)
+    decoder = load_model(path, config.spec, torch.float32, torch.device("cpu"), free_bytes=1 << 30)
+    assert decoder.embed(torch.tensor([0])).shape == (1, config.spec.hidden_size)
 
 
 def _outcome(path: Path, action: Any) -> str:

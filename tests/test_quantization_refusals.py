@@ -1,0 +1,211 @@
+"""Configs and tensors of quantized checkpoints: what is refused by name, and what tools write and is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_config, make_checkpoint, refusal
+from quantized_checkpoints import dequantized, edit_tensors, load, make_plain, quantize, set_quantization, weight_of
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM
+from nanovllm.errors import ConfigError
+from nanovllm.models import hf_config
+from nanovllm.models.hf_config import load_decoder_spec
+
+SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plain(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def copy(plain: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A variant of its own for a test to change."""
+    return lambda variant: quantize(plain, tmp_path / variant, variant)
+
+
+REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("gptq-128", {"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "gptq, awq, compressed-tensors, fp8"]),
+    ("gptq-128", {"quant_method": ...}, ["no quant_method"]),
+    ("gptq-128", {"bits": 3}, ["bits=3", "4 or 8"]),
+    ("gptq-128", {"bits": "4"}, ["bits='4'", "whole number"]),
+    ("gptq-128", {"bits": ...}, ["bits"]),
+    ("gptq-128", {"group_size": 20}, ["group_size=20", "32, 64 and 128"]),
+    ("gptq-128", {"group_size": 0}, ["group_size=0"]),
+    ("gptq-128", {"desc_act": True}, ["desc_act=True"]),
+    ("gptq-128", {"dynamic": {"-:.*down.*": {}}}, ["dynamic"]),
+    ("gptq-128", {"checkpoint_format": "marlin"}, ["checkpoint_format='marlin'", "'gptq_v2'"]),
+    ("gptq-128", {"a_new_field": 1}, ["'a_new_field'"]),
+    ("awq-128", {"version": "gemv"}, ["version='gemv'", "'gemm'"]),
+    ("awq-128", {"zero_point": False}, ["zero_point=False"]),
+    ("awq-128", {"modules_to_not_convert": [5]}, ["modules_to_not_convert"]),
+    ("fp8", {"activation_scheme": "static"}, ["activation_scheme='static'", "'dynamic'"]),
+    ("fp8", {"weight_block_size": [64, 128]}, ["weight_block_size=[64, 128]"]),
+    ("fp8", {"fmt": "e5m2"}, ["fmt='e5m2'"]),
+    ("float-quantized", {"format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "pack-quantized"]),
+    ("float-quantized", {"kv_cache_scheme": {"num_bits": 8}}, ["kv_cache_scheme"]),
+    ("float-quantized", {"config_groups": {}}, ["0 groups"]),
+    ("float-quantized", {"config_groups": {"a": 5}}, ["config_groups['a']=5"]),
+    ("float-quantized", {"sparsity_config": {"format": "2:4"}}, ["sparsity_config"]),
+    ("float-quantized", {"ignore": ["re:(a+)+$"]}, ["'re:(a+)+$'", "list the names"]),
+    ("float-quantized", {"ignore": ["re:["]}, ["'re:['", "no regular expression"]),
+]
+
+
+@pytest.mark.parametrize(("variant", "changes", "says"), REFUSED, ids=str)
+def test_other_configs_are_refused_by_name(
+    variant: str, changes: dict[str, Any], says: list[str], copy: Callable[[str], Path]
+) -> None:
+    path = copy(variant)
+    set_quantization(path, **changes)
+    message = refusal(lambda: LLM(path, **SMALL))
+    assert all(text in message for text in ["quantization_config", str(path), *says]), message
+    assert message.count("\n") == 0
+
+
+def group_128(**changes: Any) -> dict[str, Any]:
+    return {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (group_128(actorder="group"), "actorder='group'"),
+        (group_128(num_bits=2), "num_bits=2"),
+        (group_128(type="float"), "type='float'"),
+        (group_128(strategy="tensor_group"), "'tensor_group'"),
+        (group_128(strategy="channel"), "contradicts group_size=128"),
+        ({"input_activations": {"num_bits": 8, "type": "int", "dynamic": True}}, "input_activations"),
+        ({"output_activations": {"num_bits": 8}}, "output_activations"),
+        ({"format": "int-quantized"}, "'int-quantized'"),
+    ],
+    ids=str,
+)
+def test_other_schemes_of_compressed_tensors_are_refused(
+    changes: dict[str, Any], says: str, copy: Callable[[str], Path]
+) -> None:
+    path = copy("pack-quantized-32")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    set_quantization(path, config_groups={"group_0": config["config_groups"]["group_0"] | changes})
+    assert says in refusal(lambda: load_decoder_spec(path))
+
+
+def test_without_the_side_a_quantized_checkpoint_is_refused(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_config, "find_side", lambda module: None)
+    message = refusal(lambda: load_decoder_spec(copy("awq-32")))
+    assert "quantization_config={" in message and "needs nanovllm.quantization" in message
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("gptq-128", {"qweight": None}, [f"{Q_PROJ}.qweight", "lacks tensors"]),
+    ("gptq-128", {"scales": lambda t: t[:, :-1]}, [f"{Q_PROJ}.scales", "expected [1, 128]"]),
+    ("gptq-128", {"qweight": lambda t: t.long()}, [f"{Q_PROJ}.qweight I64", "I32"]),
+    ("gptq-128", {"g_idx": lambda t: t.flip(0) + 1}, [f"{Q_PROJ}.g_idx", "act-order"]),
+    ("gptq-128", {"qzeros": lambda t: t + 1}, [f"{Q_PROJ}.qzeros", "sym=true"]),
+    ("gptq-128", {"scales": lambda t: t.float() * 1.0001}, [f"{Q_PROJ}.scales", "does not fit into float16"]),
+    ("fp8", {"weight": lambda t: torch.full_like(t, float("nan"))}, [f"{Q_PROJ}.weight", "NaN"]),
+    ("fp8", {"weight_scale_inv": None}, [f"{Q_PROJ}.weight_scale_inv"]),
+    ("pack-quantized-32", {"weight_shape": lambda t: t + 1}, [f"{Q_PROJ}.weight_shape", "[129, 129]"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "says"), DAMAGED, ids=[f"{variant}-{says[-1]}" for variant, _, says in DAMAGED]
+)
+def test_tensors_that_do_not_fit_are_named(
+    variant: str, changes: dict[str, Any], says: list[str], copy: Callable[[str], Path]
+) -> None:
+    path = copy(variant)
+    edit_tensors(path, **changes)
+    message = refusal(lambda: load(path))
+    assert all(text in message for text in [str(path), *says]), message
+
+
+def test_sizes_that_the_format_cannot_have_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, intermediate=100)
+    edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    message = refusal(lambda: load_decoder_spec(tmp_path))
+    assert "model.layers.0.mlp.gate_proj cannot be stored as gptq: out_features=100 must be a multiple of 8" in message
+
+
+def test_scales_in_bfloat16_that_fit_are_read(copy: Callable[[str], Path]) -> None:
+    path = copy("gptq-128")
+    edit_tensors(path, scales=lambda t: t.bfloat16())
+    tensors = load_file(path / "model.safetensors")
+    assert tensors[f"{Q_PROJ}.scales"].dtype is torch.bfloat16
+    assert torch.equal(weight_of(load(path).layers[0].qkv)[:128], dequantized(path)[f"{Q_PROJ}.weight"])
+
+
+def test_group_order_may_be_left_out(copy: Callable[[str], Path]) -> None:
+    path = copy("gptq-128")
+    edit_tensors(path, g_idx=None)
+    load(path)
+
+
+def test_biases_of_zeros_that_the_network_does_not_have(copy: Callable[[str], Path]) -> None:
+    """AutoGPTQ writes them for every matrix."""
+    path = copy("gptq-128")
+    tensors = load_file(path / "model.safetensors")
+    zeros = {
+        name.replace("qweight", "bias"): torch.zeros(t.shape[1]) for name, t in tensors.items() if "qweight" in name
+    }
+    save_file(tensors | zeros, path / "model.safetensors")
+    load(path)
+    name = next(iter(zeros))
+    save_file(tensors | zeros | {name: torch.ones(128)}, path / "model.safetensors")
+    assert f"{name} is not zero" in refusal(lambda: load(path))
+    save_file(tensors | {"model.layers.0.other.bias": torch.zeros(3)}, path / "model.safetensors")
+    assert "model.layers.0.other.bias" in refusal(lambda: load(path))
+
+
+# What tools write, as far as it is not in `quantize_checkpoint`.
+REAL = {
+    "gptq-128": {
+        "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True, "dataset": None,
+        "exllama_config": {"version": 1}, "max_input_length": None, "model_seqlen": None,
+        "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+        "tokenizer": None, "use_cuda_fp16": False, "use_exllama": True, "static_groups": False, "pack_dtype": "int32",
+        "meta": {"quantizer": ["gptqmodel:2.0.0"]}, "dynamic": None,
+    },
+    "awq-128": {"backend": "autoawq", "do_fuse": False, "exllama_config": None, "modules_to_fuse": None},
+    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"]},
+    "float-quantized": {
+        "version": "0.9.1", "transform_config": {}, "sparsity_config": {
+            "format": "dense", "global_sparsity": 0.1, "ignore": [], "registry_requires_subclass": False,
+            "sparsity_structure": "unstructured", "targets": [],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", REAL)
+def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], Path]) -> None:
+    path = copy(variant)
+    before = load_decoder_spec(path)
+    set_quantization(path, **REAL[variant])
+    forms = [
+        [(name, tensor._replace(check=None)) for name, tensor in spec.tensors()]
+        for spec in (before, load_decoder_spec(path))
+    ]
+    assert forms[0] == forms[1]
+
+
+def test_the_argument_quantization_must_name_the_checkpoints_method(copy: Callable[[str], Path], plain: Path) -> None:
+    path = copy("gptq-128")
+    for name in ("gptq", "gptq_marlin", None):
+        LLM(path, quantization=name, **SMALL).close()
+    message = refusal(lambda: LLM(path, quantization="awq", **SMALL), ConfigError)
+    assert "quantization='awq'" in message and "gptq" in message
+    message = refusal(lambda: LLM(plain, quantization="fp8", **SMALL), ConfigError)
+    assert "quantization='fp8'" in message and "not quantized" in message
