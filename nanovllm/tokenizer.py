@@ -77,9 +77,8 @@ class HuggingFaceTokenizer:
         if is_gguf(path):
             self.tokenizer = gguf_side(path).load_tokenizer(path)
         else:
-            config = _check_files(path)
-            _refuse_own_code(path, config)
-            self.tokenizer = _load(path, model_type, bool(config.get("tokenizer_class")))
+            _refuse_own_code(path, _check_files(path))
+            self.tokenizer = _load(path, model_type)
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         self.backend = backend if isinstance(backend, Backend) else None
         added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
@@ -146,19 +145,12 @@ def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _load(directory: Path, model_type: str | None, names_class: bool) -> Any:
-    """Transformers' tokenizer. It reads only the tokenizer's files, not config.json, and runs no code.
-
-    names_class: whether the files name the tokenizer's class. Else the class of the network's config determines it.
-    """
+def _load(directory: Path, model_type: str | None) -> Any:
+    """Transformers' tokenizer. It reads only the tokenizer's files, not config.json, and runs no code."""
     # Slow to import, and not needed for token-id prompts.
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
-    if model_type is None or names_class:
-        fields: dict[str, Any] = {"model_type": model_type or ""}
-        config = PreTrainedConfig(**fields)
-    else:
-        config = CONFIG_MAPPING[model_type]()  # importing Llama's takes two seconds
+    config = CONFIG_MAPPING[model_type]() if model_type is not None else PreTrainedConfig()
     try:
         return AutoTokenizer.from_pretrained(
             str(directory), config=config, local_files_only=True, trust_remote_code=False
