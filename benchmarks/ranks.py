@@ -4,8 +4,9 @@
 
 A decode step of N ranks takes a rank's share of the work, two sums a layer and one after the embedding, and what the
 engine adds: the batch to every rank and the result back. The overhead is the step of N ranks without that share (the
-step of one rank / N) and without the sums, which are timed between processes without an engine. The tokens of both
-engines are compared. On CUDA every rank needs a GPU; with too few the benchmark says so and ends well.
+step of one rank / N; on the CPU the whole step, since one rank alone uses all cores) and without the sums, which are
+timed between processes without an engine. The tokens of both engines are compared. On CUDA every rank needs a GPU; with
+too few the benchmark says so and ends well.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def run(args: argparse.Namespace) -> int:
         one, expected = decode_steps(shape, args, 1)
         several, found = decode_steps(shape, args, size)
         sums = (2 * shape.spec.num_layers + 1) * few
-    overhead = several - one / size - sums
+    share = one if name == "cpu" else one / size
+    overhead = several - share - sums
     print_row(f"a sum of {rows[0]} rows", f"{few * 1e6:,.0f} us")
     print_row(f"a sum of {rows[1]:,} rows", f"{many * 1e6:,.0f} us")
     print_row("a decode step of one rank", f"{one * 1e3:,.2f} ms")

@@ -37,10 +37,11 @@ from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.lora.request import LoRARequest
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
+from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kv_quantization import LARGEST, quantize_rows_torch
 from nanovllm.ops.merge import merge_states_torch_
 from nanovllm.ops.packed_weights import PackedWeight, dequantize
-from nanovllm.ops.row_kernels import add_rms_norm_, gelu_tanh_and_mul, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import gelu_tanh_and_mul, silu_and_mul, store_kv
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 5, 4, 2, 64
 PROMPT_LEN, OUTPUT_LEN, BLOCK = 300, 6, 64

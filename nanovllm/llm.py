@@ -15,8 +15,8 @@ from nanovllm.config import engine_config
 from nanovllm.device import Busy
 from nanovllm.engine import sides
 from nanovllm.engine.block_manager import PrefixCacheStats
-from nanovllm.engine.client import EngineClient
 from nanovllm.engine.guard import EngineCall, EngineGuard
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.errors import EngineError, as_request_error
 from nanovllm.kvcache.base import KVStats
@@ -74,9 +74,11 @@ class _Call(NamedTuple):
 class OutputStream(Iterator[RequestOutput]):
     """The outputs of `LLM.stream`. A use that is refused because another thread uses the LLM changes nothing."""
 
-    def __init__(self, guard: EngineGuard, outputs: Generator[RequestOutput, None, None]) -> None:
+    def __init__(self, guard: EngineGuard, steps: Generator[list[RequestOutput], None, None]) -> None:
+        """steps: yields the outputs of each step."""
         self._guard = guard
-        self._outputs = outputs
+        self._steps = steps
+        self._outputs: Iterator[RequestOutput] = itertools.chain.from_iterable(steps)
         self._call = EngineCall("stream")
 
     def __next__(self) -> RequestOutput:
@@ -93,10 +95,11 @@ class OutputStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """Abort the requests that have not ended."""
-        if inspect.getgeneratorstate(self._outputs) == inspect.GEN_RUNNING:
+        if inspect.getgeneratorstate(self._steps) == inspect.GEN_RUNNING:
             raise EngineError("close() was called while stream() runs: use it when the next output has come")
         self._guard.end(self._call)
-        self._outputs.close()
+        self._steps.close()
+        self._outputs = itertools.chain()  # without what is left of the last step
 
     def __del__(self) -> None:
         self.close()
@@ -210,7 +213,7 @@ class LLM:
         """
         with self.engine.guard.operation("stream"):
             calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=False)
-        return OutputStream(self.engine.guard, self._outputs(calls))
+        return OutputStream(self.engine.guard, self._steps(calls))
 
     def beam_search(
         self,
@@ -342,11 +345,6 @@ class LLM:
             ]
             calls = zip(checked, params, priorities, adapters, strict=True)
             return [_Call(next(self._request_ids), *call) for call in calls]
-
-    def _outputs(self, calls: Sequence[_Call]) -> Generator[RequestOutput, None, None]:
-        with closing(self._steps(calls)) as steps:
-            for outputs in steps:
-                yield from outputs
 
     def _steps(self, calls: Sequence[_Call]) -> Generator[list[RequestOutput], None, None]:
         """Add the requests and run them to their end; yields the outputs of each step. Closing it aborts the rest."""

@@ -155,8 +155,8 @@ class RowsOnCpu(NativeAttention):
 
 def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> None:
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
-    norm, add_norm = cpu_kernels.rms_norm, cpu_kernels.add_rms_norm_
-    angles, power, product = cpu_kernels.cos_sin, cpu_kernels.powers, cpu_kernels.cpu_linear
+    norm, angles = cpu_kernels.rms_norm, cpu_kernels.cos_sin
+    power, product = cpu_kernels.powers, cpu_kernels.cpu_linear
 
     def into(function: Callable[..., Any]) -> Callable[..., None]:
         """`function` with its results written into tensors that are given first."""
@@ -168,14 +168,9 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
 
         return device.kernel(write)
 
-    def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def normed(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:
         y = torch.empty_like(x)
-        into(norm)((y,), x, weight, eps)
-        return y
-
-    def added_and_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y = torch.empty_like(x)
-        into(add_norm)((y,), residual, x, weight, eps)
+        into(norm)((y,), x, weight, eps, addend)
         return y
 
     def recorded_unit(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -201,8 +196,7 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         into(partial(product, interleaved=interleaved))((y,), x, weight, bias)
         return y
 
-    monkeypatch.setattr(cpu_kernels, "rms_norm", normed)
-    monkeypatch.setattr(cpu_kernels, "add_rms_norm_", added_and_normed)
+    monkeypatch.setattr(cpu_kernels, "rms_norm", normed)  # which `add_rms_norm_` calls
     for name in ("silu_and_mul", "gelu_tanh_and_mul"):
         monkeypatch.setattr(cpu_kernels, name, recorded_unit(getattr(cpu_kernels, name)))
     monkeypatch.setattr(cpu_kernels, "cos_sin", cos_sin)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -62,9 +63,24 @@ def make_rows(path: Path, count: int) -> str:
     return write_jsonl(path, *rows)
 
 
-def start(cluster: Cluster, model: str, source: str, output: Path, *options: str) -> subprocess.Popen[str]:
-    command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output), *ENGINE, *SAMPLING]
-    return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=cluster.environment)
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(cluster: Cluster, model: str) -> Iterator[Start]:
+    """Starts the command with the rows of a file, a directory for the results and options. It ends with the test."""
+    with ExitStack() as ended_with_the_test:
+
+        def start(source: str, output: Path, *options: str) -> subprocess.Popen[str]:
+            command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output)]
+            process = subprocess.Popen(
+                [*command, *ENGINE, *SAMPLING, *options], stderr=subprocess.PIPE, text=True, env=cluster.environment
+            )
+            ended_with_the_test.enter_context(process)
+            ended_with_the_test.callback(process.kill)
+            return process
+
+        yield start
 
 
 def on_cluster(cluster: Cluster) -> list[str]:
@@ -94,30 +110,32 @@ def ended(process: subprocess.Popen[str]) -> str:
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"waited in vain; the command said: {process.communicate()[1]}")
         time.sleep(0.05)
 
 
-def test_the_job_goes_on_after_kill_9_of_the_driver(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_the_job_goes_on_after_kill_9_of_the_driver(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
-    ended(start(cluster, model, source, tmp_path / "one"))
-    process = start(cluster, model, source, output, *on_cluster(cluster))
+    ended(start(source, tmp_path / "one"))
+    process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 150, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     first = results(output)
     assert 150 <= len(first) < 600
-    message = ended(start(cluster, model, source, output, *on_cluster(cluster), "--resume"))
+    message = ended(start(source, output, *on_cluster(cluster), "--resume"))
     assert f"{len(first)} of 600 rows were done before" in message
     assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
 
 
-def test_rows_of_a_document_meet_on_a_replica(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     """Each replica's cache holds some of the documents: which rows it gets decides how much it finds."""
     source, cached, total = make_rows(tmp_path / "data.jsonl", 400), {}, 0
     for routing in ("--prefix-routing", "--no-prefix-routing"):
         output = tmp_path / routing
-        ended(start(cluster, model, source, output, *on_cluster(cluster), routing))
+        ended(start(source, output, *on_cluster(cluster), routing))
         lines = [json.loads(line) for part in output.glob("part-*") for line in part.read_text().splitlines()]
         usages = [line["usage"] for line in lines if line["usage"] is not None]
         cached[routing] = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
@@ -127,10 +145,10 @@ def test_rows_of_a_document_meet_on_a_replica(cluster: Cluster, model: str, tmp_
     assert cached["--prefix-routing"] > 0.7 * total
 
 
-def test_rows_of_a_worker_that_hangs_run_elsewhere(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_rows_of_a_worker_that_hangs_run_elsewhere(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
-    ended(start(cluster, model, source, tmp_path / "one"))
-    process = start(cluster, model, source, output, *on_cluster(cluster), "--worker-timeout", "15")
+    ended(start(source, tmp_path / "one"))
+    process = start(source, output, *on_cluster(cluster), "--worker-timeout", "15")
     wait_for(lambda: len(results(output)) >= 100, process)
     hanging = cluster.workers()[0]
     hanging.suspend()
@@ -141,12 +159,12 @@ def test_rows_of_a_worker_that_hangs_run_elsewhere(cluster: Cluster, model: str,
     hanging.wait(60)
 
 
-def test_a_replica_of_two_ranks(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_a_replica_of_two_ranks(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     """A rank that is killed ends the replica's engine, whose rows run again in another one."""
     source, output, ranks = make_rows(tmp_path / "data.jsonl", 300), tmp_path / "out", ("--tensor-parallel-size", "2")
-    ended(start(cluster, model, source, tmp_path / "one", *ranks))
+    ended(start(source, tmp_path / "one", *ranks))
     one_replica = ["--num-replicas", "1", "--ray-address", cluster.address, "--num-cpus", "2"]
-    process = start(cluster, model, source, output, *one_replica, *ranks)
+    process = start(source, output, *one_replica, *ranks)
     wait_for(lambda: len(results(output)) >= 75, process)
     (worker,) = cluster.workers()
     killed, other = (child for child in worker.children() if "spawn_main" in " ".join(child.cmdline()))
@@ -178,27 +196,27 @@ def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:
     assert [row["error"] is None for row in found] == [i != 7 for i in range(40)]
 
 
-def test_an_engine_that_cannot_load_ends_the_job(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_load_ends_the_job(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     source = make_rows(tmp_path / "data.jsonl", 5)
-    process = start(cluster, model, source, tmp_path / "out", *on_cluster(cluster), "--max-model-len", "100000")
+    process = start(source, tmp_path / "out", *on_cluster(cluster), "--max-model-len", "100000")
     _, message = process.communicate(timeout=SECONDS)
     assert process.returncode == 2, message
     assert "error: max_model_len=100000" in message and "Traceback" not in message
 
 
-def test_a_replica_that_fits_on_no_node_is_refused(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_a_replica_that_fits_on_no_node_is_refused(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     source = make_rows(tmp_path / "data.jsonl", 5)
-    process = start(cluster, model, source, tmp_path / "out", *on_cluster(cluster), "--num-gpus", "1")
+    process = start(source, tmp_path / "out", *on_cluster(cluster), "--num-gpus", "1")
     _, message = process.communicate(timeout=SECONDS)
     assert process.returncode == 2, message
     assert "a replica asks for 1 CPUs and 1 GPUs, and no node of the cluster has them: the nodes have" in message
 
 
-def test_a_lost_worker_and_a_lost_node_lose_no_row(cluster: Cluster, model: str, tmp_path: Path) -> None:
+def test_a_lost_worker_and_a_lost_node_lose_no_row(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     """The last test, since the node does not come back."""
     source, output = make_rows(tmp_path / "data.jsonl", 2000), tmp_path / "out"
-    ended(start(cluster, model, source, tmp_path / "one"))
-    process = start(cluster, model, source, output, *on_cluster(cluster))
+    ended(start(source, tmp_path / "one"))
+    process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 200, process)
     workers = cluster.workers()
     assert len(workers) == 2

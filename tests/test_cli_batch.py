@@ -17,6 +17,9 @@ from cli_helpers import GREEDY, SMALL_CACHE, json_lines, make_model, write_jsonl
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch.replica import Replica
 from nanovllm.cli.main import main
+from nanovllm.engine.batch import Batch, StepResult
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.errors import EngineError
 
 DOCUMENT = "The key is under the third stone, and the gate is green. " * 6
 
@@ -140,6 +143,29 @@ def test_a_job_goes_on_after_an_interrupt(
     assert [found[i]["outputs"] for i in range(12)] == [whole[i]["outputs"] for i in range(12)]
     assert batch(model, source, tmp_path / "out", "--resume", "--max-tokens", "9") == 2
     assert "was begun with other values of sampling parameters" in capsys.readouterr().err
+
+
+def test_rows_of_an_engine_that_has_ended_wait_for_resume(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a tensor-parallel rank has died: the rows are not failed ones."""
+    source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"row {i}"} for i in range(4)))
+    execute, steps = ModelRunner.execute, iter(range(1000))
+
+    def end(runner: ModelRunner, step: Batch) -> StepResult:
+        if next(steps) == 8:
+            runner.close()
+            raise EngineError("rank 1 was killed")
+        return execute(runner, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "execute", end)
+        assert batch(model, source, tmp_path / "out", "--max-num-seqs", "1") == 1
+    said = capsys.readouterr().err
+    assert "the job has ended early: 1 of 4 rows are written; --resume computes the others" in said
+    assert "error: the engine is closed" in said and sorted(results(tmp_path / "out")) == [0]
+    assert batch(model, source, tmp_path / "out", "--resume") == 0
+    assert sorted(results(tmp_path / "out")) == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

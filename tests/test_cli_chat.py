@@ -15,7 +15,7 @@ from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
 from nanovllm import LLM, SamplingParams, progress_bar
 from nanovllm.cli.chat import Conversation
 from nanovllm.cli.main import main
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.engine.model_runner import ModelRunner
 
 OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]

@@ -86,12 +86,12 @@ def write_cgroup(root: Path, version: int, limit: int, usage: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_default_sizes_respect_the_address_space(model: str, question: str, known: list[int]) -> None:
     """6 GB on a machine with more: sizes from the machine's memory ended with a traceback."""
     assert answer(run(model, question, *MANY, ulimit="-v 6000000")) == known
 
 
+@pytest.mark.slow
 def test_default_sizes_respect_the_containers_memory(model: str, question: str, tmp_path: Path) -> None:
     root = write_cgroup(tmp_path, 2, GIB, GIB - (1 << 16))
     assert "0.00 GiB free" in refused(run(model, question, root=root))

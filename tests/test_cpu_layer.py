@@ -14,9 +14,17 @@ from torch import Tensor
 
 from nanovllm.layers.linear import linear
 from nanovllm.ops import _cpu_kernels
-from nanovllm.ops.cpu_kernels import MAX_LAYER_ROWS, FewRowLayer, LayerNorms, few_row_layer
+from nanovllm.ops.cpu_kernels import (
+    MAX_LAYER_ROWS,
+    FewRowLayer,
+    LayerNorms,
+    add_rms_norm_,
+    few_row_layer,
+    place_heads,
+    rms_norm,
+)
 from nanovllm.ops.packed_weights import kernel_weight, packed_linear
-from nanovllm.ops.row_kernels import GATED_UNITS, add_rms_norm_, place_heads, rms_norm
+from nanovllm.ops.row_kernels import GATED_UNITS
 
 EPS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 1e-6, 4, 2, 32, 96, 160
 Tensors = dict[str, Tensor]

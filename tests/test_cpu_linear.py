@@ -222,17 +222,23 @@ def bf16(*shape: int) -> Tensor:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another dtype than the others": ({"x": torch.zeros(2, 8)}, "all bfloat16, float16 or float32"),
-    "a dtype without a kernel": ({"x": torch.zeros(2, 8).double()}, "got torch.float64 on cpu"),
-    "a tensor without memory": ({"weight": bf16(4, 8).to("meta")}, "got torch.bfloat16 on meta"),
-    "another dtype of the bias": ({"bias": torch.zeros(4)}, "got torch.float32"),
-    "a vector": ({"x": bf16(8)}, "x must be [rows, in]"),
-    "other inputs": ({"x": bf16(2, 7)}, "got (2, 7) and (4, 8)"),
+    "another dtype than the others": (
+        {"x": torch.zeros(2, 8)},
+        "all bfloat16, float16 or float32; got x torch.float32",
+    ),
+    "a dtype without a kernel": ({"x": torch.zeros(2, 8).double()}, "got x torch.float64 (2, 8)"),
+    "a tensor without memory": (
+        {"weight": bf16(4, 8).to("meta")},
+        "weight torch.bfloat16 (4, 8) with strides (8, 1) on meta",
+    ),
+    "another dtype of the bias": ({"bias": torch.zeros(4)}, "bias torch.float32 (4,)"),
+    "a vector": ({"x": bf16(8)}, "a product takes x [rows, in]"),
+    "other inputs": ({"x": bf16(2, 7)}, "got x torch.bfloat16 (2, 7)"),
     "no inputs": ({"x": bf16(2, 0), "weight": bf16(4, 0)}, "in being positive"),
-    "other outputs": ({"bias": bf16(5)}, "bias must be [4] as weight has outputs, got (5,)"),
-    "a transposed weight": ({"weight": bf16(8, 4).T}, "must be contiguous, got a weight with strides (1, 4)"),
-    "a strided bias": ({"bias": bf16(8)[::2]}, "weight and bias must be contiguous"),
-    "columns apart": ({"x": bf16(2, 16)[:, ::2]}, "got strides (16, 2)"),
+    "other outputs": ({"bias": bf16(5)}, "bias torch.bfloat16 (5,)"),
+    "a transposed weight": ({"weight": bf16(8, 4).T}, "contiguous weight [out, in] and bias [out]"),
+    "a strided bias": ({"bias": bf16(8)[::2]}, "bias torch.bfloat16 (4,) with strides (2,)"),
+    "columns apart": ({"x": bf16(2, 16)[:, ::2]}, "(2, 8) with strides (16, 2)"),
     "no threads": ({"num_threads": 0}, "threads be positive"),
     "an instruction set that there is not": ({"isa": "mmx"}, "Instruction set 'mmx' does not run on this machine"),
 }

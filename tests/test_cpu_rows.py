@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nanovllm.layers import sampler
-from nanovllm.ops import cpu_kernels
-from nanovllm.ops.row_kernels import add_rms_norm_, gelu_tanh_and_mul, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops import cpu_kernels, torch_rows
+from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
+from nanovllm.ops.row_kernels import gelu_tanh_and_mul, kernels_on, silu_and_mul, store_kv
 from nanovllm.ops.torch_rows import rotate
 
 EPS = 1e-6
@@ -371,12 +373,28 @@ def test_threads_write_the_same_slots() -> None:
 def test_other_tensors_go_to_torch() -> None:
     for dtype in (torch.float16, torch.float32):
         x = torch.randn(3, 10).to(dtype)
-        assert rms_norm(x, torch.ones(10, dtype=dtype), EPS).dtype == dtype
         assert silu_and_mul(x).dtype == dtype
     meta = bf16(0, 3, 10).to("meta")
-    assert rms_norm(meta, meta[0], EPS).shape == (3, 10) and silu_and_mul(meta).shape == (3, 5)
+    assert silu_and_mul(meta).shape == (3, 5)
     transposed = bf16(0, 10, 3).T
-    assert_close(rms_norm(transposed, bf16(1, 10), EPS), rms_norm(transposed.contiguous(), bf16(1, 10), EPS))
+    assert_close(silu_and_mul(transposed), silu_and_mul(transposed.contiguous()), roundings=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernels"),
+    [
+        ("cpu", torch.bfloat16, cpu_kernels),
+        ("cpu", torch.float32, cpu_kernels),
+        ("cpu", torch.float64, torch_rows),
+        ("meta", torch.bfloat16, torch_rows),
+    ],
+)
+def test_a_network_has_the_kernels_of_its_device_and_dtype(
+    device: str, dtype: torch.dtype, kernels: ModuleType
+) -> None:
+    assert kernels_on(torch.device(device), dtype) is kernels
+    x, weight = torch.ones(3, 10, device=device, dtype=dtype), torch.ones(10, device=device, dtype=dtype)
+    assert kernels_on(x.device, dtype).rms_norm(x, weight, EPS).shape == x.shape
 
 
 def good_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -52,7 +52,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "mistral-window": {"family": "mistral", "sliding_window": 18, "head_dim": 16},
 }
-FAST = ["qwen3", "qwen2-windows", "llama3-rope"]
+FAST = ["qwen3", "llama3-rope"]
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80},
     "resident, small steps": {"kvcache_block_size": BLOCK, "num_gpu_blocks": 80, "max_num_batched_tokens": 29},

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
 
-from nanovllm.models.config_classes import LlamaConfig
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
 
@@ -124,36 +120,6 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert (spec.head_dim, spec.num_kv_heads, spec.rope.theta) == (16, 8, 1e6)
     assert spec.sliding_windows == (4096, 4096)
     assert ModelConfig(tmp_path).eos_token_ids() == (2,)
-
-
-def test_llamas_own_config_class_is_that_of_transformers() -> None:
-    assert vars(LlamaConfig()) == vars(transformers.LlamaConfig())
-    for fields in (
-        {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "eos_token_id": [1, 2]},
-        {"hidden_size": 100, "num_attention_heads": 3},
-        {"num_hidden_layers": "2"},
-        {"rms_norm_eps": 1},
-    ):
-        found = []
-        for kind in (LlamaConfig, transformers.LlamaConfig):
-            try:
-                found.append(vars(kind(**fields)))
-            except Exception as error:
-                found.append(str(error))
-        assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_reading_a_llama_imports_no_compiler(tmp_path: Path) -> None:
-    """Its config class in Transformers does, which takes two seconds."""
-    make_checkpoint(tmp_path, "llama")
-    program = """
-import sys
-from nanovllm.models.hf_config import ModelConfig
-ModelConfig(sys.argv[1]).eos_token_ids()
-sys.exit("torch._dynamo" in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

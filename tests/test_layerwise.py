@@ -217,7 +217,8 @@ def test_layerwise_memory_is_what_was_planned(model_dir: Path) -> None:
         assert stats.device_bytes <= stats.num_gpu_blocks * stats.bytes_per_block
 
 
-@pytest.mark.parametrize("length", [32768, pytest.param(131072, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [32768, 131072])
 def test_a_long_prompt_takes_no_more_memory_than_planned(tmp_path: Path, length: int) -> None:
     """Every tensor made while the prompt runs is counted; the layer buffer and the KV pools were made before."""
     write_recall_checkpoint(tmp_path, length + 2, length + 4, seed=1, dtype="bfloat16")

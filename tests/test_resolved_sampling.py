@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from nanovllm.engine.batch import LogitAdjustments, Sample
-from nanovllm.engine.request import Request, Sequence
+from nanovllm.engine.request import Request, Sequence, banned_tokens
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
-from nanovllm.engine.sampling_rows import banned_tokens, prompt_targets, sampling_row
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 
@@ -63,7 +62,7 @@ def sequence(prompt: list[int], output: list[int], **params: Any) -> Sequence:
 
 
 def adjustments(prompt: list[int], output: list[int], **params: Any) -> LogitAdjustments | None:
-    return sampling_row(sequence(prompt, output, **params)).adjustments
+    return sequence(prompt, output, **params).sampling_row().adjustments
 
 
 REFUSED: list[tuple[dict[str, Any], SamplingFacts, str]] = [
@@ -114,7 +113,7 @@ def test_logprobs_up_to_the_cap_and_the_vocabulary() -> None:
 
 
 def test_a_row_without_adjustments_carries_none() -> None:
-    row = sampling_row(sequence([1, 2], [3], temperature=0.0, min_tokens=1, top_k=3, seed=5, stop_token_ids=[7]))
+    row = sequence([1, 2], [3], temperature=0.0, min_tokens=1, top_k=3, seed=5, stop_token_ids=[7]).sampling_row()
     assert row.adjustments is None and row.num_logprobs is None
 
 
@@ -165,9 +164,9 @@ def test_penalties_carry_the_history_that_they_need() -> None:
 
 def test_a_row_is_a_snapshot() -> None:
     seq = sequence([1], [2], presence_penalty=1.0)
-    first = sampling_row(seq).adjustments
+    first = seq.sampling_row().adjustments
     seq.append(Sample(3))
-    second = sampling_row(seq).adjustments
+    second = seq.sampling_row().adjustments
     assert first is not None and second is not None
     assert (list(first.output_tokens), list(second.output_tokens)) == ([2], [2, 3])
 
@@ -179,7 +178,7 @@ def test_prompt_targets_cover_each_row_once() -> None:
     found: list[int] = []
     for start, chunk in ((0, 3), (3, 1), (0, 2), (2, 4), (4, 20), (0, 20)):
         seq.num_computed = start
-        targets = prompt_targets(seq, chunk)
+        targets = seq.prompt_targets(chunk)
         if targets is not None:
             assert targets.num_logprobs == 2
             assert [start + targets.first_row + i + 1 for i in range(len(targets.token_ids))] == targets.token_ids
@@ -187,8 +186,8 @@ def test_prompt_targets_cover_each_row_once() -> None:
             seq.request.prompt_logprobs += [None] * len(targets.token_ids)  # type: ignore[list-item]
         assert seq.num_cacheable == len(found)  # at the end all but the last token, as without prompt_logprobs
     assert found == prompt[1:]
-    assert prompt_targets(sequence(prompt, []), 10) is None
-    assert prompt_targets(sequence([1], [], prompt_logprobs=2), 1) is None
+    assert sequence(prompt, []).prompt_targets(10) is None
+    assert sequence([1], [], prompt_logprobs=2).prompt_targets(1) is None
 
 
 def test_a_large_vocabulary_costs_a_request_nothing() -> None:

@@ -26,7 +26,7 @@ from transformers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
-from nanovllm.engine.sampling_rows import banned_tokens
+from nanovllm.engine.request import banned_tokens
 from nanovllm.layers.logits import adjust_
 from nanovllm.layers.logprobs import RowLogprobs, token_logprobs
 from nanovllm.layers.sampler import kept_in_order, scale_

@@ -55,7 +55,7 @@ def test_a_walk_notes_functions_of_the_package_once() -> None:
 
 
 def test_the_way_of_a_decode_step_stays_short(tmp_path: Path) -> None:
-    """Bounds, a little above what is counted, so that no change makes the way longer unseen."""
+    """Bounds, so that no change makes the way longer unseen."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     walk = walk_decode_step(tmp_path, cpu_attention=False)
     counted = {str(path.relative_to(PACKAGE)): names for path, names in walk.functions.items()}
@@ -63,7 +63,7 @@ def test_the_way_of_a_decode_step_stays_short(tmp_path: Path) -> None:
         counted.pop(of_tests, None)
     assert {"llm.py", "kvcache/offload_engine.py"} <= counted.keys()
     assert "nanovllm.ops._cpu_attention.attend" in walk.kernels
-    assert len(counted) <= 31 and sum(map(len, counted.values())) <= 132
+    assert len(counted) <= 25 and sum(map(len, counted.values())) <= 100
 
 
 def test_the_drawing_has_each_package_and_the_fewest_arrows(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows
 from nanovllm.ops.attention import FEW_ROWS, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.cpu_kernels import add_rms_norm_, place_heads, rms_norm
 from nanovllm.ops.kernel_config import DecodeConfig, PrefillConfig
-from nanovllm.ops.row_kernels import add_rms_norm_, gelu_tanh_and_mul, place_heads, rms_norm, silu_and_mul, store_kv
+from nanovllm.ops.row_kernels import gelu_tanh_and_mul, silu_and_mul, store_kv
 from nanovllm.ops.triton_attention import TritonAttention
 from nanovllm.ops.triton_decode import MAX_PARTS, decode_, partitions_of
 from nanovllm.ops.triton_prefill import prefill_

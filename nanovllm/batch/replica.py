@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.batch.rows import RowRequest, RowResult, failed_result, row_result
 from nanovllm.engine import sides
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 
@@ -76,10 +76,15 @@ class Replica:
         return failed
 
     def step(self) -> list[RowResult]:
-        """Run one step. Returns the results of the rows that ended; a step that fails ends its rows."""
+        """Run one step. Returns the results of the rows that ended; a step that fails ends its rows.
+
+        Raises EngineError if no step can run any more, as when a tensor-parallel rank has died. Then the rows have no
+        results: another engine can run them.
+        """
         try:
             outputs = self._client.step()
         except EngineError as error:
+            self.llm.engine.check_health()
             if not error.outputs:
                 raise
             outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]

@@ -32,7 +32,7 @@ from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.templates import read_template
 from nanovllm.config import EngineConfig
 from nanovllm.engine.progress import WatchSteps
-from nanovllm.errors import ConfigError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.sampling_params import SamplingParams
 
@@ -288,8 +288,11 @@ def _run(
                     on_loss=show.say,
                     interruptible=show.interrupt.allowed,
                 ).run()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EngineError) as error:
         output.flush()
-        show.say(f"interrupted: {of(done.num_done, total)} rows are written; --resume computes the others")
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the job has ended early"
+        show.say(f"{what}: {of(done.num_done, total)} rows are written; --resume computes the others")
+        if isinstance(error, EngineError):
+            raise
         return INTERRUPTED
     return show.ended(output)

@@ -27,7 +27,7 @@ from nanovllm.cli.arguments import (
 from nanovllm.cli.boundary import Boundary, Interrupt, say
 from nanovllm.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.cli.templates import chat_template, read_template
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine

@@ -39,7 +39,7 @@ from nanovllm.cli.prompts import (
 )
 from nanovllm.cli.results import InOrder, check_output, json_result, open_output, text_result
 from nanovllm.cli.templates import Messages, read_template
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine, of

@@ -52,7 +52,8 @@ def run_piece(model: Decoder, index: int, step: StepMemory, inputs: Tensor) -> N
     if index == 0:
         token_ids, positions, rope_lengths = inputs
         step.x.copy_(model.embed(token_ids))
-        for rope, (cos, sin) in enumerate(model.angles(positions, rope_lengths)):
+        for rope, rotary in enumerate(model.rotaries):
+            cos, sin = rotary.cos_sin(positions, rope_lengths)
             step.cos[:, rope : rope + 1].copy_(cos)
             step.sin[:, rope : rope + 1].copy_(sin)
     else:

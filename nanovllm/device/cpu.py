@@ -55,18 +55,21 @@ class WorkerStream(CallStream):
     other stream waits for ever or reads data that was not copied. `synchronize` raises the failure once and clears it.
     """
 
-    def __init__(self, name: str, meter: BusyMeter | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._meter = meter or BusyMeter()  # of copies to the device
         self._queue: queue.SimpleQueue[list[Callable[[], object]] | None] = queue.SimpleQueue()
         self._held: list[Callable[[], object]] = []  # not submitted yet
         self._thread: threading.Thread | None = None
         self._failure: EngineError | None = None
         self._closed = False
 
-    def put(self, work: Callable[[], object]) -> None:
-        """Submit `work`, after the work that is held back."""
-        self._hold(work)
+    def put(self, work: Callable[[], object], *, hold: bool = False) -> None:
+        """Submit `work`, after the work that is held back. hold: hold it back, to submit it with the next work."""
+        if self._closed:
+            raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
+        self._held.append(work)
+        if hold:
+            return
         if self._thread is None:
             # A daemon: the interpreter joins other threads before it runs the exit handlers that would end them.
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -81,21 +84,7 @@ class WorkerStream(CallStream):
             if failure is not None:
                 raise RuntimeError(failure)
 
-        self.put(lambda: self._unless_failed(carry_out))
-
-    def copy(self, copy: PitchedCopy) -> None:
-        """Queue a copy within ordinary memory."""
-
-        def carry_out() -> None:
-            sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
-            copy_pitched(copy.dst, copy.src, *sizes, "h2h", rows_above=MAX_PITCH)
-
-        def measured() -> None:
-            with self._meter.running(copy.width * copy.height):
-                carry_out()
-
-        work = measured if copy.kind == "h2d" else carry_out
-        self._hold(lambda: self._unless_failed(work))
+        self.put(lambda: self.unless_failed(carry_out))
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
@@ -114,7 +103,7 @@ class WorkerStream(CallStream):
         assert isinstance(event, CpuEvent)
         reached = event.reached
         if reached is not None and not (reached.done() and reached.exception() is None):
-            self._hold(reached.result)
+            self.put(reached.result, hold=True)
 
     def synchronize(self) -> None:
         if (self._thread is not None or self._held) and not self._closed:
@@ -138,12 +127,8 @@ class WorkerStream(CallStream):
             if self._thread is not threading.current_thread():  # garbage collection may call this on the worker thread
                 self._thread.join()
 
-    def _hold(self, work: Callable[[], object]) -> None:
-        if self._closed:
-            raise EngineError(f"stream {self._name} is closed: the engine it belongs to was shut down")
-        self._held.append(work)
-
-    def _unless_failed(self, work: Callable[[], None]) -> None:
+    def unless_failed(self, work: Callable[[], None]) -> None:
+        """Do the work, unless earlier work of the stream has failed or the stream is closed."""
         if self._failure is None and not self._closed:
             work()
 
@@ -196,7 +181,7 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         memory.keep_freed_memory()
         self.compute_stream = HostStream()
-        self._link = BusyMeter()
+        self._link = BusyMeter()  # of copies to the device
         self._streams: list[WorkerStream] = []
         # A thread must not be inside a copy when the interpreter exits: taking the GIL back during shutdown ends the
         # process. So streams are closed when the device is collected and at exit.
@@ -206,7 +191,7 @@ class CpuDevice(Device):
         return self.new_call_stream(name)
 
     def new_call_stream(self, name: str) -> CallStream:
-        stream = WorkerStream(name, self._link)
+        stream = WorkerStream(name)
         self._streams.append(stream)
         return stream
 
@@ -224,7 +209,18 @@ class CpuDevice(Device):
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, WorkerStream), "copies run on transfer streams, never on the compute stream"
-        stream.copy(copy)
+        # The closures do not hold the device: queued copies would keep it from being collected.
+        link, sizes = self._link, (copy.dpitch, copy.spitch, copy.width, copy.height)
+
+        def carry_out() -> None:
+            copy_pitched(copy.dst, copy.src, *sizes, "h2h", rows_above=MAX_PITCH)
+
+        def measured() -> None:
+            with link.running(copy.width * copy.height):
+                carry_out()
+
+        work = measured if copy.kind == "h2d" else carry_out
+        stream.put(lambda: stream.unless_failed(work), hold=True)
         return 1 if max(copy.dpitch, copy.spitch) <= MAX_PITCH else copy.height
 
     def link_busy(self) -> Busy:

@@ -253,7 +253,9 @@ class BlockManager:
 
     def register_computed(self, seq: Sequence, previously_computed: int) -> None:
         """Add the tokens computed since then to the prefix cache, as far as they complete hash blocks."""
-        self.prefix_cache.register(seq, previously_computed, self._blocks)
+        size = self.prefix_cache.hash_block_size
+        if previously_computed // size < seq.num_computed // size:  # most decode steps complete no hash block
+            self.prefix_cache.register(seq, previously_computed, self._blocks)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content. Used blocks stay with their sequences, and are not found any more."""

@@ -136,7 +136,15 @@ class ChunkOrder:
         return traffic if self._sequences else None
 
     def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
-        inputs, sequences = _inputs(self._sequences, self._metadata), self._metadata
+        sequences = self._metadata
+        token_ids = torch.tensor([token for seq in self._sequences for token in seq.token_ids], dtype=torch.int64)
+        query_lens = torch.tensor([len(seq.token_ids) for seq in self._sequences])
+        # Of each sequence: the position of its rows less their index in the batch.
+        offsets = torch.tensor([part.context_len - part.query_start for part in sequences])
+        rope_lens = torch.tensor([seq.rope_len for seq in self._sequences])
+        positions = torch.arange(len(token_ids)) + offsets.repeat_interleave(query_lens)
+        rope_lengths = torch.maximum(positions + 1, rope_lens.repeat_interleave(query_lens))
+        inputs = torch.stack((token_ids, positions, rope_lengths))  # on the host
         kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
         rows = [(seq.adapter, len(seq.token_ids)) for seq in self._sequences]
         adapters = self._adapters.of_rows(rows) if self._adapters is not None else ()
@@ -149,13 +157,3 @@ class ChunkOrder:
 
     def abandon_step(self) -> None:
         self._kv_cache.abandon_step()
-
-
-def _inputs(sequences: Sequence[ScheduledSequence], metadata: Sequence[SequenceMetadata]) -> Tensor:
-    """Token ids, positions and RoPE lengths of a flat batch, on the host: int64 [3, tokens]."""
-    token_ids = torch.tensor([token for seq in sequences for token in seq.token_ids], dtype=torch.int64)
-    rope_lens = torch.tensor([seq.rope_len for seq in sequences])
-    query_lens = torch.tensor([sequence.query_len for sequence in metadata])
-    positions = torch.cat([sequence.positions() for sequence in metadata])
-    rope_lengths = torch.maximum(positions + 1, torch.repeat_interleave(rope_lens, query_lens))
-    return torch.stack((token_ids, positions, rope_lengths))

@@ -37,33 +37,48 @@ class EngineGuard:
         self._calls: list[EngineCall] = []
 
     @contextmanager
-    def operation(self, name: str, *, allow_suspended: bool = False) -> Iterator[None]:
-        """Context of an operation. allow_suspended: suspended calls of other threads do not prevent it."""
+    def operation(
+        self, name: str, *, allow_suspended: bool = False, resumes: EngineCall | None = None
+    ) -> Iterator[EngineCall]:
+        """Context of an operation; gives its caller.
+
+        allow_suspended: suspended calls of other threads do not prevent it. resumes: the call that it continues, which
+        prevents it only while it runs.
+        """
         caller = EngineCall(name)
-        with self._holding(caller):
-            self._check_calls(caller, allow_suspended)
-            yield
+        # `setdefault` acquires and records the holder in one atomic step. With a lock, an interrupt between acquiring
+        # it and recording that would leave it held for good.
+        try:
+            holder = self._held.setdefault(HOLDER, caller)
+            if holder is not caller:
+                raise EngineError(self._refusal(caller, holder))
+            for call in self._calls:
+                is_around_it = call.thread is caller.thread and call is not resumes
+                # A suspended call whose thread has ended never prevents another.
+                may_be_suspended = allow_suspended or call is resumes or not call.thread.is_alive()
+                if not is_around_it and (call.running or not may_be_suspended):
+                    raise EngineError(self._refusal(caller, call))
+            yield caller
+        finally:
+            if self._held.get(HOLDER) is caller:
+                del self._held[HOLDER]
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
         """Context of a call."""
-        caller = EngineCall(name)
+        caller = None
         try:
-            with self._holding(caller):
-                self._check_calls(caller)
+            with self.operation(name) as caller:
                 self._calls.append(caller)
             yield
         finally:
-            self.end(caller)
+            if caller is not None:
+                self.end(caller)
 
     @contextmanager
     def resumed(self, call: EngineCall) -> Iterator[None]:
         """Context of one part of a call that is suspended between its parts and may continue in another thread."""
-        caller = EngineCall(call.name)
-        with self._holding(caller):
-            if call in self._calls and call.running:
-                raise EngineError(self._refusal(caller, call))
-            self._check_calls(caller, ignore=call)
+        with self.operation(call.name, resumes=call) as caller:
             if call not in self._calls:
                 self._calls.append(call)
             call.thread, call.running = caller.thread, True
@@ -75,26 +90,6 @@ class EngineGuard:
     def end(self, call: EngineCall) -> None:
         """End a call. Safe to call twice, and at any time."""
         self._calls = [other for other in self._calls if other is not call]
-
-    @contextmanager
-    def _holding(self, caller: EngineCall) -> Iterator[None]:
-        # `setdefault` acquires and records the holder in one atomic step. With a lock, an interrupt between acquiring
-        # it and recording that would leave it held for good.
-        try:
-            holder = self._held.setdefault(HOLDER, caller)
-            if holder is not caller:
-                raise EngineError(self._refusal(caller, holder))
-            yield
-        finally:
-            if self._held.get(HOLDER) is caller:
-                del self._held[HOLDER]
-
-    def _check_calls(self, caller: EngineCall, allow_suspended: bool = False, ignore: EngineCall | None = None) -> None:
-        for call in self._calls:
-            is_other = call.thread is not caller.thread and call is not ignore
-            # A suspended call whose thread has ended never prevents another.
-            if is_other and (call.running or (call.thread.is_alive() and not allow_suspended)):
-                raise EngineError(self._refusal(caller, call))
 
     def _refusal(self, caller: EngineCall, holder: EngineCall) -> str:
         if caller.thread is holder.thread:

@@ -1,4 +1,7 @@
-"""The engine: adds requests, runs steps, returns outputs. It handles tokens and blocks; tensors are the executor's."""
+"""The engine: adds requests, runs steps, returns outputs. It handles tokens and blocks; tensors are the executor's.
+
+`EngineClient` is the step loop: the requests of one caller, from being added until all of them have ended.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from typing import Any
 
 from nanovllm.engine.adapter import Adapters
 from nanovllm.engine.batch import Batch, Executor
@@ -183,7 +187,8 @@ class LLMEngine:
         used again.
         """
         with self.guard.operation("step"):
-            self._abort_dropped()
+            if self._dropped:
+                self._abort_dropped()
             try:
                 stepped = self._step()
             except BaseException as error:
@@ -206,21 +211,17 @@ class LLMEngine:
             self._batch = None
         stepped = self.scheduler.update(batch, result, self._clock.now())
         for request in stepped:
-            self._detokenize(request)
+            outputs = self._requests[request.request_id]
+            for seq in request.sequences:
+                try:
+                    stop_string = outputs.detokenize(seq)
+                except Exception as error:
+                    outputs.fail_text(seq, error)
+                    self.scheduler.abort(request, self._clock.now(), "error")
+                    break
+                if stop_string is not None:
+                    self.scheduler.end_by_string(seq, stop_string, self._clock.now())
         return stepped
-
-    def _detokenize(self, request: Request) -> None:
-        """Decode the new tokens of a request; a sequence that completes a stop string ends."""
-        outputs = self._requests[request.request_id]
-        for seq in request.sequences:
-            try:
-                stop_string = outputs.detokenize(seq)
-            except Exception as error:
-                outputs.fail_text(seq, error)
-                self.scheduler.abort(request, self._clock.now(), "error")
-                return
-            if stop_string is not None:
-                self.scheduler.end_by_string(seq, stop_string, self._clock.now())
 
     # ---- closing
 
@@ -244,19 +245,90 @@ class LLMEngine:
             return None
         request = self._requests[request_id].request
         self.scheduler.abort(request, self._clock.now())
-        return self._output(request)
+        return next(iter(self._outputs([request])), None)
 
     def _abort_dropped(self) -> None:
         while self._dropped:
             self._abort(self._dropped.popleft())
 
     def _outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        return [output for request in requests if (output := self._output(request)) is not None]
+        """What `output_kind` asks for now. Requests that have ended are forgotten."""
+        made = []
+        for request in requests:
+            outputs = self._requests[request.request_id]
+            if request.finished:
+                del self._requests[request.request_id]
+                if self._on_finish is not None:
+                    self._on_finish(request)
+            made.append(outputs.output())
+        return [output for output in made if output is not None]
 
-    def _output(self, request: Request) -> RequestOutput | None:
-        outputs = self._requests[request.request_id]
-        if request.finished:
-            del self._requests[request.request_id]
-            if self._on_finish is not None:
-                self._on_finish(request)
-        return outputs.output()
+
+class EngineClient:
+    """Adds requests to an engine, and steps it until they have ended: `while client.pending: client.step()`.
+
+    inboxes: shared by clients that may step the engine within each other's loop. Each step's outputs go to the client
+    that added the request.
+    """
+
+    def __init__(self, engine: LLMEngine, inboxes: dict[str, list[RequestOutput]] | None = None) -> None:
+        self._engine = engine
+        self._inboxes = {} if inboxes is None else inboxes  # by request_id
+        self._inbox: list[RequestOutput] = []
+        self.pending: set[str] = set()  # ids of the requests that have not ended
+
+    def add(self, request_id: str, prompt: str | None, params: SamplingParams, **arguments: Any) -> None:
+        """Add a request; arguments and errors as in `LLMEngine.add_request`."""
+        if request_id in self._inboxes:
+            raise RequestError(f"request id {quoted(request_id)} is in use: give every request an id of its own")
+        self.pending.add(request_id)
+        self._inboxes[request_id] = self._inbox
+        try:
+            self._engine.add_request(request_id, prompt, params, **arguments)
+        except Exception:
+            self._forget(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """The next outputs of this client's requests; runs a step of the engine unless another client's step made some.
+
+        Raises EngineError for a failed step, and if the pending requests were aborted by another caller.
+        """
+        try:
+            if not self._inbox:
+                for output in self._engine.step():
+                    if output.request_id in self._inboxes:
+                        self._inboxes[output.request_id].append(output)
+        except EngineError as error:
+            for failed in error.outputs:
+                if isinstance(failed, RequestOutput):
+                    self._forget(failed.request_id)
+            raise
+        outputs = self._inbox.copy()
+        self._inbox.clear()
+        for output in outputs:
+            if output.finished:
+                self._forget(output.request_id)
+        if self.pending and not outputs and not self._engine.has_unfinished_requests():
+            raise EngineError(f"{len(self.pending)} requests of this call were ended by another")
+        return outputs
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
+        """Abort the pending ones of these requests, or all pending ones. Returns their last outputs."""
+        ended = self.pending.intersection(self.pending if request_ids is None else request_ids)
+        outputs = [self._engine.abort_request(request_id) for request_id in ended]
+        for request_id in ended:
+            self._forget(request_id)
+        return [output for output in outputs if output is not None]
+
+    def close(self) -> None:
+        """Abort all pending requests without outputs."""
+        pending = set(self.pending)
+        for request_id in pending:
+            self._forget(request_id)
+        if pending:
+            self._engine.drop_requests(pending)
+
+    def _forget(self, request_id: str) -> None:
+        self.pending.discard(request_id)
+        self._inboxes.pop(request_id, None)

@@ -67,40 +67,21 @@ class SequenceOutput:
             request = self._seq.request
             self.text = SequenceText(self._token_texts.tokenizer, request.params, request.prompt_token_ids)
 
-    def detokenize(self) -> str | None:
-        """Decode the new tokens. Returns the stop string that they complete, if any."""
-        seq, text = self._seq, self.text
-        if text is None or text.num_tokens == seq.num_output_tokens:
-            return None
-        stop_string = text.append(seq.token_ids[seq.prompt_len + text.num_tokens :], ends=seq.ended_by_token)
-        return text.finish() if seq.finished else stop_string
-
-    def completion(self) -> CompletionOutput:
-        """Everything so far."""
-        if self._seq.request.sampling.num_logprobs is not None:
-            self._update_logprobs(self._seq.request.sampling.num_logprobs)
-        text = "" if self.text is None else self.text.visible()
-        return self._completion(text, self._seq.output_token_ids, self._logprobs)
-
-    def delta(self) -> CompletionOutput | None:
-        """What is new since the last call, None if nothing is. Its cost does not grow with the sequence."""
-        seq, sent = self._seq, self._num_sent_tokens
-        if seq.num_output_tokens == sent and seq.finished == self._sent_end:
+    def completion(self, *, only_new: bool) -> CompletionOutput | None:
+        """Everything so far. only_new: what is new since the last call, at a cost that does not grow with the sequence,
+        or None if nothing is."""
+        seq, text, first = self._seq, self.text, self._num_sent_tokens if only_new else 0
+        if only_new and seq.num_output_tokens == first and seq.finished == self._sent_end:
             return None
         self._num_sent_tokens, self._sent_end = seq.num_output_tokens, seq.finished
         if seq.request.sampling.num_logprobs is not None:
             self._update_logprobs(seq.request.sampling.num_logprobs)
-        text = "" if self.text is None else self.text.take()
-        return self._completion(text, seq.token_ids[seq.prompt_len + sent :], self._logprobs[sent:])
-
-    def _completion(self, text: str, token_ids: list[int], logprobs: list[Mapping[int, Logprob]]) -> CompletionOutput:
-        seq, asked = self._seq, self._seq.params.logprobs is not None
         return CompletionOutput(
             index=seq.index,
-            text=text,
-            token_ids=token_ids,
+            text="" if text is None else text.take() if only_new else text.visible(),
+            token_ids=seq.token_ids[seq.prompt_len + first :],
             cumulative_logprob=None if seq.request.num_logprobs is None else seq.cumulative_logprob,
-            logprobs=logprobs if asked else None,
+            logprobs=self._logprobs[first:] if seq.params.logprobs is not None else None,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
         )
@@ -135,7 +116,12 @@ class OutputProcessor:
 
         Raises what the tokenizer raises, of any type: then call `fail_text`.
         """
-        return None if self.request.decodes_at_end else self._sequences[seq.seq_id].detokenize()
+        output = self._sequences.get(seq.seq_id)  # None while it is to be decoded at its end
+        text = None if output is None else output.text
+        if text is None or text.num_tokens == seq.num_output_tokens:
+            return None
+        stop_string = text.append(seq.token_ids[seq.prompt_len + text.num_tokens :], ends=seq.ended_by_token)
+        return text.finish() if seq.finished else stop_string
 
     def fail_text(self, seq: Sequence, error: Exception) -> None:
         """The tokenizer failed: report the error instead of the sequence's text."""
@@ -154,15 +140,13 @@ class OutputProcessor:
         if request.params.output_kind is RequestOutputKind.FINAL_ONLY and not request.finished:
             return None
         sequences = [self._sequences[seq.seq_id] for seq in request.outputs]
-        if request.params.output_kind is RequestOutputKind.DELTA:
-            outputs = [delta for seq in sequences if (delta := seq.delta()) is not None]
-        else:
-            outputs = [seq.completion() for seq in sequences]
+        only_new = request.params.output_kind is RequestOutputKind.DELTA
+        completions = [seq.completion(only_new=only_new) for seq in sequences]
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
+            outputs=[completion for completion in completions if completion is not None],
             finished=request.finished,
             metrics=request.metrics,
             num_cached_tokens=request.metrics.cached_tokens,
@@ -179,9 +163,8 @@ class OutputProcessor:
         """Decode what is left of a sequence that has ended."""
         try:
             if seq.seq_id not in self._sequences:
-                output = self._add(seq)
-                output.start_text()
-                output.detokenize()
+                self._add(seq).start_text()
+                self.detokenize(seq)
             text = self._sequences[seq.seq_id].text
             if text is not None:
                 text.finish()

@@ -14,11 +14,25 @@ from enum import Enum
 from typing import Protocol
 
 from nanovllm.engine.adapter import Adapter
-from nanovllm.engine.batch import Sample, TokenLogprobs, token_array
+from nanovllm.engine.batch import (
+    LogitAdjustments,
+    LogitsProcessors,
+    PromptTargets,
+    Sample,
+    SamplingRow,
+    TokenLogprobs,
+    TokenMask,
+    token_array,
+)
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.kvcache.layerwise import LayerwisePrefill
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
+
+# Of sampling parameters. Larger values change nothing, and would not fit the sampler's tensors.
+MAX_TEMPERATURE = 1e30
+MAX_TOP_K = 2**31 - 1
+MAX_REPETITION_PENALTY = 1e9
 
 
 class RequestStatus(Enum):
@@ -81,6 +95,9 @@ class Request:
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
+        p, s = self.params, self.sampling
+        self.penalizes = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1.0, 0.0, 0.0)
+        self.adjusts_logits = self.penalizes or any((s.end_tokens, s.bad_words, s.biased))  # of any of its tokens
         self.sequences = self.new_sequences()
 
     def new_sequences(self) -> list[Sequence]:
@@ -275,3 +292,67 @@ class Sequence:
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
             self.cumulative_logprob += sample.logprobs.logprob
+
+    # ---- what the executor needs to sample its next token, and to score its prompt
+
+    def sampling_row(self) -> SamplingRow:
+        """How to sample its next token."""
+        p, sampling, processors = self.params, self.request.sampling, None
+        mask: TokenMask | None = sampling.allowed
+        if self.grammar is not None:  # the mask is made while the step computes
+            new = self.token_ids[self.prompt_len + self.grammar.num_read :]
+            mask = self.grammar.mask(new, hold_end=self.num_output_tokens < p.min_tokens)
+        if sampling.processors:
+            processors = LogitsProcessors(sampling.processors, self.request.prompt_token_ids, self.output_token_ids)
+        return SamplingRow(
+            temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
+            top_k=min(max(p.top_k, 0), MAX_TOP_K),
+            top_p=p.top_p,
+            min_p=p.min_p,
+            seed=self.seed,
+            index=self.num_output_tokens,
+            num_logprobs=self.request.num_logprobs,
+            adjustments=self._adjustments() if self.request.adjusts_logits else None,
+            mask=mask,
+            processors=processors,
+        )
+
+    def prompt_targets(self, chunk: int) -> PromptTargets | None:
+        """The rows of its next `chunk` tokens that give missing prompt log-probabilities; None for none."""
+        count = self.request.sampling.num_prompt_logprobs
+        first = max(len(self.request.prompt_logprobs), self.num_computed)
+        end = min(self.num_computed + chunk, self.prompt_len - 1)
+        if count is None or first >= end:
+            return None
+        return PromptTargets(first - self.num_computed, self.token_ids[first + 1 : end + 1], count)
+
+    def _adjustments(self) -> LogitAdjustments | None:
+        """Changes to the logits of the next token; None for no change."""
+        p, s, penalizes = self.params, self.request.sampling, self.request.penalizes
+        # A grammar's mask holds end tokens back itself, unless nothing else may follow.
+        holds_end = self.num_output_tokens < p.min_tokens and self.grammar is None
+        banned = list(s.end_tokens) if holds_end else []
+        if s.bad_words:
+            longest = max(map(len, s.bad_words))
+            banned.extend(banned_tokens(s.bad_words, self.token_ids[max(self.prompt_len, len(self) - longest + 1) :]))
+        if not banned and not s.biased and not penalizes:
+            return None
+        return LogitAdjustments(
+            banned=token_array(banned),
+            biased=s.biased,
+            biases=s.biases,
+            repetition_penalty=max(1 / MAX_REPETITION_PENALTY, min(p.repetition_penalty, MAX_REPETITION_PENALTY)),
+            frequency_penalty=p.frequency_penalty,
+            presence_penalty=p.presence_penalty,
+            prompt_tokens=s.prompt_tokens,
+            output_tokens=self.output_array()[:] if penalizes else token_array(),
+        )
+
+
+def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:
+    """The last token of each bad word whose other tokens the output ends with. As in vLLM, the prompt is ignored."""
+    banned = []
+    for *beginning, last in bad_words:
+        if len(beginning) <= len(output) and list(output[len(output) - len(beginning) :]) == beginning:
+            banned.append(last)
+    return banned

@@ -11,7 +11,6 @@ from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
-from nanovllm.engine.sampling_rows import prompt_targets, sampling_row
 from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget
 from nanovllm.errors import ConfigError, RequestError, told
 
@@ -91,7 +90,18 @@ class Scheduler:
             self._admit_waiting(budget, now)
         if budget.long_prefill is not None:
             budget.schedule_long_prefill()
-        return self._make_batch(budget)
+        self.block_manager.promote(seq for seq, _ in budget.chunks)
+        moves = self.block_manager.take_moves()
+        sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
+        if self._layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
+            seq = budget.long_prefill.computing[0]
+            if seq.layerwise is not None:
+                prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
+                tokens = min(budget.left, self.limits.chunk)
+                sequences.append(self._layerwise.scheduled_part(prefill, seq, tokens, self.limits.num_layers))
+        assert sequences or not moves, "block moves were planned for a step without sequences"
+        adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
+        return Batch(sequences, moves, tuple(adapters.values()))
 
     def update(self, batch: Batch, result: StepResult, now: float) -> list[Request]:
         """Apply the result of a step: append sampled tokens, end finished sequences. Returns the requests that ran."""
@@ -101,9 +111,15 @@ class Scheduler:
         sampled: dict[Request, list[Sample]] = {}
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
-            self._advance(seq, scheduled)
+            computed = len(scheduled.token_ids)
+            if self._layerwise is not None and scheduled.layerwise is not None:
+                computed = self._layerwise.advance(seq, scheduled.layerwise, self.limits.num_layers)
+            seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
+            prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
+            self.prompt_tokens_computed += prefilled
+            seq.request.metrics.prefill_tokens += prefilled
             seq.request.metrics.h2d_bytes += h2d_bytes
             seq.request.metrics.d2h_bytes += d2h_bytes
             sampled.setdefault(seq.request, []).extend(samples)
@@ -188,20 +204,6 @@ class Scheduler:
             else:
                 budget.reserve_for(request)
 
-    def _make_batch(self, budget: SchedulingBudget) -> Batch:
-        self.block_manager.promote(seq for seq, _ in budget.chunks)
-        moves = self.block_manager.take_moves()
-        sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
-        if self._layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
-            seq = budget.long_prefill.computing[0]
-            if seq.layerwise is not None:
-                prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
-                tokens = min(budget.left, self.limits.chunk)
-                sequences.append(self._layerwise.scheduled_part(prefill, seq, tokens, self.limits.num_layers))
-        assert sequences or not moves, "block moves were planned for a step without sequences"
-        adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
-        return Batch(sequences, moves, tuple(adapters.values()))
-
     # ---- helpers of the stages
 
     def _plan_order(self, seq: Sequence) -> None:
@@ -282,22 +284,13 @@ class Scheduler:
             prompt_len=seq.prompt_len,
             rope_len=seq.request.rope_len,
             block_table=self.block_manager.physical_ids(seq, end),
-            samples=[sampling_row(other) for other in seq.request.sampled_from(seq)] if end == seq.end else (),
-            prompt_targets=prompt_targets(seq, chunk) if seq.num_computed < seq.prompt_len else None,
+            samples=[other.sampling_row() for other in seq.request.sampled_from(seq)] if end == seq.end else (),
+            prompt_targets=seq.prompt_targets(chunk) if seq.num_computed < seq.prompt_len else None,
             request_id=seq.request.request_id,
             adapter=seq.request.adapter.number if seq.request.adapter is not None else None,
         )
 
     # ---- the result of a step
-
-    def _advance(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
-        computed = len(scheduled.token_ids)
-        if self._layerwise is not None and scheduled.layerwise is not None:
-            computed = self._layerwise.advance(seq, scheduled.layerwise, self.limits.num_layers)
-        seq.num_computed += computed
-        prefilled = max(0, min(computed, seq.prompt_len - scheduled.context_len))
-        seq.request.metrics.prefill_tokens += prefilled
-        self.prompt_tokens_computed += prefilled
 
     def _append_samples(self, request: Request, samples: list[Sample], now: float) -> None:
         """Append `samples`, none or one per live sequence, and end the sequences that they complete."""
@@ -309,21 +302,18 @@ class Scheduler:
             metrics.decode_tokens += len(samples)
         request.take_samples(samples, self.block_manager)
         for seq in request.live if samples else ():
-            self._end_if_complete(seq, now)
+            token = seq.token_ids[-1]
+            if token in seq.params.stop_token_ids:
+                seq.stop_reason = token
+                self._finish(seq, "stop", now)
+            elif token in self.limits.eos_token_ids and not seq.params.ignore_eos:
+                self._finish(seq, "stop", now)
+            elif seq.num_output_tokens == seq.params.max_tokens or len(seq) >= self.limits.max_model_len:
+                self._finish(seq, "length", now)
         if request.params.max_tokens == 0 and request.computing[0].num_remaining == 0:
             self._finish(request.computing[0], "length", now)
         if not (request.live or request.finished):  # the request itself has ended its last sequence
             self._end(request, now)
-
-    def _end_if_complete(self, seq: Sequence, now: float) -> None:
-        token = seq.token_ids[-1]
-        if token in seq.params.stop_token_ids:
-            seq.stop_reason = token
-            self._finish(seq, "stop", now)
-        elif token in self.limits.eos_token_ids and not seq.params.ignore_eos:
-            self._finish(seq, "stop", now)
-        elif seq.num_output_tokens == seq.params.max_tokens or len(seq) >= self.limits.max_model_len:
-            self._finish(seq, "length", now)
 
     # ---- ending sequences and requests
 

@@ -90,19 +90,29 @@ class OffloadedKVCache(KVCacheBase):
 
     def begin_step(self, sequences: Sequence[SequenceMetadata], moves: Sequence[BlockMove]) -> StepTraffic:
         """See `KVCacheBase`. Announces the ring groups of all layers: `attend` must use them up in this order."""
-        self._plans = self._plan(sequences)
-        self.engine.move_blocks(moves)
+        engine, windows, block_size = self.engine, self._geometry.windows, self.layout.block_size
+        reads = {window: plan_block_reads(sequences, block_size, window) for window in set(windows)}
+        chosen: Mapping[int | None, Collection[int]] = {}  # reads of the CPU
+        concurrent = False
+        if self.cpu_attention is not None:
+            chosen, concurrent = self.cpu_attention.choose(reads, sequences), self.cpu_attention.concurrent
+        limits = (block_size, engine.split.resident_blocks, engine.group_slots)
+        self._plans = {
+            window: group_block_reads(of_window, sequences, *limits, chosen.get(window, ()), concurrent)
+            for window, of_window in reads.items()
+        }
+        engine.move_blocks(moves)
         if self.cpu_attention is not None:
             self.cpu_attention.begin_step(self._plans)
         # A shared block is loaded once; its bytes count for its first reader.
-        traffic, windows = StepTraffic([0] * len(sequences), [0] * len(sequences)), self._geometry.windows
+        traffic = StepTraffic([0] * len(sequences), [0] * len(sequences))
         ring = {window: [group.reads for group in plan.ring] for window, plan in self._plans.items()}
         for window, groups in ring.items():
             token_bytes = windows.count(window) * self.layout.token_layer_bytes
             for read in chain.from_iterable(groups):
                 traffic.h2d_bytes[read.readers[0]] += read.stored_tokens * token_bytes
                 traffic.d2h_bytes[read.readers[0]] += read.new_tokens * token_bytes
-        self.engine.begin([(layer, reads) for layer, window in enumerate(windows) for reads in ring[window]])
+        engine.begin([(layer, reads) for layer, window in enumerate(windows) for reads in ring[window]])
         return traffic
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
@@ -141,24 +151,6 @@ class OffloadedKVCache(KVCacheBase):
     def end_step(self) -> None:
         if self.cpu_attention is not None:
             self.cpu_attention.end_step()
-
-    def _plan(self, sequences: Sequence[SequenceMetadata]) -> dict[int | None, LayerPlan]:
-        """The plan of a layer with each sliding window."""
-        block_size, cpu_attention = self.layout.block_size, self.cpu_attention
-        reads = {window: plan_block_reads(sequences, block_size, window) for window in set(self._geometry.windows)}
-        chosen = {} if cpu_attention is None else cpu_attention.choose(reads, sequences)
-        return {
-            window: group_block_reads(
-                window_reads,
-                sequences,
-                block_size,
-                self.engine.split.resident_blocks,
-                self.engine.group_slots,
-                chosen.get(window, ()),
-                cpu_attention is not None and cpu_attention.concurrent,
-            )
-            for window, window_reads in reads.items()
-        }
 
     def _write(
         self, read: BlockRead, block: Tensor, k: Tensor, v: Tensor, sequences: Sequence[SequenceMetadata]

@@ -171,9 +171,8 @@ class OffloadEngine:
 
     def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
-        stream = self.order.before_fill(group)
-        self._copy(group, layer, uses, "h2d", stream)
-        self.order.after_fill(group, stream)
+        with self.order.fill(group) as stream:
+            self._copy(group, layer, uses, "h2d", stream)
 
     def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""
@@ -217,12 +216,9 @@ class OffloadEngine:
 
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
         """Copy the blocks of a step in order. Call it between forward passes; the next one waits for the copies."""
-        if moves:
-            stream = self.order.before_moves()
+        with self.order.moves(bool(moves)) as stream:
             for move in moves:
                 self._move(move, stream)
-            self.order.after_moves()
-        self.order.before_copies()
 
     def _move(self, move: BlockMove, stream: Stream) -> None:
         layout, first_host = self.layout, self.split.resident_blocks

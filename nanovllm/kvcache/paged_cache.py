@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -50,19 +50,19 @@ class PagedKVCache(KVCacheBase):
         return StepTraffic([0] * len(sequences), [0] * len(sequences))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
         slots = self._slots if self._slots is not None else self._make_tables()
-        self._device.declare_kernel("write K/V", writes=(pool[block] for block in self._blocks(written=True)))
+        self._device.declare_kernel("write K/V", writes=self._blocks(layer, written=True))
         window = self._geometry.windows[layer]
         few_rows = self._few_rows.get(window)
         if few_rows is not None:
-            self._device.declare_kernel("attend", reads=(pool[block] for block in self._blocks()))
+            self._device.declare_kernel("attend", reads=self._blocks(layer))
             few_rows.attend(layer, q, k, v)
             self._device.end_kernel()
             return q
+        pool = self._pool[layer]  # [blocks, 2, kv_heads, block_size, head_dim]
         store_kv(pool, k, v, slots)
         state = AttentionState.empty(q)
-        self._device.declare_kernel("attend", reads=(pool[block] for block in self._blocks()))
+        self._device.declare_kernel("attend", reads=self._blocks(layer))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
         return q.copy_(state.out)
@@ -87,11 +87,12 @@ class PagedKVCache(KVCacheBase):
                 self._few_rows[window] = PagedStep(self._pool, *of_step, self._backend.num_threads)
         return self._slots
 
-    def _blocks(self, *, written: bool = False) -> set[int]:
-        """The blocks that the step attends to, or only those that it writes."""
-        block_size = self.layout.block_size
-        return {
+    def _blocks(self, layer: int, *, written: bool = False) -> Iterator[Tensor]:
+        """A layer of the blocks that the step attends to, or only of those that it writes, once each."""
+        block_size, pool = self.layout.block_size, self._pool[layer]
+        blocks = (
             block
             for seq in self._sequences
             for block in seq.block_table[seq.context_len // block_size if written else 0 :]
-        }
+        )
+        yield from (pool[block] for block in dict.fromkeys(blocks))

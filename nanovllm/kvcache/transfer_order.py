@@ -31,7 +31,8 @@ What needs no event:
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from nanovllm.device import CallStream, Device, Event, Stream
 from nanovllm.errors import EngineError
@@ -66,7 +67,6 @@ class TransferOrder:
         self._kv_written = defaultdict[int, Event](self._device.new_event)
         self._stored = defaultdict[int, Event](self._device.new_event)
         self._storing: set[int] = set()  # streams with stores that no `host_ready` covers yet
-        self._moved = False  # whether blocks were moved since the last `host_ready`
         self._host_ready: Event | None = None  # created at its first record
         self._moves_begin, self._moves_end = self._device.new_event(), self._device.new_event()
         self._queries_written, self._queries_arrived = self._device.new_event(), self._device.new_event()
@@ -74,51 +74,43 @@ class TransferOrder:
 
     # ---- once a step, in this order
 
-    def before_moves(self) -> Stream:
-        """Blocks may be moved on the returned stream, after all earlier computation and stores."""
-        self._wait_for_stores()
-        self._moved = True
-        self._compute.record(self._moves_begin)
-        self._move_stream.wait(self._moves_begin)
-        return self._move_stream
+    @contextmanager
+    def moves(self, any_moves: bool) -> Iterator[Stream]:
+        """Context in which blocks may be moved on the stream, after all earlier computation and stores.
 
-    def after_moves(self) -> None:
-        self._move_stream.record(self._moves_end)
-        self._compute.wait(self._moves_end)
-
-    def before_copies(self) -> None:
-        """Host blocks are loaded, stored and attended from now on, after all earlier stores and moves."""
-        if not self._storing and not self._moved:
-            return
-        self._wait_for_stores()
-        self._moved = False
-        self._host_ready = self._host_ready or self._device.new_event()
-        self._move_stream.record(self._host_ready)
-        for stream in self._group_streams:
-            stream.wait(self._host_ready)
+        After it host blocks may be loaded, stored and attended: all of that follows the moves and the earlier stores.
+        """
+        for index in sorted(self._storing):
+            self._group_streams[index].record(self._stored[index])
+            self._move_stream.wait(self._stored[index])
+        if any_moves:
+            self._compute.record(self._moves_begin)
+            self._move_stream.wait(self._moves_begin)
+        yield self._move_stream
+        if any_moves:
+            self._move_stream.record(self._moves_end)
+            self._compute.wait(self._moves_end)
+        if any_moves or self._storing:
+            self._storing.clear()
+            self._host_ready = self._host_ready or self._device.new_event()
+            self._move_stream.record(self._host_ready)
+            for stream in self._group_streams:
+                stream.wait(self._host_ready)
 
     def before_cpu_attention(self) -> None:
         """CPU attention reads host blocks from now on, until the next step."""
         if self._host_ready is not None:
             self._cpu_attention.wait(self._host_ready)
 
-    def _wait_for_stores(self) -> None:
-        for index in sorted(self._storing):
-            self._group_streams[index].record(self._stored[index])
-            self._move_stream.wait(self._stored[index])
-        self._storing.clear()
-
     # ---- the life of a group of slots, in this order
 
-    def before_fill(self, group: int) -> Stream:
-        """Copies on the returned stream may overwrite the group's slots."""
+    @contextmanager
+    def fill(self, group: int) -> Iterator[Stream]:
+        """Context of copies on the stream that overwrite the group's slots."""
         stream = self._group_streams[group % len(self._group_streams)]
         if group in self._ring_slot_compute_done:
             stream.wait(self._ring_slot_compute_done[group])
-        return stream
-
-    def after_fill(self, group: int, stream: Stream) -> None:
-        """The copies have been issued on the stream of `before_fill`."""
+        yield stream
         stream.record(self._ring_slot_ready[group])
 
     def before_compute(self, group: int) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.ops.row_kernels import cos_sin, powers
+from nanovllm.ops.row_kernels import kernels_on, powers
 
 
 class RotaryEmbedding:
@@ -26,6 +26,7 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.rope = rope
         self.head_dim = head_dim
+        self._kernels = kernels_on(device, torch.float32)
         rotary_dim = rope.rotary_dim or head_dim
         # Computed on the CPU for every device: pow rounds differently elsewhere.
         self.inv_freq = inverse_frequencies(rope, rotary_dim).to(device)
@@ -48,7 +49,7 @@ class RotaryEmbedding:
             is_longer = lengths > self.rope.original_max_position
             frequencies = torch.where(is_longer[:, None], self._long, frequencies)
         angles = positions.float()[:, None] * frequencies
-        cos, sin = cos_sin(angles, self.rope.attention_factor)
+        cos, sin = self._kernels.cos_sin(angles, self.rope.attention_factor)
         if self._unrotated:
             cos = F.pad(cos[:, : cos.shape[1] // 2], (0, self._unrotated), value=1.0).repeat(1, 2)
             sin = F.pad(sin, (0, self._unrotated))

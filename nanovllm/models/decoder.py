@@ -17,7 +17,7 @@ from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
-from nanovllm.ops.row_kernels import add_rms_norm_, place_heads, rms_norm
+from nanovllm.ops.row_kernels import kernels_on
 
 CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
@@ -43,6 +43,7 @@ class DecoderLayer:
         self.group = group
         self.index = index
         self.dtype = dtype
+        self._kernels = kernels_on(device, dtype)
         hidden, prefix = spec.hidden_size, f"model.layers.{index}."
         linear = partial(Linear, method=spec.quantization, dtype=dtype, device=device)
         weight = partial(torch.empty, dtype=_norm_dtype(spec, dtype), device=device)
@@ -94,7 +95,7 @@ class DecoderLayer:
             self.few_rows.finish_(x, attended)
         else:
             attended = self._normed(self._summed(self.o(attended, adapters)), self.attention_output_norm)
-            normed = add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
+            normed = self._kernels.add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
             x += self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm)
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class DecoderLayer:
         return x if self.group is None else self.group.all_reduce(x)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else rms_norm(x, weight, self.spec.rms_norm_eps)
+        return x if weight is None else self._kernels.rms_norm(x, weight, self.spec.rms_norm_eps)
 
     def project(
         self,
@@ -119,11 +120,12 @@ class DecoderLayer:
             self.few_rows.project(x, cos, sin, q, k, v)
             return
         eps = self.spec.rms_norm_eps
-        heads = self.qkv(rms_norm(x, self.input_norm, eps), adapters).unflatten(-1, (-1, self.spec.head_dim))
+        normed = self._kernels.rms_norm(x, self.input_norm, eps)
+        heads = self.qkv(normed, adapters).unflatten(-1, (-1, self.spec.head_dim))
         if self.rotated is not None:  # an order of features that q and k share does not change their products
             q_and_k = heads[:, : self.spec.num_heads + self.spec.num_kv_heads]
             q_and_k.copy_(q_and_k[..., self.rotated])
-        place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
+        self._kernels.place_heads(heads, self.qk_norm, eps, cos, sin, q, k, v)
 
     @property
     def linears(self) -> Sequence[Linear]:
@@ -199,6 +201,7 @@ class Decoder:
         self.group = group
         self.dtype = dtype
         self.device = device
+        self._kernels = kernels_on(device, dtype)
         self.chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS
         table = {EMBEDDING_MODULE: spec.vocab_rows}
         self.embedding = create_weight(spec.quantization, table, spec.hidden_size, dtype, device)
@@ -208,6 +211,7 @@ class Decoder:
             self.lm_head = create_weight(spec.quantization, head, spec.hidden_size, dtype, device)
         self.layers = [DecoderLayer(spec, i, dtype, device, group) for i in range(spec.num_layers)]
         self.norm = torch.empty(spec.hidden_size, dtype=_norm_dtype(spec, dtype), device=device)
+        # A layer's index is its `rope`.
         self.rotaries = [RotaryEmbedding(rope, spec.head_dim, device) for rope in spec.ropes]
         self.embedding_scale = torch.tensor(spec.embedding_scale).to(dtype).item()
 
@@ -218,7 +222,7 @@ class Decoder:
         attention, a row depends only on its own token.
         """
         x = self.embed(input_ids)
-        angles = self.angles(ctx.positions, ctx.rope_lengths)
+        angles = [rotary.cos_sin(ctx.positions, ctx.rope_lengths) for rotary in self.rotaries]
         for layer in self.layers:
             layer.forward_(x, *angles[layer.rope], ctx, self.chunk_rows)
         return self.normalize_(x)
@@ -231,10 +235,6 @@ class Decoder:
             x = embedding(input_ids, self.embedding, self.spec.sharding.vocab, self.group)
         return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
-    def angles(self, positions: Tensor, rope_lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """`RotaryEmbedding.cos_sin` of each of the network's rotary embeddings; a layer's index is its `rope`."""
-        return [rotary.cos_sin(positions, rope_lengths) for rotary in self.rotaries]
-
     def forward_layer_(self, index: int, x: Tensor, ctx: ForwardContext) -> None:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
         layer = self.layers[index]
@@ -244,7 +244,7 @@ class Decoder:
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
         for (rows,) in row_parts(self.chunk_rows, x):
-            rows.copy_(rms_norm(rows, self.norm, self.spec.rms_norm_eps))
+            rows.copy_(self._kernels.rms_norm(rows, self.norm, self.spec.rms_norm_eps))
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from transformers import CONFIG_MAPPING
+
 from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
 from nanovllm.layers.linear_method import LinearMethod
 from nanovllm.model_files.gguf_side import GgufConfig, gguf_side, is_gguf
 from nanovllm.model_files.json_fields import checked_fields, read_json_object
-from nanovllm.models.config_classes import config_class
 from nanovllm.models.config_fields import (
     FIELDS_WITHOUT_EFFECT,
     GENERATION_FIELDS,
@@ -97,7 +98,7 @@ class ModelConfig:
         """
         sources = [_network_fields(self._config, self._family), self._generation]
         if not any("eos_token_id" in source for source in sources):
-            sources = [{"eos_token_id": config_class(self.model_type)().eos_token_id}]
+            sources = [{"eos_token_id": CONFIG_MAPPING[self.model_type]().eos_token_id}]
         ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
         return tuple(dict.fromkeys(ids))
 
@@ -247,7 +248,7 @@ def _refuse_unread(config: _Config, family: Family) -> None:
             continue
         if name in OFF_VALUES and value == OFF_VALUES[name]:
             continue
-        defaults = defaults or config_class(family.model_type)()
+        defaults = defaults or CONFIG_MAPPING[family.model_type]()
         if value != getattr(defaults, name, _NO_DEFAULT):
             raise ModelError(
                 f"{config.where}: {quoted(name)}: {quoted(value)} is a field that a {family.architecture} does not "
@@ -307,7 +308,7 @@ def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:
     """Transformers' config with all defaults, except of RoPE and the dtype, which it does not read."""
     given = {name: value for name, value in fields.items() if name not in _DTYPES}
     try:
-        return config_class(family.model_type)(**given)
+        return CONFIG_MAPPING[family.model_type](**given)
     # Its validators raise many unrelated types.
     except Exception as error:
         raise ModelError(f"it is not valid for a {family.architecture}: {told(error)}.") from error

@@ -112,7 +112,7 @@ def _misfit(q: Tensor, blocks: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -
         return f"q, out and lse must be on the CPU, got {q.device}, {out.device} and {lse.device}."
     if q.numel() > 0 and (q.stride(2) != 1 or out.stride(2) != 1):
         return f"head_dim must be contiguous, got strides {q.stride()} of q and {out.stride()} of out."
-    if not supports_head_dim(q.shape[2]):
+    if q.shape[2] == 0 or q.shape[2] % _HEAD_DIM_MULTIPLE:
         return f"head_dim must be a positive multiple of {_HEAD_DIM_MULTIPLE}, got {q.shape[2]}; pad the heads."
     for name, table, dims in (("blocks", blocks, 1), ("rows", rows, 2)):
         if table.dtype != torch.int64 or table.dim() != dims or not table.is_contiguous() or not table.is_cpu:

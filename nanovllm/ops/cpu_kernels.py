@@ -39,6 +39,7 @@ def instruction_sets() -> tuple[str, ...]:
         raise ConfigError(str(error)) from error
 
 
+@cache
 def choose(isa: str | None = None) -> str:
     """`isa`, or the best one for None. Raises ValueError if this machine does not support `isa`."""
     available = instruction_sets()
@@ -71,9 +72,16 @@ def cpu_linear(
     Sums are fp32 and rounded once. `isa` is one of `instruction_sets()`, by default the best. Raises ValueError
     for other arguments.
     """
-    misfit = _linear_misfit(x, weight, bias)
-    if misfit is not None:
-        raise ValueError(misfit)
+    fits = x.is_cpu and x.dtype in KERNEL_DTYPES and x.dim() == weight.dim() == 2 and 0 < x.shape[1] == weight.shape[1]
+    fits = fits and (x.stride()[1] == 1 or x.shape[1] == 1) and (bias is None or bias.shape == weight.shape[:1])
+    for tensor in (weight,) if bias is None else (weight, bias):
+        fits = fits and tensor.is_cpu and tensor.dtype == x.dtype and tensor.is_contiguous()
+    if not fits:
+        rule = (
+            "a product takes x [rows, in] with contiguous rows, and contiguous weight [out, in] and bias [out], in"
+            " being positive, all on the CPU and all bfloat16, float16 or float32"
+        )
+        raise _misfit(rule, x=x, weight=weight, bias=bias)
     rows, (out_features, in_features) = x.shape[0], weight.shape
     y = x.new_empty(rows, out_features)
     _cpu_kernels.linear(
@@ -137,26 +145,6 @@ def use_huge_pages(weight: Tensor) -> None:
         _cpu_kernels.use_huge_pages(weight.data_ptr(), weight.nbytes)
 
 
-def _linear_misfit(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """The error message for wrong arguments of `cpu_linear`, or None."""
-    for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if not tensor.is_cpu or tensor.dtype not in KERNEL_DTYPES or tensor.dtype != x.dtype:
-            return (
-                "x, weight and bias must be on the CPU and all bfloat16, float16 or float32,"
-                f" got {tensor.dtype} on {tensor.device}."
-            )
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.shape[1] == 0:
-        shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        return f"x must be [rows, in] and weight [out, in], in being positive, got {shapes}."
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias must be [{weight.shape[0]}] as weight has outputs, got {tuple(bias.shape)}."
-    if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
-        return f"weight and bias must be contiguous, got a weight with strides {weight.stride()}."
-    if x.stride()[1] != 1 and x.shape[1] > 1:
-        return f"A row of x must be contiguous, got strides {x.stride()}."
-    return None
-
-
 # ---- the operations of `row_kernels`
 
 
@@ -169,15 +157,11 @@ def takes(x: Tensor, dims: int) -> bool:
     return row_is_dense or shape[0] == 0
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(x, None, weight, eps)
-
-
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(residual, x, weight, eps)
+    return rms_norm(residual, weight, eps, x)
 
 
-def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:
     fits = takes(x, 2) and weight.is_cpu and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:]
     if addend is not None:
         fits = fits and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype
@@ -188,8 +172,8 @@ def _norm(x: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tenso
     y = x.new_empty(rows, size)
     _cpu_kernels.rms_norm(
         dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=(0, 0) if addend is None else address(addend),
-        weight=_norm_address(weight), y=(y.data_ptr(), size), rows=rows, size=size, eps=eps,
-        threads=torch.get_num_threads(),
+        weight=(weight.data_ptr(), weight.dtype == torch.float32), y=(y.data_ptr(), size), rows=rows, size=size,
+        eps=eps, threads=torch.get_num_threads(),
     )  # fmt: skip
     return y
 
@@ -248,7 +232,8 @@ def _gated_unit(activation: str, gate_up: Tensor) -> Tensor:
 
 
 def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    _check_rows("cos_sin takes angles [tokens, pairs]", angles)
+    if not (takes(angles, 2) and angles.dtype == torch.float32):
+        raise _misfit("cos_sin takes fp32 angles [tokens, pairs] on the CPU, each row dense", angles=angles)
     tokens, pairs = angles.shape
     cos, sin = angles.new_empty(tokens, 2 * pairs), angles.new_empty(tokens, pairs)
     _cpu_kernels.cos_sin(
@@ -271,7 +256,8 @@ def powers(bases: Tensor, exponents: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, *, log: bool = False) -> Tensor:
-    _check_rows("softmax takes x [rows, size]", x)
+    if not (takes(x, 2) and x.dtype == torch.float32):
+        raise _misfit("softmax takes fp32 x [rows, size] on the CPU, each row dense", x=x)
     y = x.new_empty(x.shape)
     if x.shape[1]:
         _cpu_kernels.softmax(
@@ -281,7 +267,8 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
 
 
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-    _check_rows("draw takes scores [rows, width]", scores)
+    if not (takes(scores, 2) and scores.dtype == torch.float32):
+        raise _misfit("draw takes fp32 scores [rows, width] on the CPU, each row dense", scores=scores)
     tokens = tokens.expand(scores.shape)
     if tokens.dtype != torch.int64 or starts.dtype != torch.int64 or starts.shape != scores.shape[:1]:
         raise _misfit("draw takes int64 tokens and a start for each row", tokens=tokens, starts=starts)
@@ -293,11 +280,6 @@ def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
         rows=scores.shape[0], size=scores.shape[1], threads=torch.get_num_threads(),
     )  # fmt: skip
     return drawn
-
-
-def _check_rows(rule: str, x: Tensor) -> None:
-    if not (takes(x, 2) and x.dtype == torch.float32):
-        raise _misfit(f"{rule} in fp32 on the CPU, each row dense", x=x)
 
 
 def store_kv(pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:

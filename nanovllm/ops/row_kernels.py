@@ -1,8 +1,9 @@
 """Row-wise operations of the network: norm, RoPE, SiLU, softmax, draws and writes to the KV cache.
 
 Three modules implement them with the same signatures: `cpu_kernels` in C++, `triton_rows` on CUDA and `torch_rows` in
-plain torch. The functions here choose the implementation by the tensor. An implementation rounds where the others do;
-results of two implementations differ by the order of sums and by the exponential function.
+plain torch. A network chooses its implementation once, with `kernels_on`; the functions here choose it by the tensor.
+An implementation rounds where the others do; results of two implementations differ by the order of sums and by the
+exponential function.
 """
 
 from __future__ import annotations
@@ -21,10 +22,21 @@ from nanovllm.ops.triton_support import triton_runs, use_triton
 
 
 class RowKernels(Protocol):
-    """What each implementation provides; the functions of this module document the operations."""
+    """What each implementation provides. The functions of this module document the other operations."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight of each row: [rows, size], weight [size].
+
+        The mean and the division run in fp32. The quotient is rounded to x's dtype before the multiplication by a
+        weight of that dtype, as in Transformers; a weight in fp32 multiplies before the rounding, as in its Gemma 3.
+        Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+        """
+        ...
+
+    def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place and rounded to its dtype; returns `rms_norm` of the sum. Both [rows, size]."""
+        ...
+
     def place_heads(
         self,
         heads: Tensor,
@@ -35,13 +47,31 @@ class RowKernels(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-    ) -> None: ...
+    ) -> None:
+        """Split the merged projection into q, k and v; normalise q and k if there is a weight, and apply RoPE to them.
+
+        heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], q before k before v; weight: [num_heads + num_kv_heads,
+        head_dim], in the dtype of the heads or in fp32, as for `rms_norm`; cos, sin: `RotaryEmbedding.cos_sin` of the
+        tokens; q: [tokens, num_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim].
+        """
+        ...
+
+    def cos_sin(self, angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """cos [tokens, 2 * pairs], each value twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], scaled."""
+        ...
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor: ...
-    def cos_sin(self, angles: Tensor, factor: float) -> tuple[Tensor, Tensor]: ...
     def softmax(self, x: Tensor, *, log: bool = False) -> Tensor: ...
     def draw(self, scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor: ...
     def store_kv(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
+
+
+def kernels_on(device: torch.device, dtype: torch.dtype) -> RowKernels:
+    """The implementation for a network, whose tensors have this dtype and dense rows."""
+    if device.type == "cuda":
+        return _cuda_kernels()
+    return cpu_kernels if device.type == "cpu" and dtype in cpu_kernels.KERNEL_DTYPES else torch_rows
 
 
 def kernels_for(x: Tensor, dims: int) -> RowKernels:
@@ -60,33 +90,6 @@ def _cuda_kernels() -> RowKernels:
     return triton_rows
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight of each row: [rows, size], weight [size].
-
-    The mean and the division run in fp32. The quotient is rounded to x's dtype before the multiplication by a weight of
-    that dtype, as in Transformers; a weight in fp32 multiplies before the rounding, as in its Gemma 3. Source: Zhang
-    and Sennrich, "Root Mean Square Layer Normalization" (2019).
-    """
-    return kernels_for(x, 2).rms_norm(x, weight, eps)
-
-
-def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x, in place and rounded to its dtype; returns `rms_norm` of the sum. Both [rows, size]."""
-    return kernels_for(x, 2).add_rms_norm_(residual, x, weight, eps)
-
-
-def place_heads(
-    heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> None:
-    """Split the merged projection into q, k and v; normalise q and k if there is a weight, and apply RoPE to them.
-
-    heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], q before k before v; weight: [num_heads + num_kv_heads,
-    head_dim], in the dtype of the heads or in fp32, as for `rms_norm`; cos, sin: `RotaryEmbedding.cos_sin` of the
-    tokens; q: [tokens, num_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim].
-    """
-    kernels_for(heads, 3).place_heads(heads, weight, eps, cos, sin, q, k, v)
-
-
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, where each row holds the gate and then up: [rows, 2 * size] -> [rows, size]."""
     return kernels_for(gate_up, 2).silu_and_mul(gate_up)
@@ -102,11 +105,6 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 GATED_UNITS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 )
-
-
-def cos_sin(angles: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos [tokens, 2 * pairs], each value twice, and sin [tokens, pairs] of fp32 angles [tokens, pairs], scaled."""
-    return kernels_for(angles, 2).cos_sin(angles, factor)
 
 
 def powers(bases: Tensor, exponents: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `row_kernels.rms_norm`. Takes any shape; the weight broadcasts against x, for instance one row per head."""
+    """See `RowKernels.rms_norm`. Takes any shape; the weight broadcasts against x, for instance one row per head."""
     wide = x.float()
     scaled = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return scaled.to(weight.dtype).mul_(weight).to(x.dtype)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import EngineError, RequestError, quoted, told
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
