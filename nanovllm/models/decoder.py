@@ -226,15 +226,11 @@ class Decoder:
         """
         x = self.embed(input_ids)
         angles = [rotary.cos_sin(ctx.positions, ctx.rope_lengths) for rotary in self.rotaries]
-        qkv = self._qkv(x)
+        q = x.new_empty(x.shape[0], self.spec.num_heads, self.spec.head_dim)
+        k, v = x.new_empty(2, x.shape[0], self.spec.num_kv_heads, self.spec.head_dim)
         for layer in self.layers:
-            layer.forward_(x, qkv, *angles[layer.rope], ctx, self.chunk_rows)
+            layer.forward_(x, (q, k, v), *angles[layer.rope], ctx, self.chunk_rows)
         return self.normalize_(x)
-
-    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, spec = x.shape[0], self.spec
-        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
-        return x.new_empty(tokens, spec.num_heads, spec.head_dim), k, v
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
@@ -248,7 +244,9 @@ class Decoder:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
         layer = self.layers[index]
         cos, sin = self.rotaries[layer.rope].cos_sin(ctx.positions, ctx.rope_lengths)
-        layer.forward_(x, self._qkv(x), cos, sin, ctx, self.chunk_rows)
+        q = x.new_empty(x.shape[0], self.spec.num_heads, self.spec.head_dim)
+        k, v = x.new_empty(2, x.shape[0], self.spec.num_kv_heads, self.spec.head_dim)
+        layer.forward_(x, (q, k, v), cos, sin, ctx, self.chunk_rows)
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
