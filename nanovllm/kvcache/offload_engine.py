@@ -171,8 +171,9 @@ class OffloadEngine:
 
     def load_to_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the stored tokens of the uses to the slots of the group, after earlier attention to these."""
-        with self.order.fill(group) as stream:
-            self._copy(group, layer, uses, "h2d", stream)
+        stream = self.order.before_fill(group)
+        self._copy(group, layer, uses, "h2d", stream)
+        self.order.after_fill(group, stream)
 
     def offload_slot_layer(self, group: int, layer: int, uses: Sequence[BlockTokens]) -> None:
         """Copy the new tokens of the uses from the slots of the group, once they are written, to the host blocks."""

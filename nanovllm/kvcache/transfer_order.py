@@ -104,13 +104,15 @@ class TransferOrder:
 
     # ---- the life of a group of slots, in this order
 
-    @contextmanager
-    def fill(self, group: int) -> Iterator[Stream]:
-        """Context of copies on the stream that overwrite the group's slots."""
+    def before_fill(self, group: int) -> Stream:
+        """Copies on the returned stream may overwrite the group's slots."""
         stream = self._group_streams[group % len(self._group_streams)]
         if group in self._ring_slot_compute_done:
             stream.wait(self._ring_slot_compute_done[group])
-        yield stream
+        return stream
+
+    def after_fill(self, group: int, stream: Stream) -> None:
+        """The copies have been issued on the stream of `before_fill`."""
         stream.record(self._ring_slot_ready[group])
 
     def before_compute(self, group: int) -> None:

@@ -76,15 +76,18 @@ class DecoderLayer:
         """Called when the weights have the form in which their kernels read them."""
         self.few_rows = self._few_rows()
 
-    def forward_(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int) -> None:
-        """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time."""
-        tokens, spec = x.shape[0], self.spec
-        q = x.new_empty(tokens, spec.num_heads, spec.head_dim)
-        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
+    def forward_(
+        self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, ctx: ForwardContext, chunk: int
+    ) -> None:
+        """Advance the residual stream x [tokens, hidden] in place; row-wise work takes `chunk` rows at a time.
+
+        qkv: memory for q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim], which layers share.
+        """
+        q, k, v = qkv
         parts = row_parts(chunk, x, cos, sin, q, k, v)
         for adapters, (x_rows, *angles, q_rows, k_rows, v_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.project(x_rows, angles[0], angles[1], q_rows, k_rows, v_rows, adapters)
-        attended = ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(tokens, spec.q_size)
+        attended = ctx.kv_cache.attend(self.index, q, k, v, ctx).reshape(x.shape[0], self.spec.q_size)
         parts = row_parts(chunk, x, attended)
         for adapters, (x_rows, attended_rows) in zip(ctx.adapters_of_parts, parts, strict=False):
             self.finish_(x_rows, attended_rows, adapters)
@@ -223,9 +226,15 @@ class Decoder:
         """
         x = self.embed(input_ids)
         angles = [rotary.cos_sin(ctx.positions, ctx.rope_lengths) for rotary in self.rotaries]
+        qkv = self._qkv(x)
         for layer in self.layers:
-            layer.forward_(x, *angles[layer.rope], ctx, self.chunk_rows)
+            layer.forward_(x, qkv, *angles[layer.rope], ctx, self.chunk_rows)
         return self.normalize_(x)
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, spec = x.shape[0], self.spec
+        k, v = x.new_empty(2, tokens, spec.num_kv_heads, spec.head_dim)
+        return x.new_empty(tokens, spec.num_heads, spec.head_dim), k, v
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """The residual stream before the first layer: int64 [tokens] -> [tokens, hidden]."""
@@ -239,7 +248,7 @@ class Decoder:
         """Take the residual stream x [tokens, hidden] through one layer, in place."""
         layer = self.layers[index]
         cos, sin = self.rotaries[layer.rope].cos_sin(ctx.positions, ctx.rope_lengths)
-        layer.forward_(x, cos, sin, ctx, self.chunk_rows)
+        layer.forward_(x, self._qkv(x), cos, sin, ctx, self.chunk_rows)
 
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
