@@ -33,7 +33,7 @@ struct IntegerSums : Avx512 {
     using U = __m512i;
     using Keys = __m512i;
     using S = Digits;
-    static constexpr int kStep = 4, kExpand = 1, kMicroRows = 2, kSums = 3;
+    static constexpr int kStep = 4, kExpand = 1, kMicroRows = 2, kDirectRows = 2, kSums = 3;
     static constexpr bool kWholeRows = true;
     static constexpr float kKeyUnit = 1, kValueUnit = 1;
 
@@ -49,7 +49,8 @@ struct IntegerSums : Avx512 {
     static Digits start(const uint32_t* row) { return splat(row); }
     static Digits splat_step(const uint32_t* row, int step) { return splat(row + kHead + 4 * step); }
     static S dot(S sum, Digits a, U b) {
-        for (int i = 0; i < 3; ++i) sum.d[i] = _mm512_dpbusd_epi32(sum.d[i], b, a.d[i]);
+        // As assembly: GCC 12 copies the sums around its own intrinsic.
+        for (int i = 0; i < 3; ++i) asm("vpdpbusd %2, %1, %0" : "+v"(sum.d[i]) : "v"(b), "v"(a.d[i]));
         return sum;
     }
     static F result(S sum, const uint32_t* row) {

@@ -5,7 +5,6 @@
 //
 // Included once by each instruction set's file, inside its anonymous namespace, after its X is defined.
 
-constexpr int kDirectRows = 6;  // so many go over keys and values where they lie
 constexpr int kSubRows = 48;   // rows whose scores and probabilities stay in the cache between the two products
 
 // Cuts one allocation into the arrays of a task.
@@ -217,16 +216,16 @@ class TileKernel {
         }
     }
 
-    bool direct() const { return rows_ <= kDirectRows; }
+    bool direct() const { return rows_ <= X::kDirectRows; }
 
     void score_direct() {
-        switch (rows_) {
-            case 1: return score_rows<1>();
-            case 2: return score_rows<2>();
-            case 3: return score_rows<3>();
-            case 4: return score_rows<4>();
-            case 5: return score_rows<5>();
-            default: return score_rows<6>();
+        if (rows_ == 1) return score_rows<1>();
+        if (rows_ == 2) return score_rows<2>();
+        if constexpr (X::kDirectRows == 6) {
+            if (rows_ == 3) return score_rows<3>();
+            if (rows_ == 4) return score_rows<4>();
+            if (rows_ == 5) return score_rows<5>();
+            return score_rows<6>();
         }
     }
 
@@ -257,13 +256,13 @@ class TileKernel {
     }
 
     void weigh_direct() {
-        switch (rows_) {
-            case 1: return weigh_rows<1>();
-            case 2: return weigh_rows<2>();
-            case 3: return weigh_rows<3>();
-            case 4: return weigh_rows<4>();
-            case 5: return weigh_rows<5>();
-            default: return weigh_rows<6>();
+        if (rows_ == 1) return weigh_rows<1>();
+        if (rows_ == 2) return weigh_rows<2>();
+        if constexpr (X::kDirectRows == 6) {
+            if (rows_ == 3) return weigh_rows<3>();
+            if (rows_ == 4) return weigh_rows<4>();
+            if (rows_ == 5) return weigh_rows<5>();
+            return weigh_rows<6>();
         }
     }
 

@@ -10,11 +10,11 @@
 // Included once by each instruction set's file, inside its anonymous namespace.
 
 // Operands whose steps are a word, which are summed in fp32. The register tile has kMicroRows x kVectors sums, which
-// fit 16 and 32 registers.
+// fit 16 and 32 registers; up to kDirectRows rows go over keys and values where they lie.
 template <class Vectors>
 struct SingleWords : Vectors {
     using S = typename Vectors::F;
-    static constexpr int kMicroRows = 6, kSums = 1;
+    static constexpr int kMicroRows = 6, kDirectRows = 6, kSums = 1;
     static constexpr bool kWholeRows = false;  // whether probabilities are packed once all of a row are known
 
     static constexpr int row_words(int steps) { return steps; }

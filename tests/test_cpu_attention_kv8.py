@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import NativeAttention
-from nanovllm.ops.kv_quantization import quantize_rows_torch
+from nanovllm.ops.kv_quantization import dequantize_rows, quantize_rows_torch
+from nanovllm.ops.reference_attention import reference_attention
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -112,6 +113,25 @@ def replace_row(
     pool, size = case.pool.clone(), case.shape.block_size
     pool[seq.block_table[position // size], plane, :, position % size] = quantize_rows_torch(row, stored)
     return pool
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("stored", STORED)
+def test_unequal_numbers_in_a_row(stored: torch.dtype) -> None:
+    """Queries, and values of a tile, that differ a thousandfold: errors stay small beside the largest."""
+    shape, large = Shape(64, 1, 2, 32, None, ((60, 1), (70, 9))), 1000.0
+    case = quantised(shape, torch.float32, stored)
+    case.q[..., 5] *= large
+    for seq, (_, v) in zip(case.sequences, case.keys, strict=True):
+        rows = case.pool[seq.block_table[0], 1, 0]
+        rows[7] = quantize_rows_torch(large * dequantize_rows(rows[7:8], torch.float32), stored)[0]
+        v[7] *= large
+    state = case.attend(NativeAttention())
+    for seq, (k, v) in zip(case.sequences, case.keys, strict=True):
+        rows = slice(seq.query_start, seq.query_start + seq.query_len)
+        out, lse = reference_attention(case.q[rows], k, v, shape.scale, seq.context_len)
+        assert (state.out[rows] - out).abs().max() <= large * 1e-4
+        assert (state.lse[:, rows] - lse).abs().max() <= large * 1e-6
 
 
 def test_a_scale_may_be_the_smallest_or_the_largest() -> None:
