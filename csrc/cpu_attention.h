@@ -43,6 +43,12 @@ struct KeyBlocks {
     int64_t kv_end;              // keys at positions >= kv_end are not written
 
     int tiles_per_block() const { return (block_size + kTileKeys - 1) / kTileKeys; }
+
+    // The first row of a tile's keys or values; `offset` is k_offset or v_offset.
+    const char* tile_rows(int64_t tile, int64_t offset) const {
+        const int64_t per_block = tiles_per_block(), start = tile % per_block * kTileKeys;
+        return reinterpret_cast<const char*>(blocks[tile / per_block] + offset + start * row_bytes);
+    }
 };
 
 // Partial states of a task whose tiles are merged later: per tile, `rows` accumulators of head_dim, then the maxima
@@ -58,6 +64,7 @@ struct Task {
     bool carry;                       // the state to begin from is in out and lse; otherwise it is empty
     int64_t tile_begin, tile_end;     // counted over all blocks
     float* partials;                  // of tile_begin, one after the other, or null
+    const char *keys_after, *values_after;  // rows that the thread probably reads next, or null
 };
 
 // The same functions for each instruction set, dtype of the queries and format of the blocks.
@@ -73,13 +80,24 @@ const Kernel& portable_kernel(DType dtype, KvFormat format);
 #if defined(__x86_64__)
 const Kernel& avx2_kernel(DType dtype, KvFormat format);
 const Kernel& avx512_kernel(DType dtype, KvFormat format);
+const Kernel& avx512vnni_kernel(DType dtype);      // blocks in int8
 const Kernel& avx512bf16_kernel(KvFormat format);  // queries in bf16
+
+inline bool has_vnni() {
+#if defined(NANOVLLM_EMULATE_BF16)
+    return false;  // so that the emulation's tests also see how int8 is attended to without
+#else
+    return __builtin_cpu_supports("avx512vnni");
+#endif
+}
 #endif
 
 inline const Kernel& kernel_of(Isa isa, DType dtype, KvFormat format) {
 #if defined(__x86_64__)
     if (isa == Isa::avx512bf16 && dtype == DType::bf16) return avx512bf16_kernel(format);
-    if (isa == Isa::avx512bf16 || isa == Isa::avx512) return avx512_kernel(dtype, format);
+    const bool avx512 = isa == Isa::avx512bf16 || isa == Isa::avx512;
+    if (avx512 && format == KvFormat::int8 && has_vnni()) return avx512vnni_kernel(dtype);
+    if (avx512) return avx512_kernel(dtype, format);
     if (isa == Isa::avx2) return avx2_kernel(dtype, format);
 #endif
     (void)isa;

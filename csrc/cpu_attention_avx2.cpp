@@ -17,13 +17,15 @@ namespace {
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
 
-struct Fp32Words : Avx2 {
+struct Fp32Words : SingleWords<Avx2> {
     using U = __m256;
     using Keys = U;
     static constexpr int kStep = 1;
 
     static U load_words(const uint32_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
-    static U splat_word(const uint32_t* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
+    static U splat_step(const uint32_t* row, int step) {
+        return _mm256_broadcast_ss(reinterpret_cast<const float*>(row + step));
+    }
     static F dot(F sum, U a, U b) { return _mm256_fmadd_ps(a, b, sum); }
 
     template <class Q>

@@ -21,13 +21,15 @@ namespace {
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
 
-struct Fp32Words : Avx512 {
+struct Fp32Words : SingleWords<Avx512> {
     using U = __m512;
     using Keys = __m512i;
     static constexpr int kStep = 1;
 
     static U load_words(const uint32_t* p) { return _mm512_loadu_ps(p); }
-    static U splat_word(const uint32_t* p) { return _mm512_set1_ps(*reinterpret_cast<const float*>(p)); }
+    static U splat_step(const uint32_t* row, int step) {
+        return _mm512_set1_ps(reinterpret_cast<const float*>(row)[step]);
+    }
     static F dot(F sum, U a, U b) { return _mm512_fmadd_ps(a, b, sum); }
 
     template <class Q>

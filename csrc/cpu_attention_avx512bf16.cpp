@@ -26,13 +26,13 @@ namespace {
 #include "cpu_attention_multiply.h"
 #include "cpu_attention_kernel.h"
 
-struct Bf16Words : Avx512 {
+struct Bf16Words : SingleWords<Avx512> {
     using U = __m512i;
     using Keys = U;
     static constexpr int kStep = 2;
 
     static U load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
-    static U splat_word(const uint32_t* p) { return _mm512_set1_epi32(int(*p)); }
+    static U splat_step(const uint32_t* row, int step) { return _mm512_set1_epi32(int(row[step])); }
     static F dot(F sum, U a, U b) { return add_pair_products(sum, a, b); }
 
     static void pack_row(const Bf16* source, int count, uint32_t* dst) {

@@ -5,6 +5,7 @@
 //
 // Included once by each instruction set's file, inside its anonymous namespace, after its X is defined.
 
+constexpr int kDirectRows = 6;  // so many go over keys and values where they lie
 constexpr int kSubRows = 48;   // rows whose scores and probabilities stay in the cache between the two products
 
 // Cuts one allocation into the arrays of a task.
@@ -17,10 +18,10 @@ struct Workspace {
 
     Workspace(void* base, int rows, int head_dim) : base_(static_cast<char*>(base)) {
         const int padded = round_up(rows, 16), panel = X::kVectors * X::W;
-        take(query, size_t(rows) * (head_dim / X::kStep));
+        take(query, size_t(rows) * X::row_words(head_dim / X::kStep));
         take(keys, size_t(round_up(kTileKeys, panel)) * (head_dim / X::kStep));
         take(values, size_t(kTileKeys / X::kStep) * round_up(head_dim, panel));
-        take(probabilities, size_t(kSubRows) * (kTileKeys / X::kStep));
+        take(probabilities, size_t(kSubRows) * X::row_words(kTileKeys / X::kStep));
         take(scores, size_t(kSubRows) * kTileKeys);
         take(output, size_t(rows) * head_dim);
         take(lse, padded);
@@ -47,6 +48,7 @@ class TileKernel {
     using T = typename X::T;  // of keys and values
     static constexpr bool kScales = has_scales<T>;
     static constexpr int kPanel = X::kVectors * X::W;  // columns of a packed panel
+    static constexpr int kWeights = X::row_words(kTileKeys / X::kStep);  // words of a row of probabilities
 
   public:
     static size_t workspace_bytes(int rows, int head_dim) { return Workspace<X>(nullptr, rows, head_dim).bytes; }
@@ -75,7 +77,7 @@ class TileKernel {
     Workspace<X> work_;
     // The tile at hand.
     const T *key_ = nullptr, *value_ = nullptr;
-    const T *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile after it
+    const T *next_key_ = nullptr, *next_value_ = nullptr;  // of the tile, perhaps of another task, after it
     Ahead ahead_keys_, ahead_values_;
     int64_t tile_position_ = 0;
     int tile_keys_ = 0;
@@ -104,7 +106,7 @@ class TileKernel {
         const Q* q = static_cast<const Q*>(r.q);
         for (int row = 0; row < rows_; ++row) {
             const Q* source = q + row / r.group * r.q_token_stride + row % r.group * r.q_head_stride;
-            X::pack_row(source, head_dim_, work_.query + int64_t(row) * words_);
+            X::pack_row(source, head_dim_, work_.query + int64_t(row) * X::row_words(words_));
         }
     }
 
@@ -146,9 +148,7 @@ class TileKernel {
     }
 
     const T* first_row(int64_t tile, int64_t plane_offset) const {
-        const auto& k = task_.keys;
-        const int64_t per_block = k.tiles_per_block(), start = tile % per_block * kTileKeys;
-        return reinterpret_cast<const T*>(k.blocks[tile / per_block] + plane_offset + start * k.row_bytes);
+        return reinterpret_cast<const T*>(task_.keys.tile_rows(tile, plane_offset));
     }
 
     void enter_tile(int64_t tile) {
@@ -156,11 +156,15 @@ class TileKernel {
         const int64_t block = tile / k.tiles_per_block(), start = tile % k.tiles_per_block() * kTileKeys;
         tile_position_ = k.first_position + block * k.block_size + start;
         tile_keys_ = smaller(smaller(kTileKeys, k.block_size - start), k.kv_end - tile_position_);
-        const int64_t next = tile + 1 < task_.tile_end ? tile + 1 : tile;
         key_ = first_row(tile, k.k_offset);
         value_ = first_row(tile, k.v_offset);
-        next_key_ = first_row(next, k.k_offset);
-        next_value_ = first_row(next, k.v_offset);
+        if (tile + 1 < task_.tile_end) {
+            next_key_ = first_row(tile + 1, k.k_offset);
+            next_value_ = first_row(tile + 1, k.v_offset);
+        } else {
+            next_key_ = task_.keys_after == nullptr ? key_ : reinterpret_cast<const T*>(task_.keys_after);
+            next_value_ = task_.values_after == nullptr ? value_ : reinterpret_cast<const T*>(task_.values_after);
+        }
         if constexpr (kScales) {
             gather_scales(key_, X::kKeyUnit, work_.key_scales);
             gather_scales(value_, X::kValueUnit, work_.value_scales);
@@ -173,8 +177,9 @@ class TileKernel {
 
     // `unit` is the value of 1 in a product with widened elements. Keys that are not there may hold anything.
     void gather_scales(const T* rows, float unit, float* scales) const {
-        for (int key = 0; key < tile_keys_; ++key) scales[key] = scale_of(rows + key * stride_, head_dim_) * unit;
+        for (int key = 0; key < tile_keys_; ++key) scales[key] = raw_scale(rows + key * stride_, head_dim_);
         for (int key = tile_keys_; key < kTileKeys; ++key) scales[key] = 0.0f;
+        for (int key = 0; key < kTileKeys; ++key) scales[key] = nan_if_infinite(scales[key]) * unit;
     }
 
     void place_results(int64_t tile) {
@@ -199,8 +204,9 @@ class TileKernel {
                 score_direct();
             else
                 score(row, count);
-            for (int group = row; group < row + count; group += kMicroRows)
-                soften(row, group, smaller(kMicroRows, row + count - group));
+            const int together = direct() ? count : X::kMicroRows;  // as the product with the values takes them
+            for (int group = row; group < row + count; group += together)
+                soften(row, group, smaller(together, row + count - group));
             if (task_.partials == nullptr)
                 merge_weights<X>(count, maximum_ + row, sum_ + row, work_.lse + row, work_.old_weight + row,
                                  work_.tile_weight + row);
@@ -211,7 +217,7 @@ class TileKernel {
         }
     }
 
-    bool direct() const { return rows_ <= kMicroRows; }
+    bool direct() const { return rows_ <= kDirectRows; }
 
     void score_direct() {
         switch (rows_) {
@@ -224,9 +230,19 @@ class TileKernel {
         }
     }
 
+    // Vectors whose sums with M rows fit the registers.
+    template <int M>
+    static constexpr int most_vectors() {
+        int vectors = X::kVectors;
+        while (M * vectors * X::kSums > 24) vectors /= 2;
+        return vectors;
+    }
+
     template <int M>
     void score_rows() {
-        constexpr int kMost = M <= 2 ? X::kVectors : X::kVectors / 2;  // the transposed keys take registers as well
+        constexpr int kFit = most_vectors<M>();
+        // Transposed keys take registers as well.
+        constexpr int kMost = X::kSums > 1 ? 1 : M > 2 && kFit == X::kVectors ? kFit / 2 : kFit;
         const Range seen = visible_vectors(0, M);
         int key = seen.begin;
         for (; key + kMost * X::W <= seen.end; key += kMost * X::W) score_at<M, kMost>(key);
@@ -235,7 +251,7 @@ class TileKernel {
 
     template <int M, int N>
     void score_at(int key) {
-        const auto product = kScales ? score_bytes<X, M, N> : score_keys<X, M, N>;
+        const auto product = kScales && X::kSums == 1 ? score_bytes<X, M, N> : score_keys<X, M, N>;
         product(work_.query, words_, key_ + key * stride_, stride_, tile_keys_ - key, work_.scores + key, kTileKeys,
                 ahead_keys_, ahead_values_);
     }
@@ -254,9 +270,11 @@ class TileKernel {
     template <int M>
     void weigh_rows() {
         const int vectors = head_dim_ / X::W;
+        constexpr int kMost = most_vectors<M>();
         int vector = 0;
-        for (; vector + X::kVectors <= vectors; vector += X::kVectors) weigh_at<M, X::kVectors>(vector * X::W);
-        for (; vector + 2 <= vectors; vector += 2) weigh_at<M, 2>(vector * X::W);
+        for (; vector + kMost <= vectors; vector += kMost) weigh_at<M, kMost>(vector * X::W);
+        if constexpr (kMost > 2)
+            for (; vector + 2 <= vectors; vector += 2) weigh_at<M, 2>(vector * X::W);
         for (; vector < vectors; ++vector) weigh_at<M, 1>(vector * X::W);
     }
 
@@ -264,12 +282,11 @@ class TileKernel {
     void weigh_at(int column) {
         const Range keys = visible_vectors(0, M);
         const int count = keys.end - keys.begin;
-        const uint32_t* p = work_.probabilities + keys.begin / X::kStep;
         const T* v = value_ + keys.begin * stride_ + column;
         const int step_bytes = int(X::kStep * task_.keys.row_bytes * N * X::W / head_dim_);
         with_epilogue(0, column, [&](const auto& epilogue) {
-            weigh_columns<X, M, N>(p, kTileKeys / X::kStep, count / X::kStep, v, stride_, tile_keys_ - keys.begin,
-                                   step_bytes, ahead_values_, epilogue);
+            weigh_columns<X, M, N>(work_.probabilities, kWeights, keys.begin / X::kStep, count / X::kStep, v, stride_,
+                                   tile_keys_ - keys.begin, step_bytes, ahead_values_, epilogue);
         });
     }
 
@@ -304,14 +321,15 @@ class TileKernel {
         const Range all = visible_vectors(row, count);
         for (int panel = all.begin / kPanel; panel * kPanel < all.end; ++panel) {
             const uint32_t* packed = pack_keys(panel);
-            for (int r = row; r < row + count; r += kMicroRows) {
-                const int micro = smaller(kMicroRows, row + count - r);
+            for (int r = row; r < row + count; r += X::kMicroRows) {
+                const int micro = smaller(X::kMicroRows, row + count - r);
                 const Range seen = visible_vectors(r, micro);
                 const int begin = seen.begin > panel * kPanel ? seen.begin : panel * kPanel;
                 const int end = seen.end < (panel + 1) * kPanel ? seen.end : (panel + 1) * kPanel;
                 if (begin >= end) continue;
                 float* scores = work_.scores + int64_t(r - row) * kTileKeys + begin;
-                multiply<X>(micro, (end - begin) / X::W, work_.query + int64_t(r) * words_, words_,
+                const int64_t stride = X::row_words(words_);
+                multiply<X>(micro, (end - begin) / X::W, work_.query + r * stride, stride, 0,
                             packed + (begin - panel * kPanel), words_,
                             [=](int m, int n, typename X::F sum) { X::store(scores + m * kTileKeys + n * X::W, sum); });
             }
@@ -324,7 +342,7 @@ class TileKernel {
         for (int r = group; r < group + count; ++r) {
             const Range seen = visible(r);
             softmax_row<X>(work_.scores + int64_t(r - row) * kTileKeys,
-                           work_.probabilities + int64_t(r - row) * (kTileKeys / X::kStep), work_.key_scales,
+                           work_.probabilities + int64_t(r - row) * kWeights, work_.key_scales,
                            work_.value_scales, keys.begin, keys.end, seen.begin, seen.end, scale2_, maximum_ + r,
                            sum_ + r);
         }
@@ -336,8 +354,8 @@ class TileKernel {
         for (int panel = 0; panel < panels_; ++panel) {
             const int column = panel * kPanel;
             const int vectors = smaller(kPanel, head_dim_ - column) / X::W;
-            for (int r = row; r < row + count; r += kMicroRows)
-                weigh_panel(panel, vectors, row, r, smaller(kMicroRows, row + count - r));
+            for (int r = row; r < row + count; r += X::kMicroRows)
+                weigh_panel(panel, vectors, row, r, smaller(X::kMicroRows, row + count - r));
         }
     }
 
@@ -345,11 +363,10 @@ class TileKernel {
         const Range keys = visible_vectors(r, count);
         if (keys.empty()) return;
         const int first = keys.begin / X::kStep, steps = (keys.end - keys.begin) / X::kStep;
-        constexpr int kSteps = kTileKeys / X::kStep;
-        const uint32_t* p = work_.probabilities + int64_t(r - row) * kSteps + first;
-        const uint32_t* v = work_.values + (int64_t(panel) * kSteps + first) * kPanel;
+        const uint32_t* p = work_.probabilities + int64_t(r - row) * kWeights;
+        const uint32_t* v = work_.values + (int64_t(panel) * (kTileKeys / X::kStep) + first) * kPanel;
         with_epilogue(r, panel * kPanel,
-                      [&](const auto& epilogue) { multiply<X>(count, vectors, p, kSteps, v, steps, epilogue); });
+                      [&](const auto& epilogue) { multiply<X>(count, vectors, p, kWeights, first, v, steps, epilogue); });
     }
 
     // Packs a panel of keys, [words, kPanel keys], when it is first needed. Rows past kv_end count as zero.

@@ -65,12 +65,14 @@ static inline float widen_scalar(E4m3 element) {
     return sign != 0 ? -value : value;
 }
 
-// The scale of a row, NaN if the row held something that is not finite.
-inline float scale_of(const void* row, int head_dim) {
+// The scale of a row as it is stored: NaN or infinite if the row held something that is not finite.
+inline float raw_scale(const void* row, int head_dim) {
     float scale;
     std::memcpy(&scale, static_cast<const char*>(row) + head_dim, sizeof(scale));
-    return scale + (scale - scale);
+    return scale;
 }
+
+inline float nan_if_infinite(float scale) { return scale + (scale - scale); }
 
 template <class Element, class T>
 inline __attribute__((always_inline)) void quantize(const T* x, int head_dim, char* row) {

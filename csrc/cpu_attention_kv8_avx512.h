@@ -69,7 +69,10 @@ template <class Element>
 inline void load_byte_keys(const Element* first, int64_t stride, int keys, int words, __m512i columns[16]) {
     __m512i rows[16];
     if (keys >= 16 && words == 16) {
-        for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_si512(first + i * stride);
+        for (int i = 0; i < 16; i += 4, first += 4 * stride) {
+            asm("" : "+r"(first));  // or the compiler keeps 16 addresses
+            for (int j = 0; j < 4; ++j) rows[i + j] = _mm512_loadu_si512(first + j * stride);
+        }
     } else {
         const __mmask16 there = __mmask16((1u << words) - 1);
         for (int i = 0; i < 16; ++i)

@@ -1,57 +1,78 @@
 // The products of the tile kernel, and the softmax between them, for any instruction set X.
 //
-// A packed operand consists of 4-byte words, each holding X::kStep elements along the summed dimension: one fp32, or a
-// pair of bf16. Every element of a result is summed in the order of that dimension by one lane, packed or direct, so a
-// row's result is the same whatever the other rows are.
+// A packed operand consists of 4-byte words, each holding X::kStep elements along the summed dimension: one fp32, a pair
+// of bf16, or four bytes. Every element of a result is summed in the order of that dimension by one lane, packed or
+// direct, or is a sum of integers, so a row's result is the same whatever the other rows are.
+//
+// The rows of queries and of probabilities are X::row_words words. X::splat_step is the element of a step, an X::S sums
+// in X::kSums registers, from X::start on, and X::result makes an X::F of it.
 //
 // Included once by each instruction set's file, inside its anonymous namespace.
 
-constexpr int kMicroRows = 6;  // rows of the register tile: 6 x kVectors sums fit 16 and 32 registers
+// Operands whose steps are a word, which are summed in fp32. The register tile has kMicroRows x kVectors sums, which
+// fit 16 and 32 registers.
+template <class Vectors>
+struct SingleWords : Vectors {
+    using S = typename Vectors::F;
+    static constexpr int kMicroRows = 6, kSums = 1;
+    static constexpr bool kWholeRows = false;  // whether probabilities are packed once all of a row are known
+
+    static constexpr int row_words(int steps) { return steps; }
+    static S start(const uint32_t*) { return Vectors::zero(); }
+    static typename Vectors::F result(S sum, const uint32_t*) { return sum; }
+};
 
 inline int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline int smaller(int64_t a, int64_t b) { return int(a < b ? a : b); }
 
-// a [M, steps] words times b [steps, N vectors] words; the sums go to `epilogue(row, vector, sum)`.
+// Steps [first, first + steps) of M rows of a times b [steps, N vectors] words; the sums go to
+// `epilogue(row, vector, sum)`.
 template <class X, int M, int N, class Epilogue>
-inline void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps, const Epilogue& epilogue) {
-    typename X::F sums[M][N];
+inline void multiply_tile(const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
+                          const Epilogue& epilogue) {
+    typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+        for (int n = 0; n < N; ++n) sums[m][n] = X::start(a + m * a_stride);
     for (int s = 0; s < steps; ++s, b += X::kVectors * X::W) {
         typename X::U columns[N];
         for (int n = 0; n < N; ++n) columns[n] = X::load_words(b + n * X::W);
         for (int m = 0; m < M; ++m) {
-            const auto element = X::splat_word(a + m * a_stride + s);
+            const auto element = X::splat_step(a + m * a_stride, first + s);
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
         }
     }
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) epilogue(m, n, sums[m][n]);
+        for (int n = 0; n < N; ++n) epilogue(m, n, X::result(sums[m][n], a + m * a_stride));
 }
 
 template <class X, int M, class Epilogue>
-inline void multiply_rows(int vectors, const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps,
+inline void multiply_rows(int vectors, const uint32_t* a, int64_t a_stride, int first, const uint32_t* b, int steps,
                           const Epilogue& epilogue) {
-    if (vectors == X::kVectors) return multiply_tile<X, M, X::kVectors>(a, a_stride, b, steps, epilogue);
+    if (vectors == X::kVectors) return multiply_tile<X, M, X::kVectors>(a, a_stride, first, b, steps, epilogue);
     int done = 0;
     for (; done + 2 <= vectors; done += 2)
-        multiply_tile<X, M, 2>(a, a_stride, b + done * X::W, steps,
+        multiply_tile<X, M, 2>(a, a_stride, first, b + done * X::W, steps,
                                [&](int m, int n, typename X::F sum) { epilogue(m, done + n, sum); });
     if (done < vectors)
-        multiply_tile<X, M, 1>(a, a_stride, b + done * X::W, steps,
+        multiply_tile<X, M, 1>(a, a_stride, first, b + done * X::W, steps,
                                [&](int m, int, typename X::F sum) { epilogue(m, done, sum); });
 }
 
 template <class X, class Epilogue>
-inline void multiply(int rows, int vectors, const uint32_t* a, int64_t a_stride, const uint32_t* b, int steps,
-                     const Epilogue& epilogue) {
-    switch (rows) {
-        case 1: return multiply_rows<X, 1>(vectors, a, a_stride, b, steps, epilogue);
-        case 2: return multiply_rows<X, 2>(vectors, a, a_stride, b, steps, epilogue);
-        case 3: return multiply_rows<X, 3>(vectors, a, a_stride, b, steps, epilogue);
-        case 4: return multiply_rows<X, 4>(vectors, a, a_stride, b, steps, epilogue);
-        case 5: return multiply_rows<X, 5>(vectors, a, a_stride, b, steps, epilogue);
-        default: return multiply_rows<X, 6>(vectors, a, a_stride, b, steps, epilogue);
+inline void multiply(int rows, int vectors, const uint32_t* a, int64_t a_stride, int first, const uint32_t* b,
+                     int steps, const Epilogue& epilogue) {
+    if constexpr (X::kMicroRows == 2) {
+        if (rows == 1) return multiply_rows<X, 1>(vectors, a, a_stride, first, b, steps, epilogue);
+        return multiply_rows<X, 2>(vectors, a, a_stride, first, b, steps, epilogue);
+    } else {
+        switch (rows) {
+            case 1: return multiply_rows<X, 1>(vectors, a, a_stride, first, b, steps, epilogue);
+            case 2: return multiply_rows<X, 2>(vectors, a, a_stride, first, b, steps, epilogue);
+            case 3: return multiply_rows<X, 3>(vectors, a, a_stride, first, b, steps, epilogue);
+            case 4: return multiply_rows<X, 4>(vectors, a, a_stride, first, b, steps, epilogue);
+            case 5: return multiply_rows<X, 5>(vectors, a, a_stride, first, b, steps, epilogue);
+            default: return multiply_rows<X, 6>(vectors, a, a_stride, first, b, steps, epilogue);
+        }
     }
 }
 
@@ -96,36 +117,43 @@ inline __attribute__((always_inline)) void each_key_word(typename X::Keys column
     }
 }
 
-// q [M, words] times N * W keys, of which `keys` are there.
+// M rows of queries, of `words` steps, times N * W keys, of which `keys` are there.
 template <class X, int M, int N>
 inline void score_keys(const uint32_t* q, int words, const typename X::T* k, int64_t stride, int keys, float* scores,
                        int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
-    typename X::F sums[M][N];
+    const int64_t row = X::row_words(words);
+    Ahead ahead_keys = next_keys, ahead_values = next_values;  // in registers
+    typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
-    for (int word = 0; word < words; word += kKeyWords<X>) {
-        const int count = smaller(kKeyWords<X>, words - word);
+        for (int n = 0; n < N; ++n) sums[m][n] = X::start(q + m * row);
+    const auto add_words = [&](int word, int count) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
             const int64_t offset = n * X::W * stride + word * X::kStep;
             const int bytes = X::W * count * X::kStep * int(sizeof(typename X::T));
-            next_keys.move(bytes);
-            next_values.move(bytes * kEarlyValues / 8);
+            ahead_keys.move(bytes);
+            ahead_values.move(bytes * kEarlyValues / 8);
             typename X::Keys columns[X::W];
             X::load_keys(k + offset, stride, keys - n * X::W, count, columns);
 #pragma GCC unroll 16
             for (int i = 0; i < X::W; ++i) {
                 if (i * X::kExpand >= count) break;
                 each_key_word<X>(columns[i], [&](int e, typename X::U column) {
-                    const uint32_t* element = q + word + i * X::kExpand + e;
+                    const int step = word + i * X::kExpand + e;
                     for (int m = 0; m < M; ++m)
-                        sums[m][n] = X::dot(sums[m][n], X::splat_word(element + int64_t(m) * words), column);
+                        sums[m][n] = X::dot(sums[m][n], X::splat_step(q + m * row, step), column);
                 });
             }
         }
-    }
+    };
+    int word = 0;
+    for (; word + kKeyWords<X> <= words; word += kKeyWords<X>) add_words(word, kKeyWords<X>);
+    if (word < words) add_words(word, words - word);
+    next_keys = ahead_keys;
+    next_values = ahead_values;
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) X::store(scores + m * scores_stride + n * X::W, sums[m][n]);
+        for (int n = 0; n < N; ++n)
+            X::store(scores + m * scores_stride + n * X::W, X::result(sums[m][n], q + m * row));
 }
 
 // `score_keys` for keys in 8 bits. Widening takes more instructions than the products of few rows, so all N vectors are
@@ -134,53 +162,64 @@ template <class X, int M, int N>
 inline void score_bytes(const uint32_t* q, int words, const typename X::T* k, int64_t stride, int keys, float* scores,
                         int64_t scores_stride, Ahead& next_keys, Ahead& next_values) {
     const int word_bytes = int((X::W * stride + words - 1) / words);  // with their share of the scales
-    typename X::F sums[M][N];
+    const int64_t row = X::row_words(words);
+    Ahead ahead_keys = next_keys, ahead_values = next_values;  // in registers
+    typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+        for (int n = 0; n < N; ++n) sums[m][n] = X::start(q + m * row);
     for (int word = 0; word < words; word += kKeyWords<X>) {
         const int count = smaller(kKeyWords<X>, words - word);
         alignas(64) typename X::Keys columns[N][X::W];
         for (int n = 0; n < N; ++n) {
-            next_keys.move(word_bytes * count);
-            next_values.move(word_bytes * count * kEarlyValues / 8);
+            ahead_keys.move(word_bytes * count);
+            ahead_values.move(word_bytes * count * kEarlyValues / 8);
             X::load_keys(k + n * X::W * stride + word * X::kStep, stride, keys - n * X::W, count, columns[n]);
         }
         for (int i = 0; i * X::kExpand < count; ++i) {
-            const uint32_t* elements = q + word + i * X::kExpand;
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n)
                 each_key_word<X>(columns[n][i], [&](int e, typename X::U column) {
+                    const int step = word + i * X::kExpand + e;
                     for (int m = 0; m < M; ++m)
-                        sums[m][n] = X::dot(sums[m][n], X::splat_word(elements + int64_t(m) * words + e), column);
+                        sums[m][n] = X::dot(sums[m][n], X::splat_step(q + m * row, step), column);
                 });
         }
     }
+    next_keys = ahead_keys;
+    next_values = ahead_values;
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) X::store(scores + m * scores_stride + n * X::W, sums[m][n]);
+        for (int n = 0; n < N; ++n)
+            X::store(scores + m * scores_stride + n * X::W, X::result(sums[m][n], q + m * row));
 }
 
-// p [M, steps] times N vectors of `steps` steps of values, of which `keys` keys are there; a step of N vectors takes
-// step_bytes of memory.
+// Steps [first, first + steps) of M rows of probabilities times N vectors of as many steps of values, of which `keys`
+// keys are there; a step of N vectors takes step_bytes of memory.
 template <class X, int M, int N, class Epilogue>
-inline void weigh_columns(const uint32_t* p, int64_t p_stride, int steps, const typename X::T* v, int64_t stride,
-                          int keys, int step_bytes, Ahead& next_values, const Epilogue& epilogue) {
+inline void weigh_columns(const uint32_t* p, int64_t p_stride, int first, int steps, const typename X::T* v,
+                          int64_t stride, int keys, int step_bytes, Ahead& next_values, const Epilogue& epilogue) {
     const int prefetched = step_bytes * (8 - kEarlyValues) / 8;
-    typename X::F sums[M][N];
+    Ahead ahead = next_values;  // in registers
+    typename X::S sums[M][N];
     for (int m = 0; m < M; ++m)
-        for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
-    for (int s = 0; s < steps; ++s) {
-        const int64_t offset = int64_t(s) * X::kStep * stride;
-        next_values.move(prefetched);
+        for (int n = 0; n < N; ++n) sums[m][n] = X::start(p + m * p_stride);
+    const auto weigh = [&](int s, int keys_there) __attribute__((always_inline)) {
+        ahead.move(prefetched);
         typename X::U columns[N];
-        X::template value_vectors<N>(v + offset, stride, keys - s * X::kStep, columns);
+        X::template value_vectors<N>(v + int64_t(s) * X::kStep * stride, stride, keys_there, columns);
         for (int m = 0; m < M; ++m) {
-            const auto weight = X::splat_word(p + m * p_stride + s);
+            const auto weight = X::splat_step(p + m * p_stride, first + s);
             for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], weight, columns[n]);
         }
-    }
+    };
+    const int whole = smaller(steps, keys / X::kStep);
+    for (int s = 0; s < whole; ++s) weigh(s, X::kStep);
+    for (int s = whole; s < steps; ++s) weigh(s, keys - s * X::kStep);
+    next_values = ahead;
     for (int m = 0; m < M; ++m) {
-        X::template restore_order<N>(sums[m]);
-        for (int n = 0; n < N; ++n) epilogue(m, n, sums[m][n]);
+        typename X::F results[N];
+        for (int n = 0; n < N; ++n) results[n] = X::result(sums[m][n], p + m * p_stride);
+        X::template restore_order<N>(results);
+        for (int n = 0; n < N; ++n) epilogue(m, n, results[n]);
     }
 }
 
@@ -219,7 +258,11 @@ inline void softmax_row(float* scores, uint32_t* probabilities, const float* key
         auto weight = p;
         if constexpr (kScales)
             weight = X::select_equal(p, X::zero(), p, X::mul(p, X::load(value_scales + key)));
-        X::store_probabilities(probabilities, key, weight);
+        if constexpr (X::kWholeRows)
+            X::store(scores + key, weight);
+        else
+            X::store_probabilities(probabilities, key, weight);
     }
+    if constexpr (X::kWholeRows) X::pack_probabilities(scores, key_begin, key_end, probabilities);
     *sum = X::reduce_sum(total);
 }

@@ -11,7 +11,7 @@ namespace {
 #include "cpu_attention_kernel.h"
 
 template <class Element>
-struct Widened : Portable {
+struct Widened : SingleWords<Portable> {
     using T = Element;
     using U = F;
     using Keys = U;
@@ -23,7 +23,7 @@ struct Widened : Portable {
         std::memcpy(&v, p, sizeof(v));
         return v;
     }
-    static U splat_word(const uint32_t* p) { return set1(widen_scalar(*p)); }
+    static U splat_step(const uint32_t* row, int step) { return set1(widen_scalar(row[step])); }
     static F dot(F sum, U a, U b) { return a * b + sum; }
 
     static void put(uint32_t* dst, float value) { std::memcpy(dst, &value, sizeof(value)); }

@@ -140,13 +140,24 @@ size_t workspace_bytes(const std::vector<Task>& tasks, const Kernel& kernel) {
     return bytes;
 }
 
+// Tells tasks what the thread that runs them will probably read next, so that its first tile is prefetched as well.
+void look_ahead(std::vector<Task>& tasks, int workers) {
+    for (size_t i = 0; i + workers < tasks.size(); ++i) {
+        const Task& next = tasks[i + workers];
+        if (next.tile_begin == next.tile_end) continue;
+        tasks[i].keys_after = next.keys.tile_rows(next.tile_begin, next.keys.k_offset);
+        tasks[i].values_after = next.keys.tile_rows(next.tile_begin, next.keys.v_offset);
+    }
+}
+
 }  // namespace
 
 void attend(const Batch& batch, const Kernel& kernel, int threads) {
-    const Plan plan = make_plan(batch, threads);
+    Plan plan = make_plan(batch, threads);
     const int64_t pieces = int64_t(plan.pieces.size()), merges = int64_t(plan.merges.size());
     const int workers = int(std::min<int64_t>(threads, std::max<int64_t>(1, pieces)));
     const size_t bytes = workspace_bytes(plan.pieces, kernel);
+    look_ahead(plan.pieces, workers);
     const Buffer workspaces = allocate(bytes * workers);
 #pragma omp parallel num_threads(workers)
     {

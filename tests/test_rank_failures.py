@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from rank_processes import is_running, rank_pids
 
 from nanovllm import LLM
 from nanovllm.distributed import launch
-from nanovllm.errors import EngineError, ModelError
+from nanovllm.errors import ConfigError, EngineError, ModelError
 
 MOST_SECONDS = 10.0
 ARGUMENTS = {"tensor_parallel_size": 2, "kvcache_block_size": 16, "num_gpu_blocks": 40}
@@ -119,6 +120,18 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_a_model_error(
     with pytest.raises(ModelError, match="truncated or damaged") as caught:
         LLM(model_dir, **ARGUMENTS)
     assert "ModelError" in causes(caught.value.__cause__)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_port_that_is_taken_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given by another launcher than torchrun; without one, the system chooses the port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        for name, value in {**given, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: the ranks' store cannot be opened there: .*free"):
+            LLM(model_dir, distributed_executor_backend="external_launcher", **ARGUMENTS)
 
 
 ENGINE = """

@@ -124,7 +124,15 @@ def _start_with_torchrun(config: EngineConfig, spec: DecoderSpec, given: Mapping
     rank, host, port = int(given["RANK"]), given["MASTER_ADDR"], int(given["MASTER_PORT"])
     local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _store(host, port, is_master=rank == 0 and not agent_has_store)
+    is_master = rank == 0 and not agent_has_store
+    try:
+        store = _store(host, port, is_master=is_master)
+    except RuntimeError as error:  # of torch.distributed
+        what = "opened" if is_master else "reached"
+        advice = "take a port that is free" if is_master else "look whether the first rank runs there"
+        raise ConfigError(
+            f"MASTER_ADDR={host}, MASTER_PORT={port}: the ranks' store cannot be {what} there: {told(error)}; {advice}"
+        ) from error
     setup = rank_setup(config, spec, rank, local_rank, local_size, host, port)
     if rank != 0:
         _become_rank(store, setup)

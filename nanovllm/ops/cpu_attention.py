@@ -1,7 +1,7 @@
 """Attention on the CPU in C++ over KV blocks where they are: exact, resumable and bit-reproducible.
 
 A KV block is a contiguous buffer `[2, kv_heads, block_size, head_dim]`, keys before values, given by its address; in 8
-bits its rows end with a scale (`ops.kv_quantization`), and the kernel widens their elements, exactly, in registers.
+bits its rows end with a scale (`ops.kv_quantization`), and the kernel multiplies the elements themselves.
 Calls that continue from each other's (out, LSE) give the same bits as one call over all blocks. The bits depend on the
 instruction set and the block size, but not on block addresses, chunking, the number of threads or the batch.
 """
