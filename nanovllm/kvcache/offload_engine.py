@@ -181,37 +181,31 @@ class OffloadEngine:
 
     def _copy(self, group: int, layer: int, uses: Sequence[BlockTokens], kind: CopyKind, stream: Stream) -> None:
         """Copy the stored tokens of the uses to the slots of the group, or their new tokens from there."""
-        in_buffer = group - self._num_groups
+        layout, in_buffer = self.layout, group - self._num_groups
         memory, first_slot = (self.layer_buffer, in_buffer) if in_buffer >= 0 else (self.ring, group * self.group_slots)
         tokens = [use.stored_tokens if kind == "h2d" else use.new_tokens for use in uses]
+        blocks = [use.physical_id - self.split.resident_blocks for use in uses]
         # Uses with equal keys are copied together: full blocks that are neighbours on the host, within reach of a copy.
         keys: list[tuple[int, ...]] = []
-        for index, use in enumerate(uses):
-            block = use.physical_id - self.split.resident_blocks
-            is_full = tokens[index] == self.layout.block_size
+        for index, block in enumerate(blocks):
+            is_full = tokens[index] == layout.block_size
             keys.append((block - index, block // self._blocks_in_reach) if is_full else (index,))
         for _, run in groupby(range(len(uses)), keys.__getitem__):
             first, *others = run
-            if tokens[first]:
-                slot, number = memory[first_slot + first], 1 + len(others)
-                copy = self._strided_copy(slot, layer, uses[first], number, kind)
-                self.device.copy_2d(copy, stream)
-                self.count(kind, number, copy.width * copy.height)
-
-    def _strided_copy(self, slot: Tensor, layer: int, use: BlockTokens, num_blocks: int, kind: CopyKind) -> PitchedCopy:
-        """The copy of part of one host block's layer, or of all of several neighbouring ones from `use` on."""
-        layout, host = self.layout, self.host[use.physical_id - self.split.resident_blocks, layer]
-        first_token, num_tokens = (0, use.stored_tokens) if kind == "h2d" else (use.stored_tokens, use.new_tokens)
-        if num_tokens == layout.block_size:  # all of it is contiguous
-            slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes  # from one block to the next
-            width, height = layout.block_layer_bytes, num_blocks
-        else:  # tokens are contiguous within a head, so each head of K and V is one row
-            slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]
-            slot_pitch = host_pitch = layout.head_pitch
-            width, height = num_tokens * layout.row_bytes, layout.rows_per_token
-        if kind == "h2d":
-            return PitchedCopy(slot, host, slot_pitch, host_pitch, width, height, kind)
-        return PitchedCopy(host, slot, host_pitch, slot_pitch, width, height, kind)
+            if not tokens[first]:
+                continue
+            slot, host, number = memory[first_slot + first], self.host[blocks[first], layer], 1 + len(others)
+            if tokens[first] == layout.block_size:  # all of it is contiguous
+                slot_pitch, host_pitch = layout.block_layer_bytes, layout.block_bytes  # from one block to the next
+                width, height = layout.block_layer_bytes, number
+            else:  # tokens are contiguous within a head, so each head of K and V is one row
+                first_token = 0 if kind == "h2d" else uses[first].stored_tokens
+                slot, host = slot[0, 0, first_token:], host[0, 0, first_token:]
+                slot_pitch = host_pitch = layout.head_pitch
+                width, height = tokens[first] * layout.row_bytes, layout.rows_per_token
+            ends = (slot, host, slot_pitch, host_pitch) if kind == "h2d" else (host, slot, host_pitch, slot_pitch)
+            self.device.copy_2d(PitchedCopy(*ends, width, height, kind), stream)
+            self.count(kind, number, width * height)
 
     # ---- copies of all layers of a block: moves between the tiers, copy-on-write, swapping
 
