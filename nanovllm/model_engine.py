@@ -124,7 +124,7 @@ class LLMEngine(llm_engine.LLMEngine):
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
         """End a request, and return its output if it was unfinished. Several ids, as vLLM has them, return None."""
-        _refuse_others("abort_request", {"internal": internal})
+        _refuse_others("abort_request", {"internal": internal} if internal else {})
         if isinstance(request_id, str):
             return super().abort_request(request_id)
         for each in request_id:
@@ -134,7 +134,7 @@ class LLMEngine(llm_engine.LLMEngine):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
         others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
-        _refuse_others("reset_prefix_cache", others)
+        _refuse_others("reset_prefix_cache", {name: value for name, value in others.items() if value})
         return super().reset_prefix_cache()
 
     def check_health(self) -> None:
