@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,7 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
     own = cpu_kernels.instruction_sets()
     monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: own[own.index(request.param) :])
+    assert cpu_kernels.choose() == request.param  # or the tests would all run on the best one
     return str(request.param)
 
 
@@ -98,3 +101,19 @@ def _sees_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that `quantized_checkpoints.quantize` brings into other forms; not to be changed."""
+    from quantized_checkpoints import make_plain
+
+    return make_plain(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def quantized_copy(plain_checkpoint: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """The checkpoint in the form of a variant, for a test to change."""
+    from quantized_checkpoints import quantize
+
+    return lambda variant: quantize(plain_checkpoint, tmp_path / variant, variant)

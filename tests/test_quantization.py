@@ -13,7 +13,7 @@ import torch
 from checkpoints import make_checkpoint, refusal
 from engines import greedy, offloaded, random_prompt, token_ids
 from plans import parameter_bytes
-from quantized_checkpoints import VARIANTS, VOCAB, dequantized, load, make_plain, quantize, weight_of, write_dequantized
+from quantized_checkpoints import VARIANTS, VOCAB, dequantized, load, quantize, weight_of, write_dequantized
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -33,18 +33,13 @@ SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plain(tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def quantized(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def quantized(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The checkpoint in the form of a variant; written once, not to be changed."""
     folder = tmp_path_factory.mktemp("quantized")
 
     def of(variant: str) -> Path:
         path = folder / variant
-        return path if path.exists() else quantize(plain, path, variant)
+        return path if path.exists() else quantize(plain_checkpoint, path, variant)
 
     return of
 

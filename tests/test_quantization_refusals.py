@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_config, make_checkpoint, refusal
-from quantized_checkpoints import dequantized, edit_tensors, load, make_plain, quantize, set_quantization, weight_of
+from quantized_checkpoints import dequantized, edit_tensors, load, set_quantization, weight_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
@@ -19,17 +19,6 @@ from nanovllm.models import hf_config
 from nanovllm.models.hf_config import load_decoder_spec
 
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plain(tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture
-def copy(plain: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A variant of its own for a test to change."""
-    return lambda variant: quantize(plain, tmp_path / variant, variant)
 
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -62,9 +51,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("variant", "changes", "says"), REFUSED, ids=str)
 def test_other_configs_are_refused_by_name(
-    variant: str, changes: dict[str, Any], says: list[str], copy: Callable[[str], Path]
+    variant: str, changes: dict[str, Any], says: list[str], quantized_copy: Callable[[str], Path]
 ) -> None:
-    path = copy(variant)
+    path = quantized_copy(variant)
     set_quantization(path, **changes)
     message = refusal(lambda: LLM(path, **SMALL))
     assert all(text in message for text in ["quantization_config", str(path), *says]), message
@@ -90,19 +79,19 @@ def group_128(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_other_schemes_of_compressed_tensors_are_refused(
-    changes: dict[str, Any], says: str, copy: Callable[[str], Path]
+    changes: dict[str, Any], says: str, quantized_copy: Callable[[str], Path]
 ) -> None:
-    path = copy("pack-quantized-32")
+    path = quantized_copy("pack-quantized-32")
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     set_quantization(path, config_groups={"group_0": config["config_groups"]["group_0"] | changes})
     assert says in refusal(lambda: load_decoder_spec(path))
 
 
 def test_without_the_side_a_quantized_checkpoint_is_refused(
-    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    quantized_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hf_config, "find_side", lambda module: None)
-    message = refusal(lambda: load_decoder_spec(copy("awq-32")))
+    message = refusal(lambda: load_decoder_spec(quantized_copy("awq-32")))
     assert "quantization_config={" in message and "needs nanovllm.quantization" in message
 
 
@@ -124,9 +113,9 @@ DAMAGED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("variant", "changes", "says"), DAMAGED, ids=[f"{variant}-{says[-1]}" for variant, _, says in DAMAGED]
 )
 def test_tensors_that_do_not_fit_are_named(
-    variant: str, changes: dict[str, Any], says: list[str], copy: Callable[[str], Path]
+    variant: str, changes: dict[str, Any], says: list[str], quantized_copy: Callable[[str], Path]
 ) -> None:
-    path = copy(variant)
+    path = quantized_copy(variant)
     edit_tensors(path, **changes)
     message = refusal(lambda: load(path))
     assert all(text in message for text in [str(path), *says]), message
@@ -139,23 +128,23 @@ def test_sizes_that_the_format_cannot_have_are_refused_before_the_weights_are_re
     assert "model.layers.0.mlp.gate_proj cannot be stored as gptq: out_features=100 must be a multiple of 8" in message
 
 
-def test_scales_in_bfloat16_that_fit_are_read(copy: Callable[[str], Path]) -> None:
-    path = copy("gptq-128")
+def test_scales_in_bfloat16_that_fit_are_read(quantized_copy: Callable[[str], Path]) -> None:
+    path = quantized_copy("gptq-128")
     edit_tensors(path, scales=lambda t: t.bfloat16())
     tensors = load_file(path / "model.safetensors")
     assert tensors[f"{Q_PROJ}.scales"].dtype is torch.bfloat16
     assert torch.equal(weight_of(load(path).layers[0].qkv)[:128], dequantized(path)[f"{Q_PROJ}.weight"])
 
 
-def test_group_order_may_be_left_out(copy: Callable[[str], Path]) -> None:
-    path = copy("gptq-128")
+def test_group_order_may_be_left_out(quantized_copy: Callable[[str], Path]) -> None:
+    path = quantized_copy("gptq-128")
     edit_tensors(path, g_idx=None)
     load(path)
 
 
-def test_biases_of_zeros_that_the_network_does_not_have(copy: Callable[[str], Path]) -> None:
+def test_biases_of_zeros_that_the_network_does_not_have(quantized_copy: Callable[[str], Path]) -> None:
     """AutoGPTQ writes them for every matrix."""
-    path = copy("gptq-128")
+    path = quantized_copy("gptq-128")
     tensors = load_file(path / "model.safetensors")
     zeros = {
         name.replace("qweight", "bias"): torch.zeros(t.shape[1]) for name, t in tensors.items() if "qweight" in name
@@ -190,8 +179,8 @@ REAL = {
 
 
 @pytest.mark.parametrize("variant", REAL)
-def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], Path]) -> None:
-    path = copy(variant)
+def test_fields_that_tools_write_are_known(variant: str, quantized_copy: Callable[[str], Path]) -> None:
+    path = quantized_copy(variant)
     before = load_decoder_spec(path)
     set_quantization(path, **REAL[variant])
     forms = [
@@ -201,11 +190,13 @@ def test_fields_that_tools_write_are_known(variant: str, copy: Callable[[str], P
     assert forms[0] == forms[1]
 
 
-def test_the_argument_quantization_must_name_the_checkpoints_method(copy: Callable[[str], Path], plain: Path) -> None:
-    path = copy("gptq-128")
+def test_the_argument_quantization_must_name_the_checkpoints_method(
+    quantized_copy: Callable[[str], Path], plain_checkpoint: Path
+) -> None:
+    path = quantized_copy("gptq-128")
     for name in ("gptq", "gptq_marlin", None):
         LLM(path, quantization=name, **SMALL).close()
     message = refusal(lambda: LLM(path, quantization="awq", **SMALL), ConfigError)
     assert "quantization='awq'" in message and "gptq" in message
-    message = refusal(lambda: LLM(plain, quantization="fp8", **SMALL), ConfigError)
+    message = refusal(lambda: LLM(plain_checkpoint, quantization="fp8", **SMALL), ConfigError)
     assert "quantization='fp8'" in message and "not quantized" in message

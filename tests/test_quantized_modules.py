@@ -13,7 +13,7 @@ from engines import greedy, random_prompt, token_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import parameter_bytes
-from quantized_checkpoints import VOCAB, dequantized, load, make_plain, quantize, set_quantization, write_dequantized
+from quantized_checkpoints import VOCAB, dequantized, load, set_quantization, write_dequantized
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
@@ -24,22 +24,11 @@ from nanovllm.quantization.packed_method import QuantizedWeight
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plain(tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture
-def copy(plain: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A variant of its own for a test to change."""
-    return lambda variant: quantize(plain, tmp_path / variant, variant)
-
-
-def test_ignored_modules_stay_plain(plain: Path, copy: Callable[[str], Path]) -> None:
+def test_ignored_modules_stay_plain(plain_checkpoint: Path, quantized_copy: Callable[[str], Path]) -> None:
     """k of layer 0 between quantized q and v, and all of layer 1's MLP."""
-    path = copy("pack-quantized-32")
+    path = quantized_copy("pack-quantized-32")
     names = [*(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")), "model.layers.0.self_attn.k_proj"]
-    tensors, source = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
+    tensors, source = load_file(path / "model.safetensors"), load_file(plain_checkpoint / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in names}
     save_file(kept | {f"{name}.weight": source[f"{name}.weight"] for name in names}, path / "model.safetensors")
     set_quantization(path, ignore=["lm_head", r"re:model\.layers\.1\.mlp\..*", names[-1]])
@@ -61,10 +50,10 @@ def test_ignored_modules_stay_plain(plain: Path, copy: Callable[[str], Path]) ->
     [("awq-32", "modules_to_not_convert"), ("fp8", "modules_to_not_convert"), ("fp8-channel", "ignored_layers")],
 )
 def test_lists_of_modules_that_were_not_converted(
-    variant: str, field: str, plain: Path, copy: Callable[[str], Path]
+    variant: str, field: str, plain_checkpoint: Path, quantized_copy: Callable[[str], Path]
 ) -> None:
-    path = copy(variant)
-    tensors, source = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
+    path = quantized_copy(variant)
+    tensors, source = load_file(path / "model.safetensors"), load_file(plain_checkpoint / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp" not in name and "o_proj" not in name}
     kept |= {name: source[name] for name in source if "layers.0.mlp" in name or "o_proj" in name}
     save_file(kept, path / "model.safetensors")
@@ -74,10 +63,10 @@ def test_lists_of_modules_that_were_not_converted(
     assert decoder.layers[1].mlp.gate_up.weight.dense is None
 
 
-def test_a_quantized_output_projection(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_quantized_output_projection(quantized_copy: Callable[[str], Path], tmp_path: Path) -> None:
     from benchmarks.quantize_checkpoint import quantized as parts_of
 
-    path = copy("pack-quantized-32")
+    path = quantized_copy("pack-quantized-32")
     tensors = load_file(path / "model.safetensors")
     head = tensors.pop("lm_head.weight").float()
     parts = dict(parts_of(head, "pack-quantized", 4, 32, True))

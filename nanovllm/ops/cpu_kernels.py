@@ -39,7 +39,6 @@ def instruction_sets() -> tuple[str, ...]:
         raise ConfigError(str(error)) from error
 
 
-@cache
 def choose(isa: str | None = None) -> str:
     """`isa`, or the best one for None. Raises ValueError if this machine does not support `isa`."""
     available = instruction_sets()
