@@ -42,10 +42,11 @@ test: venv
 # Bit-identical results with every instruction set, and on other processors as far as this one can imitate them.
 # The longest first, so that neither of two processes is left with them.
 BIT_TESTS := tests/test_emulated_bf16.py tests/test_imitated_processors.py tests/test_batch_invariance.py
-# Tests with two threads are left to test-full: two such processes on the same cores slow each other down tenfold.
+# Tests with two threads run alone: two such processes on the same cores slow each other down tenfold.
 TWO_THREADS := tests/test_imitated_processors.py::test_bits_and_parity_hold_on
 test-bits: venv
 	$(PYTEST) -m slow $(BIT_TESTS) --deselect '$(TWO_THREADS)[avx512-2]' --deselect '$(TWO_THREADS)[avx2-2]'
+	$(PYTEST) -n 0 -m slow '$(TWO_THREADS)[avx512-2]' '$(TWO_THREADS)[avx2-2]'
 
 # The fast tests, then all others: instruction sets, imitated processors, sanitizers, long prompts, the real model and
 # FUZZ_SECONDS of fuzz tests.

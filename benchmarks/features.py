@@ -23,12 +23,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.checks import Check, run_checks
 from benchmarks.engine import device_name, generate
 from benchmarks.gguf_types import quantize
 from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
 from benchmarks.quantize_checkpoint import quantize_checkpoint
-from benchmarks.report import machine_facts, write_json
-from benchmarks.smoke import Check, Outcome, outcome_of
 from nanovllm import LLM, SamplingParams
 from nanovllm.gguf.names import LAYER_MODULES, MODULES
 from nanovllm.kvcache.base import KVStats
@@ -257,14 +256,8 @@ def write_adapter(directory: Path, modules: Sequence[str], rank: int, number: in
 
 def run(args: argparse.Namespace) -> int:
     device = device_name(args.device)
-    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="nanovllm-features-") as directory:
-        for name, check in Features(device, Path(directory)).checks().items():
-            print(f"{name:<36}", end="", flush=True)
-            outcomes.append(outcome_of(name, check))
-            print(f"{'good' if outcomes[-1].good else 'FAILED':<8}{outcomes[-1].note}", flush=True)
-            write_json(args.output_json, args, machine_facts(device), checks=outcomes)
-    return 0 if all(outcome.good for outcome in outcomes) else 1
+        return run_checks(Features(device, Path(directory)).checks(), args, device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
