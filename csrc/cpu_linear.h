@@ -41,7 +41,7 @@ struct PackedRows {
     int64_t first_row, count;
 };
 
-// Some rows times a block of packed weights: outputs [first_output, first_output + outputs), inputs of one sum block.
+// Some rows times a panel of packed weights: outputs [first_output, first_output + outputs), inputs of one sum block.
 struct Tile {
     PackedRows rows;
     const uint32_t* weights;  // as `pack_weights` leaves them
@@ -61,7 +61,8 @@ struct Kernel {
     int64_t pass_rows;      // most rows of `multiply_few`
     int64_t pass_outputs;   // that it takes at a time
     int64_t tile_rows;      // most rows of `multiply_tile`
-    int64_t block_outputs;  // of the packed weights that it takes at a time
+    int64_t panel_outputs;  // most outputs of it
+    int64_t block_outputs;  // of the packed weights that stay in the cache, whole panels
     void (*pack_rows)(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed);
     void (*pack_weights)(const Problem& problem, int64_t output, int64_t outputs, int64_t input, int64_t inputs,
                          uint32_t* packed);

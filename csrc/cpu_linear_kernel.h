@@ -30,8 +30,10 @@ class LinearKernel {
         for (int64_t row = 0; row < rows; ++row, packed += kWords) {
             const T* source = static_cast<const T*>(x) + row * stride;
             uint32_t* target = packed;
-            for (int64_t k = 0; k < inputs; k += X::kInputs, target += rows * kWords)
-                X::pack_inputs(source + k, inputs - k, target);
+            int64_t k = 0;
+            for (; k + X::kInputs <= inputs; k += X::kInputs, target += rows * kWords)
+                X::pack_inputs(source + k, X::kInputs, target);  // a constant: no masks
+            if (k < inputs) X::pack_inputs(source + k, inputs - k, target);
         }
     }
 
@@ -168,7 +170,7 @@ class LinearKernel {
 
     // Vectors of outputs at a time: as many sums as there are registers for.
     template <int R>
-    static constexpr int kFewVectors = R * 4 <= X::kFewSums ? 4 : R * 2 <= X::kFewSums ? 2 : 1;
+    static constexpr int kFewVectors = R * 4 <= X::kFewSums ? 4 : R < X::kFewSums ? X::kFewSums / R : 1;
 
     template <int R, int P>
     static void few_interleaved(const Problem& p, const PackedRows& rows, int64_t output, int64_t fetch_ahead) {
@@ -191,7 +193,7 @@ class LinearKernel {
                 for (const uint32_t* end = x + kWords; x < end; x += kUnitWords) {
 #pragma GCC unroll 4
                     for (int v = 0; v < P; ++v)
-                        __builtin_prefetch(reinterpret_cast<const char*>(units[v] + fetch_ahead), 0, 2);
+                        __builtin_prefetch(reinterpret_cast<const char*>(units[v] + fetch_ahead / P), 0, 2);
                     add_units<R, P, 0>(units, x, sums);
 #pragma GCC unroll 4
                     for (int v = 0; v < P; ++v) units[v] += kGroup * kUnit;
@@ -228,37 +230,41 @@ class LinearKernel {
                                          int64_t fetch_ahead) {
         if constexpr (R > 1)
             if (rows.count < R) return few_interleaved_by_count<R - 1>(p, rows, begin, end, fetch_ahead);
-        constexpr int P = kFewVectors<R>;
-        for (; begin + P * W <= end; begin += P * W) few_interleaved<R, P>(p, rows, begin, fetch_ahead);
+        constexpr int P = kFewVectors<R>, H = (P + 1) / 2;
+        // Two and two are faster than three and one.
+        for (; begin + P * W <= end && (P != 3 || begin + 4 * W != end); begin += P * W)
+            few_interleaved<R, P>(p, rows, begin, fetch_ahead);
+        for (; begin + H * W <= end; begin += H * W) few_interleaved<R, H>(p, rows, begin, fetch_ahead);
         for (; begin < end; begin += W) few_interleaved<R, 1>(p, rows, begin, fetch_ahead);
     }
 
     // ---- many rows: packed weights
 
-    template <int M>
-    static void multiply_panel(const Problem& p, const Tile& t, const uint32_t* weights, int64_t panel_begin) {
-        const uint32_t* x = t.rows.words;
-        F sums[M][N];
+    // M rows and C vectors of outputs, of which the first is the one numbered `first` in the panel.
+    template <int M, int C>
+    static void multiply_vectors(const Problem& p, const Tile& t, int64_t first) {
+        const uint32_t *x = t.rows.words, *weights = t.weights + first * W;
+        F sums[M][C];
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) sums[m][n] = X::zero();
+            for (int c = 0; c < C; ++c) sums[m][c] = X::zero();
         for (int64_t k = 0; k < t.inputs; k += X::kInputs, x += (M - 1) * kWords)
             for (const uint32_t* end = x + kWords; x < end; ++x, weights += kPanel) {
-                V columns[N];
+                V columns[C];
 #pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) columns[n] = X::load_words(weights + n * W);
+                for (int c = 0; c < C; ++c) columns[c] = X::load_words(weights + c * W);
 #pragma GCC unroll 16
                 for (int m = 0; m < M; ++m) {
                     const V element = X::splat(x + m * kWords);
 #pragma GCC unroll 4
-                    for (int n = 0; n < N; ++n) sums[m][n] = X::dot(sums[m][n], element, columns[n]);
+                    for (int c = 0; c < C; ++c) sums[m][c] = X::dot(sums[m][c], element, columns[c]);
                 }
             }
 #pragma GCC unroll 16
         for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) finish(p, t, m, panel_begin + n * W, sums[m][n]);
+            for (int c = 0; c < C; ++c) finish(p, t, m, (first + c) * W, sums[m][c]);
     }
 
     // The sum of one block: added to those before it, then kept for those after it or stored.
@@ -273,10 +279,9 @@ class LinearKernel {
     static void tile_by_count(const Problem& p, const Tile& t) {
         if constexpr (M > 1)
             if (t.rows.count < M) return tile_by_count<M - 1>(p, t);
-        const int64_t words = packed_words(t.inputs);
-        const uint32_t* weights = t.weights;
-        for (int64_t begin = 0; begin < t.outputs; begin += kPanel, weights += words * kPanel)
-            multiply_panel<M>(p, t, weights, begin);
+        // The last panel may have outputs for some of its vectors only.
+        if (t.outputs > kPanel - W) return multiply_vectors<M, N>(p, t, 0);
+        for (int64_t n = 0; n * W < t.outputs; ++n) multiply_vectors<M, 1>(p, t, n);
     }
 
     static void store(const Problem& p, int64_t row, int64_t output, int64_t outputs, F sum) {
@@ -298,7 +303,8 @@ constexpr Kernel linear_kernel() {
     kernel.pass_rows = X::kPassRows;
     kernel.pass_outputs = 2 * X::W;
     kernel.tile_rows = X::kTileRows;
-    kernel.block_outputs = kBlockOutputs / (X::kVectors * X::W) * (X::kVectors * X::W);
+    kernel.panel_outputs = X::kVectors * X::W;
+    kernel.block_outputs = kBlockOutputs / kernel.panel_outputs * kernel.panel_outputs;
     kernel.pack_rows = K::pack_rows;
     kernel.pack_weights = K::pack_weights;
     kernel.multiply_few = K::multiply_few;

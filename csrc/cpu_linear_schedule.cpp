@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kOwnCacheBytes = 256 << 10;  // of weights that a core keeps for itself until their turn comes
 constexpr int64_t kNearBytes = 1024;
-constexpr int64_t kInterleavedOutputs = 4 * kGroup;  // at a time, of few rows
+constexpr int64_t kInterleavedBytes = 6 << 10;  // fetched ahead, of all vectors of outputs that are multiplied together
+constexpr int64_t kInterleavedOutputs = 4 * kGroup;  // between one pass of rows and the next
 constexpr int64_t kLine = 64;
 constexpr int64_t kMostPieceRows = 1024;
 constexpr int64_t kPiecesPerThread = 4;  // so that unequal pieces still end together
@@ -32,9 +33,11 @@ void run_few(const Problem& p, const Kernel& k, int threads) {
     for (int64_t row = 0; row < p.rows; row += most)
         k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, words + row * row_words);
     // The next panel's weights are fetched meanwhile, or the next inputs' where the core could not keep a panel.
-    const int64_t outputs = p.interleaved ? kInterleavedOutputs : k.pass_outputs;
+    const int64_t share = ceil_div(ceil_div(p.out, threads), kGroup) * kGroup;
+    const int64_t outputs = !p.interleaved ? k.pass_outputs : passes > 1 ? kInterleavedOutputs : share;
     const bool fetch_panel = !p.interleaved && outputs * p.in * k.element_bytes <= kOwnCacheBytes;
-    const int64_t fetch_ahead = fetch_panel ? outputs * p.in : kNearBytes / k.element_bytes;
+    const int64_t near = (p.interleaved ? kInterleavedBytes : kNearBytes) / k.element_bytes;
+    const int64_t fetch_ahead = fetch_panel ? outputs * p.in : near;
     const int64_t panels = ceil_div(p.out, outputs);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t panel = 0; panel < panels; ++panel) {
@@ -71,9 +74,10 @@ class PieceRunner {
     uint32_t *weights_, *x_;
     float* totals_;
 
-    // Brings the next tile's rows of x closer while this one is multiplied.
-    void fetch_rows(int64_t row, int64_t count, int64_t input, int64_t inputs) const {
-        for (int64_t r = 0; r < count; ++r) {
+    // Brings the next tile's rows of x closer while this one is multiplied: a share of them with each panel, since all at
+    // once take longer than there are places to wait for them. (Not inlined, GCC drops a function that only prefetches.)
+    __attribute__((always_inline)) void fetch_share(int64_t row, int64_t count, int64_t panel, int64_t panels, int64_t input, int64_t inputs) const {
+        for (int64_t r = count * panel / panels; r < count * (panel + 1) / panels; ++r) {
             const char *begin = row_of_x(p_, k_, row + r, input), *end = begin + inputs * k_.element_bytes;
             for (; begin < end; begin += kLine) __builtin_prefetch(begin, 0, 2);
         }
@@ -82,13 +86,19 @@ class PieceRunner {
     void run_sum_block(const Piece& piece, int64_t input) {
         const int64_t inputs = std::min(k_.sum_inputs, p_.in - input);
         k_.pack_weights(p_, piece.output, piece.outputs, input, inputs, weights_);
+        const int64_t words = ceil_div(inputs, k_.input_multiple) * k_.input_multiple / k_.depth;
+        const int64_t panels = ceil_div(piece.outputs, k_.panel_outputs);
         for (int64_t done = 0; done < piece.rows; done += k_.tile_rows) {
             const int64_t row = piece.row + done, count = std::min(k_.tile_rows, piece.rows - done);
             k_.pack_rows(row_of_x(p_, k_, row, input), p_.x_stride, count, inputs, x_);
-            fetch_rows(row + count, std::min(k_.tile_rows, piece.rows - done - count), input, inputs);
-            k_.multiply_tile(p_, {{x_, row, count}, weights_, piece.output, piece.outputs, inputs,
-                                  totals_ + done * k_.block_outputs, k_.block_outputs, input == 0,
-                                  input + inputs == p_.in});
+            for (int64_t panel = 0; panel < panels; ++panel) {
+                fetch_share(row + count, std::min(k_.tile_rows, piece.rows - done - count), panel, panels, input, inputs);
+                const int64_t column = panel * k_.panel_outputs;
+                k_.multiply_tile(p_, {{x_, row, count}, weights_ + column * words, piece.output + column,
+                                      std::min(k_.panel_outputs, piece.outputs - column), inputs,
+                                      totals_ + done * k_.block_outputs + column, k_.block_outputs, input == 0,
+                                      input + inputs == p_.in});
+            }
         }
     }
 };

@@ -1,0 +1,136 @@
+"""Prefill and decode of this tree and of another one, such as an earlier commit, in turns.
+
+    git worktree add /tmp/before COMMIT && (cd /tmp/before && python setup.py build_ext --inplace)
+    python -m benchmarks.two_trees /tmp/before [--prompt-len 512 2048 8192] [--rounds 6] [--output-json FILE]
+
+Each tree runs the work of its own bench.py, with this Python and its packages, in a process of its own that waits while
+the other one runs. Each round is one prompt with each tree, and the two take turns in going first, so that a machine
+whose speed changes from minute to minute changes both. A ratio is this tree's speed in a round divided by the other's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.options import Parser, add_json_option, add_model_options, exit_status, positive
+from benchmarks.report import machine_facts, write_json
+
+# The other tree may be older than this file: it needs a bench.py that gives a loaded engine to `report`.
+WORKER = """
+import json, sys
+import bench
+
+def report(args, shape, facts, open_engine):
+    engine = open_engine()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        timing = engine.run(shape.prompts(1, int(line), args.seed))
+        print(json.dumps([timing.prefill_rate, timing.tpot * 1e3]), flush=True)
+
+bench.report = report
+sys.exit(bench.main(json.loads(sys.argv[1])))
+"""
+
+
+class Tree:
+    """A tree's engine in a process of its own."""
+
+    def __init__(self, path: Path, arguments: list[str]) -> None:
+        command = [sys.executable, "-c", WORKER, json.dumps(arguments)]
+        self._process = subprocess.Popen(command, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=path, capture_output=True, text=True
+        ).stdout.strip()
+        self._path = path
+        self._line()
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()  # the end of its input is the end of its work
+
+    def run(self, prompt_len: int) -> tuple[float, float]:
+        """Prefill in tokens per second and decode in milliseconds per token."""
+        assert self._process.stdin is not None
+        print(prompt_len, file=self._process.stdin, flush=True)
+        prefill, decode = json.loads(self._line())
+        return prefill, decode
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise ValueError(f"the bench.py of {self._path} ended with status {status}: see its message above.")
+        return line
+
+
+def compare(this: Tree, other: Tree, prompt_len: int, rounds: int) -> dict[str, Any]:
+    """All rounds of one prompt length, after one that does not count. Prints each round."""
+    found: dict[Tree, list[tuple[float, float]]] = {this: [], other: []}
+    for number in range(rounds + 1):
+        for tree in (this, other) if number % 2 else (other, this):
+            figures = tree.run(prompt_len)
+            if number:
+                found[tree].append(figures)
+    pairs = list(zip(found[this], found[other], strict=True))
+    prefill = [ours[0] / theirs[0] for ours, theirs in pairs]
+    decode = [theirs[1] / ours[1] for ours, theirs in pairs]
+    for name, column, unit, ratios in (("prefill", 0, "tok/s", prefill), ("decode", 1, "ms", decode)):
+        mine, others = (median(row[column] for row in found[tree]) for tree in (this, other))
+        print(
+            f"{prompt_len:>7,} {name:<8} {mine:8.1f} {others:8.1f} {unit:<6}"
+            f" {median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+            flush=True,
+        )
+    return {
+        "prompt_len": prompt_len,
+        "this": found[this],
+        "other": found[other],
+        "prefill_ratio": median(prefill),
+        "decode_ratio": median(decode),
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and write JSON if requested."""
+    num_layers = "all" if args.num_layers is None else str(args.num_layers)
+    arguments = ["--model", args.model, "--num-layers", num_layers, "--dtype", args.dtype]
+    arguments += ["--prompt-len", *map(str, args.prompt_len), "--output-len", str(args.output_len)]
+    facts = machine_facts("cpu")
+    with ExitStack() as stack:
+        this, other = (stack.enter_context(Tree(path, arguments)) for path in (Path.cwd(), args.tree))
+        print(f"{args.model}; {facts['cpu']}, {facts['threads']} threads; medians of {args.rounds} rounds")
+        print(f"{'tokens':>7} {'':<8} {this.commit:>8} {other.commit:>8} {'':<6} {'ratio (extremes)'}")
+        results = [compare(this, other, prompt_len, args.rounds) for prompt_len in args.prompt_len]
+        write_json(args.output_json, args, facts, commits=[this.commit, other.commit], results=results)
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="two_trees", description="Prefill and decode of this tree and another one, in turns.")
+    parser.add_argument("tree", type=Path, help="the other tree, with its extensions built")
+    add_model_options(parser, num_layers=None)
+    parser.add_argument("--prompt-len", type=positive, nargs="+", default=[512], help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=positive, default=32, help="tokens (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=6, help="of both trees (default: %(default)s)")
+    add_json_option(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_status("two_trees", lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
