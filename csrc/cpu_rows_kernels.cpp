@@ -22,9 +22,22 @@ constexpr int kLanes = 16;                    // partial sums of a row, whatever
 
 INLINE float float_of(uint32_t bits) { return widen_scalar(bits); }
 
+// Of what arithmetic makes of elements and angles. A NaN among such numbers has no bits that bf16 lacks, so that rounding
+// leaves it one, and need not be looked for, which would take half as long again as everything else.
+template <class T>
+INLINE T narrow_result(float value) {
+    return narrow_scalar<T>(value);
+}
+
+template <>
+INLINE Bf16 narrow_result<Bf16>(float value) {
+    const uint32_t bits = bits_of(value);
+    return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
 template <class T>
 INLINE float rounded(float value) {
-    return widen_scalar(narrow_scalar<T>(value));
+    return widen_scalar(narrow_result<T>(value));
 }
 
 // e^x to 2^-22, 0 or infinity where it is no normal number: 2^n e^r with n whole and |r| <= ln(2) / 2, ln(2) in two
@@ -59,25 +72,25 @@ INLINE float norm_scale(const T* x, int64_t size, float eps) {
 }
 
 template <class T>
-INLINE float normalised(T x, float scale, T weight) {
-    return rounded<T>(rounded<T>(widen_scalar(x) * scale) * widen_scalar(weight));
+INLINE T normalised(T x, float scale, T weight) {
+    return narrow_result<T>(rounded<T>(widen_scalar(x) * scale) * widen_scalar(weight));
 }
 
 template <class T, std::enable_if_t<!std::is_same_v<T, float>, int> = 0>
-INLINE float normalised(T x, float scale, float weight) {
-    return rounded<T>(widen_scalar(x) * scale * weight);
+INLINE T normalised(T x, float scale, float weight) {
+    return narrow_scalar<T>(widen_scalar(x) * scale * weight);  // a NaN of the weight may have any bits
 }
 
 template <class T>
 INLINE void add_elements(T* __restrict__ x, const T* __restrict__ addend, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) x[i] = narrow_scalar<T>(widen_scalar(x[i]) + widen_scalar(addend[i]));
+    for (int64_t i = 0; i < size; ++i) x[i] = narrow_result<T>(widen_scalar(x[i]) + widen_scalar(addend[i]));
 }
 
 template <class T, class W>
 INLINE void norm_elements(const T* __restrict__ x, const W* __restrict__ weight, T* __restrict__ y, int64_t size,
                           float eps) {
     const float scale = norm_scale(x, size, eps);
-    for (int64_t i = 0; i < size; ++i) y[i] = narrow_scalar<T>(normalised(x[i], scale, weight[i]));
+    for (int64_t i = 0; i < size; ++i) y[i] = normalised(x[i], scale, weight[i]);
 }
 
 template <class T>
@@ -85,8 +98,8 @@ INLINE void turn(const T* __restrict__ x, const float* __restrict__ cos, const f
                  T* __restrict__ y, int64_t half) {
     for (int64_t i = 0; i < half; ++i) {
         const float first = widen_scalar(x[i]), second = widen_scalar(x[i + half]);
-        y[i] = narrow_scalar<T>(first * cos[i] - second * sin[i]);
-        y[i + half] = narrow_scalar<T>(second * cos[i] + first * sin[i]);
+        y[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
+        y[i + half] = narrow_result<T>(second * cos[i] + first * sin[i]);
     }
 }
 
@@ -95,10 +108,10 @@ INLINE void norm_and_turn(const T* __restrict__ x, const W* __restrict__ weight,
                           const float* __restrict__ sin, T* __restrict__ y, int64_t half, float eps) {
     const float scale = norm_scale(x, 2 * half, eps);
     for (int64_t i = 0; i < half; ++i) {
-        const float first = normalised(x[i], scale, weight[i]);
-        const float second = normalised(x[i + half], scale, weight[i + half]);
-        y[i] = narrow_scalar<T>(first * cos[i] - second * sin[i]);
-        y[i + half] = narrow_scalar<T>(second * cos[i] + first * sin[i]);
+        const float first = widen_scalar(normalised(x[i], scale, weight[i]));
+        const float second = widen_scalar(normalised(x[i + half], scale, weight[i + half]));
+        y[i] = narrow_result<T>(first * cos[i] - second * sin[i]);
+        y[i + half] = narrow_result<T>(second * cos[i] + first * sin[i]);
     }
 }
 
@@ -115,7 +128,7 @@ INLINE void gate(const T* __restrict__ gate, const T* __restrict__ up, T* __rest
     for (int64_t i = 0; i < size; ++i) {
         const float x = widen_scalar(gate[i]);
         const float activated = activation == Activation::silu ? silu_of(x) : gelu_tanh_of(x);
-        y[i] = narrow_scalar<T>(rounded<T>(activated) * widen_scalar(up[i]));
+        y[i] = narrow_result<T>(rounded<T>(activated) * widen_scalar(up[i]));
     }
 }
 

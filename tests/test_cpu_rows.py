@@ -129,6 +129,26 @@ def test_heads_are_normalised_turned_and_placed(
     assert same_bits(v, values)
 
 
+def test_a_nan_of_any_bits_stays_one() -> None:
+    bits = torch.cat((torch.arange(0x7F81, 0x8000), torch.arange(0xFF81, 0x10000)))
+    nans = bits.to(torch.int16).view(torch.bfloat16)
+    rows = bf16(0, len(nans), 64)
+    rows[:, 5] = nans
+    assert nans.isnan().all() and rows.isnan().sum() == len(nans)
+    all_ones = torch.full((64,), -1, dtype=torch.int32).view(torch.float32)
+    assert rms_norm(rows, bf16(1, 64), EPS).isnan().all()
+    assert rms_norm(bf16(1, 3, 64), all_ones, EPS).isnan().all()
+    residual = bf16(2, len(nans), 64)
+    add_rms_norm_(residual, rows, bf16(1, 64), EPS)
+    assert torch.equal(residual.isnan(), rows.isnan())
+    assert silu_and_mul(torch.cat((torch.ones_like(nans), nans)).unsqueeze(0)).isnan().all()
+    q, k, v = (bf16(0, len(nans), 1, 64) for _ in range(3))
+    cos, sin = torch.full((len(nans), 1, 64), 0.5), torch.full((len(nans), 1, 32), 0.5)
+    place_heads(rows.unsqueeze(1).repeat(1, 3, 1), None, EPS, cos, sin, q, k, v)
+    for turned in (q, k):
+        assert turned[..., [5, 37]].isnan().all() and turned.isnan().sum() == 2 * len(nans)
+
+
 # ---- activation
 
 
