@@ -6,17 +6,20 @@ For each projection of the model and each number of rows, the following take tur
 F.linear in the same dtype, F.linear in fp32, and torch.sum over as much memory as the weights take. With few rows, the
 weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare with reading. With
 many rows, GFLOP/s compare with the better of torch's. The kernel's weights are interleaved, as those of a loaded model.
-A figure is the median over rounds of the fastest of several passes. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA restrict
-the kernels to older instruction sets.
+A round is one pass of each, over all copies; a figure is the median over the rounds, and a share the median of the
+rounds' shares, since a machine's memory may read at half its rate for seconds. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA
+restrict the kernels to older instruction sets.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +50,8 @@ class Result:
     torch_seconds: Spread
     torch_fp32_seconds: Spread
     read_gb_s: Spread
+    of_read: float  # the kernel's rate of reading weights, relative to that of torch.sum
+    of_torch: float  # speed relative to the better of torch's two
     weight_bytes: int
 
     @property
@@ -58,11 +63,6 @@ class Result:
     def kernel_gflop_s(self) -> float:
         """A multiply-add is two operations."""
         return 2.0 * self.rows * self.in_features * self.out_features / self.kernel_seconds.median / 1e9
-
-    @property
-    def of_torch(self) -> float:
-        """Speed relative to the better of torch's two."""
-        return min(self.torch_seconds.median, self.torch_fp32_seconds.median) / self.kernel_seconds.median
 
 
 def projections(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -81,39 +81,63 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
         size = out_features * in_features * shape.dtype.itemsize
         for count in rows:
             copies = max(1, peaks.BUFFER_BYTES // size) if count < MANY_ROWS else 1
-            weights = torch.randn(copies, out_features, in_features).to(shape.dtype)
+            weights = in_huge_pages(torch.randn(copies, out_features, in_features).to(shape.dtype))
             narrow = torch.randn(count, in_features).to(shape.dtype)
-            wide = weights[: max(1, copies // 2)].float()  # as many bytes
-            own = weights.clone()
+            wide = in_huge_pages(weights[: max(1, copies // 2)].float())  # as many bytes
+            own = in_huge_pages(weights)
             interleaved = cpu_kernels.can_interleave(own[0])
             if interleaved:  # as the engine does when it has loaded a model
                 for weight in own:
                     cpu_kernels.interleave_(weight)
+            memory = in_huge_pages(torch.ones(peaks.BUFFER_BYTES // 4))
             works = (
-                partial(seconds, partial(cpu_kernels.cpu_linear, interleaved=interleaved), narrow, own),
-                partial(seconds, F.linear, narrow, weights),
-                partial(seconds, F.linear, narrow.float(), wide),
-                peaks.read_gb_s,
+                partial(pass_over, partial(cpu_kernels.cpu_linear, interleaved=interleaved), narrow, own),
+                partial(pass_over, F.linear, narrow, weights),
+                partial(pass_over, F.linear, narrow.float(), wide),
+                memory.sum,
             )
-            figures = [[work() for work in works] for _ in range(rounds)]
-            spreads = [Spread.of(column) for column in zip(*figures, strict=True)]
-            assert all(spread is not None for spread in spreads)
-            yield Result(name, in_features, out_features, count, *spreads, weight_bytes=size)  # type: ignore[arg-type]
+            taken = [[seconds(work) for work in works] for _ in range(1 + rounds)][1:]
+            kernel, same, fp32, read = (
+                [turn[i] / count for turn in taken]
+                for i, count in enumerate((copies, copies, len(wide), memory.nbytes / 1e9))
+            )
+            yield Result(
+                name, in_features, out_features, count,
+                known(kernel), known(same), known(fp32), known(1 / each for each in read),
+                of_read=median(size / 1e9 * there / here for here, there in zip(kernel, read, strict=True)),
+                of_torch=median(min(others) / here for here, *others in zip(kernel, same, fp32, strict=True)),
+                weight_bytes=size,
+            )  # fmt: skip
 
 
-def seconds(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor) -> float:
-    """Of one product of x [rows, in] with one of `weights` [copies, out, in], in a pass over all of them."""
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """A copy, in memory like that of a loaded model's weights."""
+    copy = torch.empty_like(tensor)
+    cpu_kernels.use_huge_pages(copy)
+    return copy.copy_(tensor)
 
-    def all_copies() -> None:
-        for weight in weights:
-            linear(x, weight)
 
-    return peaks.least_seconds(all_copies) / len(weights)
+def known(values: Iterable[float]) -> Spread:
+    spread = Spread.of(values)
+    assert spread is not None, "there is a round"
+    return spread
+
+
+def pass_over(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor) -> None:
+    """The products of x [rows, in] with all of `weights` [copies, out, in]."""
+    for weight in weights:
+        linear(x, weight)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def print_result(result: Result) -> None:
     shape, read = f"{result.in_features} x {result.out_features}", result.read_gb_s.median
-    rates = f"{result.kernel_gb_s:8.1f} {result.kernel_gb_s / read:7.0%} {result.kernel_gflop_s:9.1f}"
+    rates = f"{result.kernel_gb_s:8.1f} {result.of_read:7.0%} {result.kernel_gflop_s:9.1f}"
     torchs = [2.0 * result.rows * result.in_features * result.out_features / spread.median / 1e9
               for spread in (result.torch_seconds, result.torch_fp32_seconds)]  # fmt: skip
     others = " ".join(f"{rate:9.1f}" for rate in torchs)
@@ -146,7 +170,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 2, 4, 8, 2048], help="rows of a step (default: %(default)s)")
-    add("--rounds", type=positive, default=3, help="of all three measurements (default: %(default)s)")
+    add("--rounds", type=positive, default=15, help="of all four (default: %(default)s)")
     add_json_option(parser)
     return parser.parse_args(argv)
 

@@ -189,15 +189,18 @@ class LinearKernel {
             for (int v = 0; v < P; ++v)
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) sums[v][r] = X::zero();
-            for (int64_t k = begin; k < smaller(p.in, begin + X::kSumInputs); k += X::kInputs, x += (R - 1) * kWords)
+            for (int64_t k = begin; k < smaller(p.in, begin + X::kSumInputs); k += X::kInputs, x += (R - 1) * kWords) {
+                int64_t ahead = fetch_ahead / P;
+                if (k * kGroup + ahead >= p.in * kGroup) ahead += (P - 1) * kGroup * p.in;  // of the next P vectors
                 for (const uint32_t* end = x + kWords; x < end; x += kUnitWords) {
 #pragma GCC unroll 4
                     for (int v = 0; v < P; ++v)
-                        __builtin_prefetch(reinterpret_cast<const char*>(units[v] + fetch_ahead / P), 0, 2);
+                        __builtin_prefetch(reinterpret_cast<const char*>(units[v] + ahead), 0, 2);
                     add_units<R, P, 0>(units, x, sums);
 #pragma GCC unroll 4
                     for (int v = 0; v < P; ++v) units[v] += kGroup * kUnit;
                 }
+            }
 #pragma GCC unroll 4
             for (int v = 0; v < P; ++v)
 #pragma GCC unroll 16
