@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.options import Parser, add_json_option, add_model_options, exit_status, positive
 from benchmarks.report import machine_facts, write_json
+from nanovllm.errors import ConfigError
 
 # The other tree may be older than this file: it needs a bench.py that gives a loaded engine to `report`.
 WORKER = """
@@ -70,7 +71,7 @@ class Tree:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise ValueError(f"the bench.py of {self._path} ended with status {status}: see its message above.")
+            raise ConfigError(f"the bench.py of {self._path} ended with status {status}: see its message above.")
         return line
 
 

@@ -81,6 +81,32 @@ def test_bench_has_no_decode_for_one_token(model: Path) -> None:
     assert result["rates"]["decode_tok_s"] is None and result["rates"]["tpot_s"] is None
 
 
+# ---- two trees
+
+
+@pytest.mark.slow
+def test_two_trees_run_in_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    output = model.parent / "trees.json"
+    options = ["--model", str(model), "--prompt-len", "20", "33", "--output-len", "3", "--rounds", "2"]
+    assert main_of("benchmarks.two_trees")([str(ROOT), *options, "--output-json", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert len(report["commits"]) == 2 and report["commits"][0] == report["commits"][1]
+    assert [result["prompt_len"] for result in report["results"]] == [20, 33]
+    for result in report["results"]:
+        assert len(result["this"]) == len(result["other"]) == 2
+        assert result["prefill_ratio"] > 0 and result["decode_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_a_tree_without_the_engine_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main_of("benchmarks.two_trees")([str(tmp_path), "--model", str(model), "--prompt-len", "20"]) == 2
+    assert f"the bench.py of {tmp_path} ended with status 1" in capsys.readouterr().err
+
+
 # ---- prefill memory
 
 
