@@ -61,7 +61,7 @@ struct Kernel {
     int64_t pass_rows;      // most rows of `multiply_few`
     int64_t pass_outputs;   // that it takes at a time
     int64_t tile_rows;      // most rows of `multiply_tile`
-    int64_t panel_outputs;  // most outputs of it
+    int64_t panel_outputs;  // most outputs of `multiply_tile`
     int64_t block_outputs;  // of the packed weights that stay in the cache, whole panels
     void (*pack_rows)(const void* x, int64_t stride, int64_t rows, int64_t inputs, uint32_t* packed);
     void (*pack_weights)(const Problem& problem, int64_t output, int64_t outputs, int64_t input, int64_t inputs,

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kOwnCacheBytes = 256 << 10;  // of weights that a core keeps for itself until their turn comes
 constexpr int64_t kNearBytes = 1024;
-constexpr int64_t kInterleavedBytes = 6 << 10;  // fetched ahead, of all vectors of outputs that are multiplied together
+constexpr int64_t kInterleavedBytes = 6 << 10;  // ahead of all the vectors of outputs that share a broadcast
 constexpr int64_t kInterleavedOutputs = 4 * kGroup;  // between one pass of rows and the next
 constexpr int64_t kLine = 64;
 constexpr int64_t kMostPieceRows = 1024;
@@ -74,9 +74,10 @@ class PieceRunner {
     uint32_t *weights_, *x_;
     float* totals_;
 
-    // Brings the next tile's rows of x closer while this one is multiplied: a share of them with each panel, since all at
-    // once take longer than there are places to wait for them. (Not inlined, GCC drops a function that only prefetches.)
-    __attribute__((always_inline)) void fetch_share(int64_t row, int64_t count, int64_t panel, int64_t panels, int64_t input, int64_t inputs) const {
+    // Brings the next tile's rows of x closer while this one is multiplied: a share of them with each panel, since a core
+    // waits for a few dozen lines at a time. GCC drops a call of a function that only prefetches, so this one is inlined.
+    __attribute__((always_inline)) void fetch_share(int64_t row, int64_t count, int64_t panel, int64_t panels,
+                                                    int64_t input, int64_t inputs) const {
         for (int64_t r = count * panel / panels; r < count * (panel + 1) / panels; ++r) {
             const char *begin = row_of_x(p_, k_, row + r, input), *end = begin + inputs * k_.element_bytes;
             for (; begin < end; begin += kLine) __builtin_prefetch(begin, 0, 2);
@@ -90,9 +91,10 @@ class PieceRunner {
         const int64_t panels = ceil_div(piece.outputs, k_.panel_outputs);
         for (int64_t done = 0; done < piece.rows; done += k_.tile_rows) {
             const int64_t row = piece.row + done, count = std::min(k_.tile_rows, piece.rows - done);
+            const int64_t next = std::min(k_.tile_rows, piece.rows - done - count);
             k_.pack_rows(row_of_x(p_, k_, row, input), p_.x_stride, count, inputs, x_);
             for (int64_t panel = 0; panel < panels; ++panel) {
-                fetch_share(row + count, std::min(k_.tile_rows, piece.rows - done - count), panel, panels, input, inputs);
+                fetch_share(row + count, next, panel, panels, input, inputs);
                 const int64_t column = panel * k_.panel_outputs;
                 k_.multiply_tile(p_, {{x_, row, count}, weights_ + column * words, piece.output + column,
                                       std::min(k_.panel_outputs, piece.outputs - column), inputs,
