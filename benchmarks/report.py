@@ -35,7 +35,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "nanovllm": nanovllm.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         **(gpu_facts() if device == "cuda" else {}),
     }
 
@@ -72,11 +72,14 @@ def _cpu_model() -> str:
     return match.group(1) if match else platform.machine()
 
 
-def _commit() -> str | None:
-    """The commit from NANOVLLM_COMMIT, for a copy of the tree without git, or that of the git repository, marked if
-    files were changed; None outside of a repository."""
-    told = os.environ.get("NANOVLLM_COMMIT")
-    return told or _output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"])
+def commit() -> str | None:
+    """The commit from NANOVLLM_COMMIT, for a copy of the tree without git, or `commit_of` this tree."""
+    return os.environ.get("NANOVLLM_COMMIT") or commit_of(ROOT)
+
+
+def commit_of(tree: Path) -> str | None:
+    """The commit of a git repository, marked if files were changed; None if it is no repository."""
+    return _output_of(["git", "-C", str(tree), "describe", "--always", "--dirty", "--exclude=*"])
 
 
 def _output_of(command: list[str]) -> str | None:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.options import Parser, add_json_option, add_model_options, exit_status, positive
-from benchmarks.report import machine_facts, write_json
+from benchmarks.report import ROOT, commit_of, machine_facts, write_json
 from nanovllm.errors import ConfigError
 
 # The other tree may be older than this file: it needs a bench.py that gives a loaded engine to `report`.
@@ -47,9 +47,7 @@ class Tree:
     def __init__(self, path: Path, arguments: list[str]) -> None:
         command = [sys.executable, "-c", WORKER, json.dumps(arguments)]
         self._process = subprocess.Popen(command, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=path, capture_output=True, text=True
-        ).stdout.strip()
+        self.commit = commit_of(path) or str(path)
         self._path = path
         self._line()
 
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     arguments += ["--prompt-len", *map(str, args.prompt_len), "--output-len", str(args.output_len)]
     facts = machine_facts("cpu")
     with ExitStack() as stack:
-        this, other = (stack.enter_context(Tree(path, arguments)) for path in (Path.cwd(), args.tree))
+        this, other = (stack.enter_context(Tree(path, arguments)) for path in (ROOT, args.tree))
         print(f"{args.model}; {facts['cpu']}, {facts['threads']} threads; medians of {args.rounds} rounds")
         print(f"{'tokens':>7} {'':<8} {this.commit:>8} {other.commit:>8} {'':<6} {'ratio (extremes)'}")
         results = [compare(this, other, prompt_len, args.rounds) for prompt_len in args.prompt_len]

@@ -85,8 +85,7 @@ def test_bench_has_no_decode_for_one_token(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_trees_run_in_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_two_trees_run_in_turns(model: Path) -> None:
     output = model.parent / "trees.json"
     options = ["--model", str(model), "--prompt-len", "20", "33", "--output-len", "3", "--rounds", "2"]
     assert main_of("benchmarks.two_trees")([str(ROOT), *options, "--output-json", str(output)]) == 0
@@ -99,12 +98,9 @@ def test_two_trees_run_in_turns(model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_tree_without_the_engine_is_named(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_tree_without_the_engine_is_named(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main_of("benchmarks.two_trees")([str(tmp_path), "--model", str(model), "--prompt-len", "20"]) == 2
-    assert f"the bench.py of {tmp_path} ended with status 1" in capsys.readouterr().err
+    assert f"the bench.py of {tmp_path} ended with status 1" in capfd.readouterr().err
 
 
 # ---- prefill memory
