@@ -4,8 +4,11 @@
 
 For each projection of the model and each number of rows, the following take turns: the kernel of csrc/cpu_linear,
 F.linear in the same dtype, F.linear in fp32, and torch.sum over as much memory as the weights take. With few rows, the
-weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare with reading. With
-many rows, GFLOP/s compare with the better of torch's. The kernel's weights are interleaved, as those of a loaded model.
+weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare with reading. The
+kernel is then called without the checks of `cpu_kernels.cpu_linear`, since a decode step does not go through that
+function: the products of a layer are called from C++. Weights that stream through the caches evict Python's code, so
+those checks take up to 50 microseconds. With many rows, GFLOP/s of `cpu_linear` compare with the better of torch's. The
+kernel's weights are interleaved, as those of a loaded model.
 A round is one pass of each, over all copies; a figure is the median over the rounds, and a share the median of the
 rounds' shares, since a machine's memory may read at half its rate for seconds. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA
 restrict the kernels to older instruction sets.
@@ -33,7 +36,7 @@ from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops import cpu_kernels
+from nanovllm.ops import _cpu_kernels, cpu_kernels
 
 MANY_ROWS = 64  # with at least this many, a pass takes one copy of the weights, since it is limited by computing
 
@@ -91,7 +94,7 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
                     cpu_kernels.interleave_(weight)
             memory = in_huge_pages(torch.ones(peaks.BUFFER_BYTES // 4))
             works = (
-                partial(pass_over, partial(cpu_kernels.cpu_linear, interleaved=interleaved), narrow, own),
+                kernel_pass(narrow, own, interleaved),
                 partial(pass_over, F.linear, narrow, weights),
                 partial(pass_over, F.linear, narrow.float(), wide),
                 memory.sum,
@@ -127,6 +130,33 @@ def pass_over(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Te
     """The products of x [rows, in] with all of `weights` [copies, out, in]."""
     for weight in weights:
         linear(x, weight)
+
+
+def kernel_pass(x: Tensor, weights: Tensor, interleaved: bool) -> Callable[[], object]:
+    """Our products of x [rows, in] with all of `weights` [copies, out, in]."""
+    rows, (_, out_features, in_features) = len(x), weights.shape
+    if rows >= MANY_ROWS:
+        return partial(pass_over, partial(cpu_kernels.cpu_linear, interleaved=interleaved), x, weights)
+    y = x.new_empty(rows, out_features)
+    calls = [
+        partial(
+            _cpu_kernels.linear, isa=cpu_kernels.choose(), dtype=cpu_kernels.dtype_name(x.dtype), x=x.data_ptr(),
+            x_stride=in_features, weight=weight.data_ptr(), bias=0, y=y.data_ptr(), y_stride=out_features, rows=rows,
+            in_features=in_features, out_features=out_features, interleaved=interleaved,
+            threads=torch.get_num_threads(),
+        )
+        for weight in weights
+    ]  # fmt: skip
+
+    kept = x, weights, y  # the calls have their addresses only
+
+    def run_all() -> Tensor:
+        for call in calls:
+            call()
+        return kept[-1]
+
+    assert torch.equal(run_all(), cpu_kernels.cpu_linear(x, weights[-1], interleaved=interleaved)), "another product"
+    return run_all
 
 
 def seconds(work: Callable[[], object]) -> float:

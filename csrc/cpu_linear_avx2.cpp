@@ -39,6 +39,7 @@ struct Widened : SomeElements<Element> {
     static constexpr bool kIsBf16 = std::is_same_v<T, Bf16>;
     static constexpr int kDepth = 1, kExpand = kIsBf16 ? 2 : 1, kInputs = W * kExpand;
     static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 18, kFewSums = 12;
+    static constexpr int kFetchTwiceRows = sizeof(T) == 2 ? 4 : 7;
 
     static V load_words(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static void store_words(uint32_t* p, V v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }

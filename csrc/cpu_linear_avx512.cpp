@@ -26,6 +26,7 @@ struct Widened : LinearAvx512<Element> {
     static constexpr int W = Base::W;
     static constexpr int kDepth = 1, kExpand = sizeof(T) == 2 && Base::kIsBf16 ? 2 : 1, kInputs = W * kExpand;
     static constexpr int kVectors = 3, kSumInputs = 384, kPassRows = 12, kTileRows = 9, kFewRows = 24, kFewSums = 24;
+    static constexpr int kFetchTwiceRows = sizeof(T) == 2 ? 4 : 7;
 
     static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static void store_words(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }

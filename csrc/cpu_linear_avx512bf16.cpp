@@ -27,6 +27,7 @@ struct PairsOfBf16 : LinearAvx512<Bf16> {
     using V = __m512i;
     static constexpr int kDepth = 2, kExpand = 1, kInputs = 2 * W;
     static constexpr int kVectors = 3, kSumInputs = 768, kPassRows = 12, kTileRows = 9, kFewRows = 24, kFewSums = 24;
+    static constexpr int kFetchTwiceRows = 7;
 
     static V load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
     static void store_words(uint32_t* p, V v) { _mm512_storeu_si512(p, v); }

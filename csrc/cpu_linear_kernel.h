@@ -168,9 +168,23 @@ class LinearKernel {
         }
     }
 
+    // From so many rows on, computing takes about as long as reading, so waiting for a line costs time: weights are fetched
+    // from twice as far ahead, and into the first cache shortly before their turn. Fewer rows are slower that way.
+    template <int R>
+    static constexpr bool kFetchTwice = R >= X::kFetchTwiceRows;
+    static constexpr int64_t kSoon = 1024 / sizeof(T);
+
     // Vectors of outputs at a time: as many sums as there are registers for.
     template <int R>
     static constexpr int kFewVectors = R * 4 <= X::kFewSums ? 4 : R < X::kFewSums ? X::kFewSums / R : 1;
+
+    // GCC drops a call of a function that only prefetches, so this one is inlined.
+    template <int P, int Locality>
+    __attribute__((always_inline)) static void fetch_units(const T* const units[P], int64_t ahead) {
+#pragma GCC unroll 4
+        for (int v = 0; v < P; ++v)
+            __builtin_prefetch(reinterpret_cast<const char*>(units[v] + ahead), 0, Locality);
+    }
 
     template <int R, int P>
     static void few_interleaved(const Problem& p, const PackedRows& rows, int64_t output, int64_t fetch_ahead) {
@@ -190,12 +204,14 @@ class LinearKernel {
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) sums[v][r] = X::zero();
             for (int64_t k = begin; k < smaller(p.in, begin + X::kSumInputs); k += X::kInputs, x += (R - 1) * kWords) {
-                int64_t ahead = fetch_ahead / P;
-                if (k * kGroup + ahead >= p.in * kGroup) ahead += (P - 1) * kGroup * p.in;  // of the next P vectors
+                // After the last input come the next P vectors.
+                const auto from_here = [&](int64_t count) {
+                    return k * kGroup + count < p.in * kGroup ? count : count + (P - 1) * kGroup * p.in;
+                };
+                const int64_t ahead = from_here(fetch_ahead * (kFetchTwice<R> ? 2 : 1) / P), soon = from_here(kSoon);
                 for (const uint32_t* end = x + kWords; x < end; x += kUnitWords) {
-#pragma GCC unroll 4
-                    for (int v = 0; v < P; ++v)
-                        __builtin_prefetch(reinterpret_cast<const char*>(units[v] + ahead), 0, 2);
+                    fetch_units<P, 2>(units, ahead);
+                    if constexpr (kFetchTwice<R>) fetch_units<P, 3>(units, soon);
                     add_units<R, P, 0>(units, x, sums);
 #pragma GCC unroll 4
                     for (int v = 0; v < P; ++v) units[v] += kGroup * kUnit;

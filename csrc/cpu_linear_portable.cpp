@@ -15,6 +15,7 @@ struct Widened : Portable {
     static constexpr int kDepth = 1, kExpand = 1, kInputs = W;
     static constexpr bool kIsBf16 = std::is_same_v<T, Bf16>;
     static constexpr int kVectors = 2, kSumInputs = 384, kPassRows = 6, kTileRows = 6, kFewRows = 12, kFewSums = 12;
+    static constexpr int kFetchTwiceRows = kPassRows + 1;  // never: computing takes several times as long as reading
 
     static V load_words(const uint32_t* p) {
         V v;
