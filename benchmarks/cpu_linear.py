@@ -3,12 +3,15 @@
     python -m benchmarks.cpu_linear [--model qwen3-0.6b] [--dtype bfloat16] [--rows 1 8 2048] [--output-json FILE]
 
 For each projection of the model and each number of rows, the following take turns: the kernel of csrc/cpu_linear,
-F.linear in the same dtype, F.linear in fp32, and torch.sum over as much memory as the weights take. With few rows, the
-weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare with reading. The
-kernel is then called without the checks of `cpu_kernels.cpu_linear`, since a decode step does not go through that
-function: the products of a layer are called from C++. Weights that stream through the caches evict Python's code, so
-those checks take up to 50 microseconds. With many rows, GFLOP/s of `cpu_linear` compare with the better of torch's. The
-kernel's weights are interleaved, as those of a loaded model.
+F.linear in the same dtype, F.linear in fp32, and torch.sum over as much memory as the weights take: with one call for
+all ("of read"), and with one call for each product ("each"), since a call takes time of its own.
+
+With few rows, the weights are many copies of the projection, far more than the caches hold, and GB/s of weights compare
+with reading. The kernel is then called without the checks of `cpu_kernels.cpu_linear`, as a decode step does, whose
+products are called from C++: weights that stream through the caches evict Python's code, so those checks take up to 50
+microseconds. With many rows, GFLOP/s of `cpu_linear` compare with the better of torch's. The kernel's weights are
+interleaved, as those of a loaded model.
+
 A round is one pass of each, over all copies; a figure is the median over the rounds, and a share the median of the
 rounds' shares, since a machine's memory may read at half its rate for seconds. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA
 restrict the kernels to older instruction sets.
@@ -54,6 +57,7 @@ class Result:
     torch_fp32_seconds: Spread
     read_gb_s: Spread
     of_read: float  # the kernel's rate of reading weights, relative to that of torch.sum
+    of_each_read: float  # the same, relative to torch.sum with one call for each product
     of_torch: float  # speed relative to the better of torch's two
     weight_bytes: int
 
@@ -92,22 +96,22 @@ def measure(shape: Shape, rows: Sequence[int], rounds: int) -> Iterator[Result]:
             if interleaved:  # as the engine does when it has loaded a model
                 for weight in own:
                     cpu_kernels.interleave_(weight)
-            memory = in_huge_pages(torch.ones(peaks.BUFFER_BYTES // 4))
+            memory = in_huge_pages(torch.ones(copies, size // 4))
             works = (
                 kernel_pass(narrow, own, interleaved),
                 partial(pass_over, F.linear, narrow, weights),
                 partial(pass_over, F.linear, narrow.float(), wide),
                 memory.sum,
+                partial(read_each, memory),
             )
             taken = [[seconds(work) for work in works] for _ in range(1 + rounds)][1:]
-            kernel, same, fp32, read = (
-                [turn[i] / count for turn in taken]
-                for i, count in enumerate((copies, copies, len(wide), memory.nbytes / 1e9))
-            )
+            products = (copies, copies, len(wide), copies, copies)
+            kernel, same, fp32, read, each = ([turn[i] / n for turn in taken] for i, n in enumerate(products))
             yield Result(
                 name, in_features, out_features, count,
-                known(kernel), known(same), known(fp32), known(1 / each for each in read),
-                of_read=median(size / 1e9 * there / here for here, there in zip(kernel, read, strict=True)),
+                known(kernel), known(same), known(fp32), known(size / 1e9 / there for there in read),
+                of_read=median(there / here for here, there in zip(kernel, read, strict=True)),
+                of_each_read=median(there / here for here, there in zip(kernel, each, strict=True)),
                 of_torch=median(min(others) / here for here, *others in zip(kernel, same, fp32, strict=True)),
                 weight_bytes=size,
             )  # fmt: skip
@@ -159,6 +163,11 @@ def kernel_pass(x: Tensor, weights: Tensor, interleaved: bool) -> Callable[[], o
     return run_all
 
 
+def read_each(memory: Tensor) -> None:
+    for part in memory:
+        part.sum()
+
+
 def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
@@ -167,7 +176,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def print_result(result: Result) -> None:
     shape, read = f"{result.in_features} x {result.out_features}", result.read_gb_s.median
-    rates = f"{result.kernel_gb_s:8.1f} {result.of_read:7.0%} {result.kernel_gflop_s:9.1f}"
+    rates = f"{result.kernel_gb_s:8.1f} {result.of_read:7.0%} {result.of_each_read:5.0%} {result.kernel_gflop_s:9.1f}"
     torchs = [2.0 * result.rows * result.in_features * result.out_features / spread.median / 1e9
               for spread in (result.torch_seconds, result.torch_fp32_seconds)]  # fmt: skip
     others = " ".join(f"{rate:9.1f}" for rate in torchs)
@@ -182,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         isa = cpu_kernels.choose()
         machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
         print(f"{shape.name} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
-        print(f"{'in x out':>24} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9}"
+        print(f"{'in x out':>24} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'each':>5} {'GFLOP/s':>9}"
               f" {'torch':>9} {'in fp32':>9} {'of torch':>9}")  # fmt: skip
         results = []
         for result in measure(shape, args.rows, args.rounds):
