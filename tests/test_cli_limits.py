@@ -65,10 +65,11 @@ def answer(finished: subprocess.CompletedProcess[str]) -> list[int]:
 
 
 def refused(finished: subprocess.CompletedProcess[str]) -> str:
-    """The one sentence on standard error."""
+    """The one sentence on standard error, which flags that help may follow."""
     assert finished.returncode == 2, finished.stderr
-    (sentence,) = finished.stderr.splitlines()
+    sentence, *flags = finished.stderr.splitlines()
     assert sentence.startswith("nanovllm generate: error: ") and finished.stdout == ""
+    assert all(line.startswith("--") for line in flags), flags
     return sentence
 
 
