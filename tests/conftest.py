@@ -33,11 +33,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    # Rare cases run on the best instruction set, common ones on all.
+    rare = {item for item in items if len(list(item.iter_markers("slow"))) > 1 and _names_instruction_set(item)}
+    config.hook.pytest_deselected(items=list(rare))
+    items[:] = [item for item in items if item not in rare]
     # Not by keyword: the names of the directories above are keywords too.
     cuda = [item for item in items if item.get_closest_marker("cuda")]
     if cuda and not _sees_cuda():
         for item in cuda:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def _names_instruction_set(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "instruction_set" in item.fixturenames
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,9 +1,9 @@
-"""Parameters of tests of which the fast run takes a few and the full run all."""
+"""Parameters of tests of which the fast run takes a few; and of which no run takes all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -21,6 +21,25 @@ def fast_only(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
     ]
 
 
-def fast_products(fast: Collection[tuple[Any, ...]], *values: Iterable[Any]) -> list[Any]:
-    """`fast_only` of all combinations."""
-    return fast_only(fast, product(*values))
+def fast_pairs(fast: Collection[tuple[Any, ...]], *values: Iterable[Any]) -> list[Any]:
+    """`fast_only` of `pairs`."""
+    return fast_only(fast, pairs(*values, first=fast))
+
+
+def pairs(*values: Iterable[Any], first: Iterable[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
+    """Combinations in which any two values of two parameters meet at least once; those of `first`, then few others.
+
+    Most mistakes need no more than two values to meet, and three parameters of four values have 16 such combinations
+    instead of 64. Each next one is a combination with most new pairs.
+    """
+    every = list(product(*values))
+    chosen = list(first)
+    left = {pair for each in every for pair in _pairs_of(each)} - {pair for each in chosen for pair in _pairs_of(each)}
+    while left:
+        chosen.append(max(every, key=lambda each: len(left & _pairs_of(each))))
+        left -= _pairs_of(chosen[-1])
+    return chosen
+
+
+def _pairs_of(combination: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
+    return set(combinations(enumerate(combination), 2))

@@ -233,8 +233,9 @@ class Memory:
             mallinfo2.restype = MallInfo
             info = mallinfo2()
             allocated, kept_free = info.uordblks + info.hblkhd, info.fordblks
-        tensors = sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
-        return cls(rss_bytes(), allocated, kept_free, tensors, threading.active_count())
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        strided = sum(each.nbytes for each in tensors if each.layout == torch.strided)  # others have no nbytes
+        return cls(rss_bytes(), allocated, kept_free, strided, threading.active_count())
 
     def __str__(self) -> str:
         return (

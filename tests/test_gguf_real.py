@@ -32,7 +32,7 @@ from nanovllm.tokenizer import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 4000
+TOKENS = 2000
 TEXTS = st.text(
     st.one_of(st.sampled_from("ab 0123456789\n\t'-<|im_end|>"), st.characters(exclude_categories=["Cs"])), max_size=200
 )

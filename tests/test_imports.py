@@ -189,20 +189,41 @@ def test_a_side_imports_no_side_that_it_does_not_name(name: str) -> None:
     assert own is not None and imported <= {None, own, *NEEDS.get(own, ())}
 
 
-GENERATE = f"""{ONLY_THE_COPY}
-import importlib, json
+# Torch and Transformers are imported once; then every copy of the package gets a process of its own.
+GENERATE = (
+    ONLY_THE_COPY
+    + """
+import importlib, json, os, traceback
 from pathlib import Path
-from nanovllm import LLM, SamplingParams
-for name in json.loads(sys.argv[5]):
-    importlib.import_module(name)
-params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-for arguments in json.loads(sys.argv[4]):
-    with LLM(sys.argv[2], **arguments) as llm:
-        for output in llm.generate(json.loads(sys.argv[3]), params, use_tqdm=False):
-            print(json.dumps(output.outputs[0].token_ids))
-loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nanovllm"]
-assert all(Path(module.__file__).is_relative_to(sys.argv[1]) for module in loaded), loaded
+import torch, transformers
+
+def generate(folder, work):
+    sys.path.insert(0, folder)
+    from nanovllm import LLM, SamplingParams
+    for name in work["core"]:
+        importlib.import_module(name)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    found = []
+    for arguments in work["engines"]:
+        with LLM(work["model"], device="cpu", **arguments) as llm:
+            found += [output.outputs[0].token_ids for output in llm.generate(work["prompts"], params, use_tqdm=False)]
+    loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nanovllm"]
+    assert all(Path(module.__file__).is_relative_to(folder) for module in loaded), loaded
+    assert found == work["expected"], found
+
+work = json.load(sys.stdin)
+for folder in work["folders"]:
+    if (child := os.fork()) == 0:
+        try:
+            generate(folder, work)
+        except BaseException:
+            Path(folder, "error").write_text(traceback.format_exc())
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        Path(folder, "error").write_text(f"the process ended with wait status {status}")
 """
+)
 ENGINES = [{"kvcache_block_size": 16, "num_gpu_blocks": 40}, offloaded(16, 4, 60, max_num_batched_tokens=32)]
 
 
@@ -215,43 +236,29 @@ def copy_without(sides: Iterable[str], folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def check_without(sides: Iterable[str], folder: Path) -> None:
+@pytest.mark.slow
+def test_the_core_generates_without_any_side_and_all_others_without_one(tmp_path: Path) -> None:
     """Without the files of some sides the core is importable, and generates the tokens of the complete package."""
-    copy_without(sides, folder)
-    make_checkpoint(folder / "model")
+    make_checkpoint(tmp_path / "model")
     prompts = [random_prompt(length, 199, 1) for length in (150, 7)]
     expected: list[list[int]] = []
     for arguments in ENGINES:
-        with nanovllm.LLM(folder / "model", device="cpu", **arguments) as llm:
+        with nanovllm.LLM(tmp_path / "model", device="cpu", **arguments) as llm:
             expected += token_ids(llm, prompts, greedy(6))
-    engines = [{**arguments, "device": "cpu"} for arguments in ENGINES]
-    command = [
-        sys.executable,
-        "-c",
-        GENERATE,
-        str(folder),
-        str(folder / "model"),
-        json.dumps(prompts),
-        json.dumps(engines),
-        json.dumps(CORE),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
-
-
-@pytest.mark.slow
-def test_the_core_generates_without_any_side(tmp_path: Path) -> None:
-    check_without(SIDES, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("side", SIDES)
-def test_the_rest_generates_without_a_side(side: str, tmp_path: Path) -> None:
-    check_without([side], tmp_path)
+    without: dict[str, Iterable[str]] = {"any side": SIDES, **{side: [side] for side in SIDES}}
+    for name, sides in without.items():
+        copy_without(sides, tmp_path / name)
+    work = {
+        "folders": [str(tmp_path / name) for name in without],
+        "model": str(tmp_path / "model"),
+        "core": CORE,
+        "engines": ENGINES,
+        "prompts": prompts,
+        "expected": expected,
+    }
+    subprocess.run([sys.executable, "-c", GENERATE], cwd=tmp_path, input=json.dumps(work), text=True, check=True)
+    errors = {path.parent.name: path.read_text() for path in tmp_path.glob("*/error")}
+    assert not errors, "\n\n".join(f"without {name}:\n{error}" for name, error in errors.items())
 
 
 CORE_TESTS = ("scheduler", "block_manager", "block_tiers", "detokenizer", "guard", "text", "chunked_attention")

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
-from fast import fast_products
+from fast import fast_pairs
 
 from nanovllm import LLM, SamplingParams
 
@@ -75,7 +75,7 @@ ENGINES: dict[str, dict[str, object]] = {
 FAST = ["few blocks, so that some are preempted", "offloaded"]
 
 
-@pytest.mark.parametrize(("name", "count"), fast_products([(name, 50) for name in FAST], ENGINES, (50, 200)))
+@pytest.mark.parametrize(("name", "count"), fast_pairs([(name, 50) for name in FAST], ENGINES, (50, 200)))
 def test_requests_of_one_process_equal_fresh_engines(
     name: str, count: int, model_dir: Path, answer_alone: Callable[[int], list[int]]
 ) -> None:

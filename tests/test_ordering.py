@@ -14,7 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import DeviceOfItsOwn, add_cpu_attention_streams, force_share
 from engines import greedy, offloaded, random_prompt, set_prefill, set_ring
-from fast import fast_products
+from fast import fast_pairs
 from host_tasks import PythonTask
 
 from nanovllm import LLM, SamplingParams
@@ -214,7 +214,7 @@ CPU_ATTENTION_SHARES = {
 
 
 FAST = [("no CPU attention", 8, 25)]
-RINGS = fast_products(FAST, CPU_ATTENTION_SHARES, (3, 4, 8), (25, 60))  # slots: in groups of up to 1, 2 and 4
+RINGS = fast_pairs(FAST, CPU_ATTENTION_SHARES, (3, 4, 8), (25, 60))  # slots: in groups of up to 1, 2 and 4
 
 
 @pytest.mark.parametrize(("name", "ring_slots", "num_requests"), RINGS)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt, token_ids
+from fast import pairs
 from rank_failures import VARIABLE, run_failing_rank
 from rank_processes import is_running, rank_pids
 
@@ -62,9 +63,7 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("phase", ["load", "prefill", "decode"])
-@pytest.mark.parametrize("way", WORDS)
+@pytest.mark.parametrize(("way", "phase", "rank"), pairs(WORDS, ["load", "prefill", "decode"], [0, 1]))
 def test_a_failing_rank_ends_the_engine(
     way: str, phase: str, rank: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from engines import beam_reference, greedy, greedy_reference, offloaded, random_prompt, token_ids
+from fast import pairs
 from rank_processes import kept_rank_processes
 
 from nanovllm import LLM, SamplingParams
@@ -46,9 +47,7 @@ def rank_processes() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4])
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize(("biases", "tie", "kv_heads"), pairs(BIASES, [False, True], [1, 3, 4]))
 def test_tokens_are_those_of_transformers(biases: str, tie: bool, kv_heads: int, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, **BIASES[biases], kv_heads=kv_heads, heads=2 * kv_heads, tie=tie, **SIZES)
     prompts = [random_prompt(length, VOCAB, kv_heads) for length in LENGTHS]

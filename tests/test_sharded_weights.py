@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, refusal
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
-from fast import fast_only, fast_products
+from fast import fast_only, fast_pairs
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 from plans import parameter_bytes
 from quantized_checkpoints import VARIANTS, dequantized, quantize, write_dequantized
@@ -133,7 +133,7 @@ def test_unequal_ranks_hold_whole_groups(variant: str, plain: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "fused"), fast_products([("qwen3_moe", True)], ["qwen3_moe", "mixtral"], [False, True])
+    ("family", "fused"), fast_pairs([("qwen3_moe", True)], ["qwen3_moe", "mixtral"], [False, True])
 )
 def test_ranks_hold_the_parts_of_experts(family: str, fused: bool, tmp_path: Path) -> None:
     options = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}

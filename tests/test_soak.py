@@ -49,8 +49,8 @@ def test_a_round(model: str, alone: LLM) -> None:
 
 @pytest.mark.slow
 def test_for_minutes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """NANOVLLM_SOAK_MINUTES, 2 if unset."""
-    minutes = float(os.environ.get("NANOVLLM_SOAK_MINUTES", "2"))
+    """NANOVLLM_SOAK_MINUTES, half a minute if unset."""
+    minutes = float(os.environ.get("NANOVLLM_SOAK_MINUTES", "0.5"))
     status = soak.soak(model, minutes, seed=13, first_round=0, rounds=None)
     printed = capsys.readouterr().out
     assert status == 0, printed

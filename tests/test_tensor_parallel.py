@@ -211,7 +211,7 @@ def test_results_are_bit_identical_for_every_device_budget(kv_heads: int, dtype:
     given = prompts(151, 48, 5)
     with two_ranks(tmp_path, **RESIDENT) as llm:
         expected = logprobs_of(llm, given)
-    for num_gpu_blocks in range(4, 24):
+    for num_gpu_blocks in (4, 5, 6, 7, 10, 13, 16, 23):
         arguments = offloaded(16, num_gpu_blocks, 40, cpu_attention=num_gpu_blocks % 2 == 0)
         with two_ranks(tmp_path, max_num_batched_tokens=40, **arguments) as llm:
             for _ in range(2):

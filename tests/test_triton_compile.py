@@ -57,20 +57,24 @@ def check_fit(table: list[dict[str, Any]], arch: int, most_spilled: int) -> None
 
 
 def check_launches_fit(table: list[dict[str, Any]], arch: int) -> None:
-    """Attention over an 8-bit KV cache may spill a few registers: its tiles are widened in registers."""
-    narrow = [row for row in table if row["launch"].endswith(" KV")]
-    check_fit(narrow, arch, FEW_SPILLED)
-    check_fit([row for row in table if row not in narrow], arch, most_spilled=0)
+    """Attention over an 8-bit KV cache may spill a few registers: its tiles are widened in registers. So may decode of
+    large heads, which the compiler holds at half of a thread's registers for the sake of more threads."""
+    few = [row for row in table if row["launch"].endswith(" KV") or is_large_decode(row)]
+    check_fit(few, arch, FEW_SPILLED)
+    check_fit([row for row in table if row not in few], arch, most_spilled=0)
+
+
+def is_large_decode(row: dict[str, Any]) -> bool:
+    return row["kernel"] == "_decode_kernel" and row["head_dim"] > 128
 
 
 @pytest.mark.parametrize(
     "arch, dtype, head_dims",
     [
-        (90, "bfloat16", (64, 80, 96, 112, 128, 256)),
-        (80, "bfloat16", (64, 80, 96, 112, 128, 256)),
-        (80, "float32", (64, 128, 256)),
-        (86, "float16", (64, 128, 256)),
-        (90, "float32", (64, 128, 256)),
+        (90, "bfloat16", (128, 256)),
+        (80, "bfloat16", (64, 80)),
+        (86, "float16", (256,)),
+        (90, "float32", (128,)),
     ],
     ids=str,
 )
@@ -101,12 +105,12 @@ def check_loads_stay_in_flight(table: list[dict[str, Any]]) -> None:
     assert reduction["loops"] == 1 and reduction["loads_in_flight"] >= 6, "three loads of each of the next two blocks"
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("arch", "head_dims"), [(80, (64, 256)), (90, (128,))])
 @pytest.mark.slow
-def test_every_variant_of_a_sweep_compiles_and_fits(arch: int, tmp_path: Path) -> None:
-    table = compiled(arch, "bfloat16", (64, 128, 256), tmp_path, "--variants")
+def test_every_variant_of_a_sweep_compiles_and_fits(arch: int, head_dims: tuple[int, ...], tmp_path: Path) -> None:
+    table = compiled(arch, "bfloat16", head_dims, tmp_path, "--variants")
     tried = {row["launch"] for row in table}
-    for head_dim in (64, 128, 256):
+    for head_dim in head_dims:
         assert tried >= set(variant_names(arch, head_dim))
     check_fit(table, arch, FEW_SPILLED)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from attention_cases import BOUNDS, Case, Shape, same_bits, split
-from fast import fast_only, fast_products
+from fast import fast_only, fast_pairs
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
@@ -114,7 +114,7 @@ def test_a_small_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(at_once.out, by_block.out) and torch.equal(at_once.lse, by_block.lse)
 
 
-@pytest.mark.parametrize(("programs", "window"), fast_products([(7, 20)], (1, 7), (None, 20)))
+@pytest.mark.parametrize(("programs", "window"), fast_pairs([(7, 20)], (1, 7), (None, 20)))
 def test_few_programs_take_several_partitions_to_the_same_bits(
     programs: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def test_few_programs_take_several_partitions_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("dtype", "window", "programs"),
-    fast_products([(NARROW, 37, 8192)], (torch.float32, NARROW), (None, 37), (8192, 4)),
+    fast_pairs([(NARROW, 37, 8192)], (torch.float32, NARROW), (None, 37), (8192, 4)),
 )
 def test_tables_of_a_graph_give_the_bits_of_those_of_a_step(
     window: int | None, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt
-from fast import fast_products
+from fast import fast_pairs
 from lora_helpers import ALL, make_adapter
 from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
@@ -80,7 +80,7 @@ class Adapters:
 
 @pytest.mark.parametrize(
     ("rows", "in_features", "dtype"),
-    fast_products([(1, 640, NARROW)], [1, 40], [100, 640], DTYPES),
+    fast_pairs([(1, 640, NARROW)], [1, 40], [100, 640], DTYPES),
     ids=str,
 )
 def test_each_row_gets_its_own_adapter(rows: int, in_features: int, dtype: torch.dtype) -> None:

@@ -176,7 +176,8 @@ class OrderingCheck(DeviceWrapper):
             for memory, part in self._granules(rows):
                 self._require_order(stream.clock, access, "reads", memory, part, memory.writer[part])
                 if stream.name not in memory.readers:
-                    memory.readers[stream.name] = np.zeros_like(memory.writer)
+                    # Unlike zeros_like, zeros takes no memory for what is never read.
+                    memory.readers[stream.name] = np.zeros(memory.writer.size, dtype=np.int32)
                 memory.readers[stream.name][part] = number
         for rows in writes:
             for memory, part in self._granules(rows):

@@ -13,7 +13,7 @@ test is wrong, and otherwise returns a word for what happened ("accepted", "refu
     def test_flags_for_long(fuzz_run: FuzzRun) -> None:
         fuzz_run(TARGET)
 
-`fuzz_run` is a fixture of tests/fuzz/conftest.py. All tests that use it share NANOVLLM_FUZZ_SECONDS (600 if unset)
+`fuzz_run` is a fixture of tests/fuzz/conftest.py. All tests that use it share NANOVLLM_FUZZ_SECONDS (60 if unset)
 evenly. It prints the counts at the end of the pytest run. `run_for` is the same without pytest.
 
 A failure is shrunk by hypothesis and kept as tests/fuzz/cases/NAME/DIGEST.json, which `replay` runs from then on. A run

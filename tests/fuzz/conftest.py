@@ -9,7 +9,7 @@ import pytest
 from bounded import FuzzCount, FuzzRun, FuzzTarget
 
 SECONDS = "NANOVLLM_FUZZ_SECONDS"
-DEFAULT_SECONDS = 600.0
+DEFAULT_SECONDS = 60.0
 COUNT = "fuzz count"  # a property of the test, which reaches the summary from other processes too
 
 
