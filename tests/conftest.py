@@ -119,6 +119,18 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_plain(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct in Hugging Face format: Transformers has dequantized it in float32."""
+    from nanovllm.smollm2 import UnavailableError
+    from nanovllm.smollm2.package import checkpoint
+
+    try:
+        return checkpoint()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture
 def quantized_copy(plain_checkpoint: Path, tmp_path: Path) -> Callable[[str], Path]:
     """The checkpoint in the form of a variant, for a test to change."""

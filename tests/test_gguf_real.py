@@ -26,7 +26,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.gguf.tensors import list_tensors
 from nanovllm.ops.packed_weights import dequantize, gguf_weight
 from nanovllm.smollm2 import UnavailableError
-from nanovllm.smollm2.package import checkpoint, fetch_gguf
+from nanovllm.smollm2.package import fetch_gguf
 from nanovllm.smollm2.reading import story
 from nanovllm.tokenizer import HuggingFaceTokenizer
 
@@ -47,21 +47,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted() -> Path:
-    """The same model in Hugging Face format: Transformers has dequantized it in float32."""
-    try:
-        return checkpoint()
-    except UnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def reference(converted: Path) -> float:
+def reference(smollm2_dir: Path) -> float:
     """Transformers' perplexity on the dequantized weights, in float32."""
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
-    tokens = torch.tensor(HuggingFaceTokenizer(converted).encode(story())[:TOKENS])
+    network = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    tokens = torch.tensor(HuggingFaceTokenizer(smollm2_dir).encode(story())[:TOKENS])
     with torch.inference_mode():
         hidden = network.model(tokens[None]).last_hidden_state[0, :-1]
         parts = zip(hidden.split(256), tokens[1:].split(256), strict=True)
@@ -72,10 +63,10 @@ def reference(converted: Path) -> float:
     return math.exp(math.fsum(losses) / len(hidden))
 
 
-def test_dequantized_weights_are_the_packages(model: Path, converted: Path) -> None:
+def test_dequantized_weights_are_the_packages(model: Path, smollm2_dir: Path) -> None:
     """Also in the order of rows that Hugging Face has."""
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(model).tensors}
-    with safe_open(converted / "model.safetensors", "pt") as file:
+    with safe_open(smollm2_dir / "model.safetensors", "pt") as file:
         for name, tensor in list_tensors(model).items():
             assert tensor.read is not None
             data = tensor.read()
@@ -88,8 +79,8 @@ def test_dequantized_weights_are_the_packages(model: Path, converted: Path) -> N
     assert data is not None and torch.equal(dequantize(gguf_weight("q8_0", data())), expected)
 
 
-def test_text_becomes_the_tokens_of_the_original(model: Path, converted: Path) -> None:
-    own, original = HuggingFaceTokenizer(model), HuggingFaceTokenizer(converted)
+def test_text_becomes_the_tokens_of_the_original(model: Path, smollm2_dir: Path) -> None:
+    own, original = HuggingFaceTokenizer(model), HuggingFaceTokenizer(smollm2_dir)
 
     @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
     @given(TEXTS)

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.lora.request import LoRARequest
-from nanovllm.smollm2 import UnavailableError
-from nanovllm.smollm2.package import checkpoint
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.slow
@@ -63,19 +61,11 @@ def certain_tokens(model: Any, prompt: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def model_dir() -> Path:
-    try:
-        return checkpoint()
-    except UnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[LoRARequest | None, list[list[int]]]:
+def expected(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[LoRARequest | None, list[list[int]]]:
     """What PEFT generates with each adapter, and Transformers without one."""
-    folder, tokenizer = tmp_path_factory.mktemp("adapters"), AutoTokenizer.from_pretrained(model_dir)
+    folder, tokenizer = tmp_path_factory.mktemp("adapters"), AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     found: dict[LoRARequest | None, list[list[int]]] = {None: [certain_tokens(model, prompt) for prompt in prompts]}
     for number, (name, config) in enumerate(ADAPTERS.items(), start=1):
         adapted = perturbed(model, number, **config)
@@ -88,14 +78,14 @@ def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_tokens_are_those_of_peft(
-    name: str, model_dir: Path, expected: dict[LoRARequest | None, list[list[int]]]
+    name: str, smollm2_dir: Path, expected: dict[LoRARequest | None, list[list[int]]]
 ) -> None:
     tokens = list(expected.values())
     assert all(len(each) > 5 for found in tokens for each in found)
     assert len({str(found) for found in tokens}) == 3, "the adapters change the answers"
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     arguments = {"device": "cpu", "dtype": "float32", "max_model_len": 2048, "enable_lora": True, "max_loras": 2}
-    with LLM(model_dir, **{**arguments, **ENGINES[name]}) as llm:
+    with LLM(smollm2_dir, **{**arguments, **ENGINES[name]}) as llm:
         lora_requests = [request for request in expected for _ in PROMPTS]
         outputs = llm.generate(list(PROMPTS) * len(expected), params, use_tqdm=False, lora_request=lora_requests)
         if name == "offloaded, all streamed":

@@ -18,7 +18,7 @@ from fast import fast_pairs
 from host_tasks import PythonTask
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.device import PitchedCopy
+from nanovllm.device import PitchedCopy, memory
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.errors import EngineError
@@ -116,6 +116,15 @@ def test_a_call_is_ordered_like_a_kernel() -> None:
     device.declare_kernel("read", reads=(pool[0],))
     assert ran == [1]
     device.close()
+
+
+def test_the_check_takes_no_memory_for_what_is_not_used(device: OrderingCheck) -> None:
+    """Or a pool of which a prompt fills a tenth would take more than was planned."""
+    ring = device.empty("ring", SHAPE, torch.float32)
+    pool = device.empty_host("host", (256, 2, 1, 1024, 512), torch.float32)  # 1 GiB, of which nothing is touched
+    before = memory.rss_bytes()
+    copy(device, ring[0], pool[0, 0, 0, :BLOCK].view(-1)[: ring[0].numel()], device.new_stream("loads"))
+    assert memory.rss_bytes() - before < 64 << 20
 
 
 def test_an_event_that_was_never_recorded_is_reported(device: OrderingCheck) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.smollm2 import UnavailableError
-from nanovllm.smollm2.package import checkpoint
 from nanovllm.smollm2.reading import BLOCK_SIZE, DEVICE_BLOCKS, QUESTIONS, conversation
 
 pytestmark = pytest.mark.slow
@@ -43,19 +41,11 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def model_dir() -> Path:
-    try:
-        return checkpoint()
-    except UnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def reference(model_dir: Path) -> Reference:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+def reference(smollm2_dir: Path) -> Reference:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     text = tokenizer.apply_chat_template(conversation(QUESTIONS[0][0]), tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     with torch.inference_mode():
         output = model.model(torch.tensor([prompt]), use_cache=True)
         hidden = output.last_hidden_state[0]
@@ -86,10 +76,10 @@ def _greedy(model: Any, hidden: Tensor, past: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tokens_and_perplexity_equal_transformers(engine: str, model_dir: Path, reference: Reference) -> None:
+def test_tokens_and_perplexity_equal_transformers(engine: str, smollm2_dir: Path, reference: Reference) -> None:
     assert len(reference.prompt) >= 6000 and len(reference.tokens) >= 16
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, prompt_logprobs=0)
-    with LLM(model_dir, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=1024, **ENGINES[engine]) as llm:
+    with LLM(smollm2_dir, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=1024, **ENGINES[engine]) as llm:
         (output,) = llm.chat(conversation(QUESTIONS[0][0]), params, use_tqdm=False)
         moved = llm.kv_stats().transfers
     assert output.prompt_token_ids == reference.prompt

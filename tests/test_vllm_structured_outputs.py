@@ -14,8 +14,6 @@ from checkpoints import make_checkpoint
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.smollm2 import UnavailableError
-from nanovllm.smollm2.package import checkpoint
 
 pydantic = pytest.importorskip("pydantic")
 MAX_TOKENS = 160
@@ -107,11 +105,7 @@ def test_all_kinds_run_beside_each_other(llm: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"enable_cpu_offload": True, "kvcache_block_size": 16, "num_gpu_blocks": 6}])
-def test_a_real_model_describes_a_person(arguments: dict[str, Any]) -> None:
-    try:
-        model_dir: Path = checkpoint()
-    except UnavailableError as error:
-        pytest.skip(str(error))
+def test_a_real_model_describes_a_person(arguments: dict[str, Any], smollm2_dir: Path) -> None:
     question = [{"role": "user", "content": "Describe a person as JSON: name, age, occupation and languages."}]
     structured = StructuredOutputsParams(json=Person)
     params = [SamplingParams(temperature=0.0, max_tokens=250, structured_outputs=structured)]
@@ -121,7 +115,7 @@ def test_a_real_model_describes_a_person(arguments: dict[str, Any]) -> None:
         for s in range(4)
     ]
     size = {"num_cpu_blocks": 400} if arguments else {"num_gpu_blocks": 40}
-    with LLM(model_dir, max_model_len=512, **size, **arguments) as llm:
+    with LLM(smollm2_dir, max_model_len=512, **size, **arguments) as llm:
         outputs = llm.chat([question] * len(params), params, use_tqdm=False)
     for output in outputs:
         (completion,) = output.outputs
