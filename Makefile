@@ -41,20 +41,15 @@ test: venv
 
 # Bit-identical results with every instruction set, and on other processors as far as this one can imitate them.
 BIT_TESTS := tests/test_emulated_bf16.py tests/test_imitated_processors.py tests/test_batch_invariance.py
-# Tests with two threads run alone: two such processes on the same cores slow each other down tenfold.
-TWO_THREADS := tests/test_imitated_processors.py::test_bits_and_parity_hold_on
-ALONE := '$(TWO_THREADS)[avx512-2]' '$(TWO_THREADS)[avx2-2]'
 test-bits: venv
-	$(PYTEST) -n 0 -m slow $(ALONE)
-	$(PYTEST) -m slow $(BIT_TESTS) $(ALONE:%=--deselect %)
+	$(PYTEST) -m slow $(BIT_TESTS)
 
 # The fast tests and all others: instruction sets, imitated processors, sanitizers, long prompts, the real model and
 # FUZZ_SECONDS of fuzz tests. A process that has no tests left takes over some of another's.
 FUZZ_SECONDS ?= 60
 test-full: venv
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet 'ray[data]'  # for slow tests only
-	$(PYTEST) -n 0 -m slow $(ALONE)
-	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) --run-slow --dist worksteal $(ALONE:%=--deselect %)
+	NANOVLLM_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) --run-slow --dist worksteal
 
 # Uses the packages of $(PYTHON) and installs nothing: a machine with a GPU may have no network. See benchmarks/GPU.md.
 # PART="smoke copies" runs only these parts, MINUTES limits the command, COMMIT names the commit in a copy of the tree

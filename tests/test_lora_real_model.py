@@ -27,8 +27,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"kvcache_block_size": 64, "num_gpu_blocks": 64},
-    "offloaded": offloaded(64, 4, 64, max_num_batched_tokens=128),
-    "offloaded, all streamed": offloaded(64, 4, 64, max_num_batched_tokens=128, cpu_attention=False),
+    "offloaded": offloaded(64, 4, 64, max_num_batched_tokens=128, cpu_attention=False),
 }
 
 
@@ -88,7 +87,7 @@ def test_the_tokens_are_those_of_peft(
     with LLM(smollm2_dir, **{**arguments, **ENGINES[name]}) as llm:
         lora_requests = [request for request in expected for _ in PROMPTS]
         outputs = llm.generate(list(PROMPTS) * len(expected), params, use_tqdm=False, lora_request=lora_requests)
-        if name == "offloaded, all streamed":
+        if name == "offloaded":
             assert llm.kv_stats().transfers.h2d_bytes > 0
     flat = [each for found in tokens for each in found]
     found = [output.outputs[0].token_ids[: len(each)] for output, each in zip(outputs, flat, strict=True)]

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 from checkpoints import make_checkpoint
+from engines import offloaded
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -104,8 +105,7 @@ def test_all_kinds_run_beside_each_other(llm: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [{}, {"enable_cpu_offload": True, "kvcache_block_size": 16, "num_gpu_blocks": 6}])
-def test_a_real_model_describes_a_person(arguments: dict[str, Any], smollm2_dir: Path) -> None:
+def test_a_real_model_describes_a_person(smollm2_dir: Path) -> None:
     question = [{"role": "user", "content": "Describe a person as JSON: name, age, occupation and languages."}]
     structured = StructuredOutputsParams(json=Person)
     params = [SamplingParams(temperature=0.0, max_tokens=250, structured_outputs=structured)]
@@ -114,8 +114,7 @@ def test_a_real_model_describes_a_person(arguments: dict[str, Any], smollm2_dir:
         for t in (0.7, 1.3)
         for s in range(4)
     ]
-    size = {"num_cpu_blocks": 400} if arguments else {"num_gpu_blocks": 40}
-    with LLM(smollm2_dir, max_model_len=512, **size, **arguments) as llm:
+    with LLM(smollm2_dir, max_model_len=512, **offloaded(16, num_gpu_blocks=6, num_cpu_blocks=400)) as llm:
         outputs = llm.chat([question] * len(params), params, use_tqdm=False)
     for output in outputs:
         (completion,) = output.outputs

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.errors import ModelError, quoted
+from nanovllm.errors import MOST_QUOTED, ModelError, one_line, quoted
 from nanovllm.gguf.fields import Metadata
 from nanovllm.gguf.header import GgufHeader
 from nanovllm.gguf.tokenizer import end_token_ids
@@ -155,7 +155,8 @@ def _refuse_unread(metadata: Metadata, name: str) -> None:
         if short in OFF_VALUES and value == OFF_VALUES[short]:
             continue
         hint = "mixtures of experts are not supported" if short.startswith("expert_") else "it is not supported"
-        raise ModelError(f"{metadata.path}: {key}={quoted(value)} may change what the model computes, and {hint}.")
+        shown = f"{one_line(key, MOST_QUOTED)}={quoted(value)}"
+        raise ModelError(f"{metadata.path}: {shown} may change what the model computes, and {hint}.")
 
 
 def _size(metadata: Metadata, key: str, field: Field) -> Any:
