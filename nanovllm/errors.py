@@ -79,7 +79,7 @@ class _ShortRepr(reprlib.Repr):
 
 
 def quoted(value: object) -> str:
-    """`repr` of any value, at most MOST_QUOTED characters long.
+    """`repr` of any value, in one line of at most MOST_QUOTED characters.
 
     Never raises, and the time it takes does not grow with the value.
     """
@@ -87,6 +87,8 @@ def quoted(value: object) -> str:
         text = _ShortRepr().repr(value)
     except Exception:  # from the object's own __repr__
         text = f"<{type(value).__name__}>"
+    if len(text.splitlines()) > 1:  # such as that of an array
+        text = " ".join(text.split())
     return text if len(text) <= MOST_QUOTED else f"{text[: MOST_QUOTED - 3]}..."
 
 

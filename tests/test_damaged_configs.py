@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import edit_config, make_checkpoint, refusal
 from tokenizer_files import write_byte_level
 
@@ -191,6 +192,7 @@ def test_values_are_cut_in_messages() -> None:
     for value in ("x" * 10**6, list(range(10**5)), 10**4000, deep):
         assert len(quoted(value)) <= MOST_QUOTED
     assert quoted("a\nb") == "'a\\nb'"
+    assert quoted(torch.ones(3, 3)) == "tensor([[1., 1., 1.], [1., 1., 1.], [1., 1., 1.]])"
 
 
 # ---- the index

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,11 @@ class Rows:
     height: int
 
 
+def zeros_on_demand(count: int) -> np.ndarray:
+    """Zeros (int32) that take memory where they are written. np.zeros may reuse freed memory, and then fills it."""
+    return np.frombuffer(mmap.mmap(-1, 4 * max(count, 1)), dtype=np.int32)[:count]
+
+
 class Memory:
     """The shadow of one allocation: for each granule its last writer, and its last reader in each stream."""
 
@@ -62,7 +68,7 @@ class Memory:
         self._pool_shape = tensor.shape[:-4]  # of pieces `[2, kv_heads, block_size, head_dim]`
         self.granule = SMALL_GRANULE if tensor.element_size() == 1 else GRANULE
         self._piece_granules = math.prod(tensor.shape[-4:]) * tensor.element_size() // self.granule
-        self.writer = np.zeros(-(-tensor.nbytes // self.granule), dtype=np.int32)
+        self.writer = zeros_on_demand(-(-tensor.nbytes // self.granule))
         self.readers: dict[str, np.ndarray] = {}
 
     def piece(self, granule: int) -> str:
@@ -176,8 +182,7 @@ class OrderingCheck(DeviceWrapper):
             for memory, part in self._granules(rows):
                 self._require_order(stream.clock, access, "reads", memory, part, memory.writer[part])
                 if stream.name not in memory.readers:
-                    # Unlike zeros_like, zeros takes no memory for what is never read.
-                    memory.readers[stream.name] = np.zeros(memory.writer.size, dtype=np.int32)
+                    memory.readers[stream.name] = zeros_on_demand(memory.writer.size)
                 memory.readers[stream.name][part] = number
         for rows in writes:
             for memory, part in self._granules(rows):

@@ -124,7 +124,8 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         raise ModelError(f"{path}: target_modules={quoted(targets)}: must be names of modules.")
     untrainable = [name for name in targets or () if name.rpartition(".")[2] in UNTRAINABLE]
     if isinstance(targets, list) and untrainable:
-        raise ModelError(f"{path}: target_modules names {untrainable[0]!r}: only linear layers are adapted; {MERGE}.")
+        found_one = quoted(untrainable[0])
+        raise ModelError(f"{path}: target_modules names {found_one}: only linear layers are adapted; {MERGE}.")
     layers = found.get("layers_to_transform")
     layers = [layers] if isinstance(layers, int) else layers
     return AdapterConfig(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.errors import ModelError, quoted, told
+from nanovllm.errors import MOST_QUOTED, ModelError, one_line, quoted, told
 
 MAX_JSON_BYTES = 64 << 20  # an index of 100,000 tensors has 10 MiB
 MAX_SIZE = 2**31 - 1  # of counts: the product of two still fits 64 bits
@@ -111,5 +111,5 @@ def checked_fields(where: object, content: Mapping[str, Any], fields: Mapping[st
     """
     for name, field in fields.items():
         if name in content and not field.holds(content[name]):
-            raise ModelError(f"{where}: {name}={quoted(content[name])}: must be {field.rule}.")
+            raise ModelError(f"{where}: {one_line(name, MOST_QUOTED)}={quoted(content[name])}: must be {field.rule}.")
     return {name: content[name] for name in fields if name in content}

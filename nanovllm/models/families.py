@@ -220,7 +220,7 @@ def _dtype_name(config: Any) -> str:
     """The checkpoint's dtype. float32 if the config names none, as in Transformers."""
     name = "float32" if config.dtype is None else str(config.dtype).removeprefix("torch.")
     if name not in DTYPE_NAMES:
-        raise ModelError(f"The dtype {name} is not supported; supported: {', '.join(DTYPE_NAMES)}.")
+        raise ModelError(f"The dtype {quoted(name)} is not supported; supported: {', '.join(DTYPE_NAMES)}.")
     return name
 
 

@@ -128,7 +128,7 @@ def _kind(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> RopeKind
     for known in get_args(RopeKind):
         if kind == known and known in supported:
             return known
-    raise ModelError(f"RoPE kind {kind!r} is not supported; supported: {', '.join(supported)}.")
+    raise ModelError(f"RoPE kind {quoted(kind)} is not supported; supported: {', '.join(supported)}.")
 
 
 def _positive(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -136,7 +136,7 @@ def _positive(parameters: Mapping[str, Any], key: str, default: float | None = N
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"rope_parameters: {key} must be a number above 0, but it is {value!r}.")
+        raise ModelError(f"rope_parameters: {key} must be a number above 0, but it is {quoted(value)}.")
     return float(value)
 
 

@@ -14,7 +14,8 @@ test is wrong, and otherwise returns a word for what happened ("accepted", "refu
         fuzz_run(TARGET)
 
 `fuzz_run` is a fixture of tests/fuzz/conftest.py. All tests that use it share NANOVLLM_FUZZ_SECONDS (60 if unset)
-evenly. It prints the counts at the end of the pytest run. `run_for` is the same without pytest.
+evenly. It prints the counts at the end of the pytest run. `run_for` is the same without pytest. The examples are the
+same in every run, so that a failure is due to the change that is tested; NANOVLLM_FUZZ_SEED selects others.
 
 A failure is shrunk by hypothesis and kept as tests/fuzz/cases/NAME/DIGEST.json, which `replay` runs from then on. A run
 for a time goes on after a failure and raises at its end. Arguments must be made of None, bool, int, float, str, bytes,
@@ -74,10 +75,10 @@ class FuzzTarget:
         profile = settings(_SETTINGS, max_examples=count, derandomize=True)
         profile(given(**self._strategies)(self._plain_check))()
 
-    def run_for(self, seconds: float) -> FuzzCount:
+    def run_for(self, seconds: float, first_seed: int = 0) -> FuzzCount:
         """Run random examples for so many seconds, print the counts, and raise if there was a failure."""
         count, end = FuzzCount(self.name), time.monotonic() + seconds
-        begin, number, seen = time.monotonic(), time.time_ns(), set[str]()
+        begin, number, seen = time.monotonic(), first_seed, set[str]()
         while time.monotonic() < end and len(seen) < MOST_FAILURES:
             number += 1
             self._round(count, number, end, seen)

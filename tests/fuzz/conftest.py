@@ -10,18 +10,20 @@ from bounded import FuzzCount, FuzzRun, FuzzTarget
 
 SECONDS = "NANOVLLM_FUZZ_SECONDS"
 DEFAULT_SECONDS = 60.0
+SEED = "NANOVLLM_FUZZ_SEED"
 COUNT = "fuzz count"  # a property of the test, which reaches the summary from other processes too
 
 
 @pytest.fixture
 def fuzz_run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> FuzzRun:
     """Runs a target for this test's share of the time that all tests with this fixture have together."""
+    first_seed = int(os.environ.get(SEED, "0"))
     sharing = sum("fuzz_run" in getattr(item, "fixturenames", ()) for item in request.session.items)
     seconds = float(os.environ.get(SECONDS, DEFAULT_SECONDS)) / max(sharing, 1)
 
     def run(target: FuzzTarget) -> FuzzCount:
         try:
-            return target.run_for(seconds)
+            return target.run_for(seconds, first_seed)
         finally:
             for line in capsys.readouterr().out.splitlines():
                 if line.startswith("fuzz "):

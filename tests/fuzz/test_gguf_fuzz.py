@@ -46,6 +46,17 @@ DAMAGE = st.lists(
     max_size=3,
 )
 
+# Values that are long in a message or have line breaks there, for any key.
+LONG_VALUES: dict[str, Any] = {
+    "long text": "x" * 5000,
+    "line break": "a\nb",
+    "long list": ["y\n" * 50] * 3000,
+    "not numbers": [float("nan")] * 3000,
+    "numbers": list(range(3000)),  # numpy shows arrays in several lines
+    "true": True,
+    "infinity": float("inf"),
+}
+
 
 @cache
 def original() -> tuple[bytes, int]:
@@ -145,3 +156,12 @@ def test_every_cut_is_named_with_the_tensor_and_its_offset(tmp_path: Path) -> No
         path.write_bytes(content[:end])
         with pytest.raises(ModelError, match=f"at byte .*file ends at byte {end}|not a GGUF file|counts"):
             read_header(path)
+
+
+@pytest.mark.parametrize("value", LONG_VALUES)
+def test_any_key_may_hold_any_value(tmp_path: Path, value: str) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama", layers=1, hidden=32, intermediate=32, vocab=VOCAB)
+    keys = [*read_header(write_gguf(tmp_path / "plain.gguf", model)).metadata, "llama." + "k" * 5000, "llama.a\nb"]
+    for key in keys:
+        path = write_gguf(tmp_path / "damaged.gguf", model, changes={key: LONG_VALUES[value]})
+        _outcome(path, lambda path=path: _load(path))
