@@ -148,12 +148,12 @@ def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tm
 def test_rows_of_a_worker_that_hangs_run_elsewhere(start: Start, cluster: Cluster, tmp_path: Path) -> None:
     source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
     ended(start(source, tmp_path / "one"))
-    process = start(source, output, *on_cluster(cluster), "--worker-timeout", "15")
+    process = start(source, output, *on_cluster(cluster), "--worker-timeout", "8")
     wait_for(lambda: len(results(output)) >= 100, process)
     hanging = cluster.workers()[0]
     hanging.suspend()
     message = ended(process)
-    assert "was lost with" in message and "it has not answered for 15 s" in message
+    assert "was lost with" in message and "it has not answered for 8 s" in message
     assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
     hanging.resume()  # Ray has asked it to end; a suspended process cannot
     hanging.wait(60)

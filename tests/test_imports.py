@@ -189,13 +189,14 @@ def test_a_side_imports_no_side_that_it_does_not_name(name: str) -> None:
     assert own is not None and imported <= {None, own, *NEEDS.get(own, ())}
 
 
-# Torch and Transformers are imported once; then every copy of the package gets a process of its own.
+# Torch (and _dynamo, which kernels for meta tensors import) and Transformers are imported once; then every copy of the
+# package gets a process of its own.
 GENERATE = (
     ONLY_THE_COPY
     + """
 import importlib, json, os, traceback
 from pathlib import Path
-import torch, transformers
+import torch._dynamo, transformers
 
 def generate(folder, work):
     sys.path.insert(0, folder)
@@ -228,9 +229,9 @@ ENGINES = [{"kvcache_block_size": 16, "num_gpu_blocks": 40}, offloaded(16, 4, 60
 
 
 def copy_without(sides: Iterable[str], folder: Path) -> None:
-    """A copy of the package without the files of some sides."""
+    """A copy of the package without the files of some sides, with compiled files so that nothing is compiled anew."""
     package = folder / "nanovllm"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)
     for part in (part for side in sides for part in SIDES[side]):
         path = package / part
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -76,13 +76,12 @@ def is_large_decode(row: dict[str, Any]) -> bool:
     [
         (90, "bfloat16", (128,)),
         (80, "float16", (256,)),
-        (80, "float32", (64,)),
     ],
     ids=str,
 )
 @pytest.mark.slow
 def test_kernels_compile_and_fit(arch: int, dtype: str, head_dims: tuple[int, ...], tmp_path: Path) -> None:
-    """Prints the table: see it with pytest -s. fp32 is not for speed, and may spill registers."""
+    """Prints the table: see it with pytest -s."""
     table = compiled(arch, dtype, head_dims, tmp_path)
     print(f"\nsm_{arch}  {'launch':<44}{'kernel':<22}{'dtype':<10}{'head':>5}{'regs':>6}{'spilled':>9}{'shared':>9}")
     for row in table:
@@ -152,10 +151,16 @@ def test_kernels_compile_with_another_triton(arch: int, tmp_path: Path) -> None:
     check_fit(compiled(arch, "bfloat16", (128,), tmp_path, "--variants", triton=OTHER_TRITON), arch, FEW_SPILLED)
 
 
-def test_every_kernel_compiles_and_no_batch_compiles_one_again(tmp_path: Path) -> None:
-    """Rows, chunks, blocks, vocabulary: one kernel each serves every size, 1 and multiples of 16 among them."""
-    table = compiled(90, "bfloat16", (64,), tmp_path, "--counts")
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [(90, "bfloat16"), pytest.param(80, "float32", marks=pytest.mark.slow)], ids=str
+)
+def test_every_kernel_compiles_and_no_batch_compiles_one_again(arch: int, dtype: str, tmp_path: Path) -> None:
+    """Rows, chunks, blocks, vocabulary: one kernel each serves every size, 1 and multiples of 16 among them.
+
+    fp32 is not for speed, and may spill registers.
+    """
+    table = compiled(arch, dtype, (64,), tmp_path, "--counts")
     kernels = [row["kernel"] for row in table]
     assert sorted(kernels) == sorted(set(kernels)), table
     assert set(kernels) == KERNELS
-    check_fit(table, 90, most_spilled=0)
+    check_fit(table, arch, most_spilled=0)
