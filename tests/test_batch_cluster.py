@@ -31,6 +31,7 @@ FEW = "from nanovllm.batch.results import ResultDirectory as D; D.__init__.__kwd
 COMMAND = [sys.executable, "-c", f"import sys; from nanovllm.cli.main import main; {FEW}; sys.exit(main(sys.argv[1:]))"]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_data.py"
 SECONDS = 500
+MANY = 2000
 
 
 @pytest.fixture(scope="module")
@@ -116,18 +117,32 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> No
         time.sleep(0.05)
 
 
-def test_the_job_goes_on_after_kill_9_of_the_driver(start: Start, cluster: Cluster, tmp_path: Path) -> None:
-    source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
-    ended(start(source, tmp_path / "one"))
+Rows = tuple[str, dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def many_rows(model: str, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """A file of MANY rows, which keep a cluster busy while something fails, and the results of one process."""
+    folder = tmp_path_factory.mktemp("rows")
+    source = make_rows(folder / "data.jsonl", MANY)
+    command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(folder / "one")]
+    ended(subprocess.Popen([*command, *ENGINE, *SAMPLING], stderr=subprocess.PIPE, text=True))
+    return source, results(folder / "one")
+
+
+def test_the_job_goes_on_after_kill_9_of_the_driver(
+    start: Start, cluster: Cluster, many_rows: Rows, tmp_path: Path
+) -> None:
+    (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 150, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     first = results(output)
-    assert 150 <= len(first) < 600
+    assert 150 <= len(first) < MANY
     message = ended(start(source, output, *on_cluster(cluster), "--resume"))
-    assert f"{len(first)} of 600 rows were done before" in message
-    assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
+    assert f"{len(first)} of {MANY} rows were done before" in message
+    assert results(output) == expected and len(expected) == MANY
 
 
 def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tmp_path: Path) -> None:
@@ -145,16 +160,17 @@ def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tm
     assert cached["--prefix-routing"] > 0.7 * total
 
 
-def test_rows_of_a_worker_that_hangs_run_elsewhere(start: Start, cluster: Cluster, tmp_path: Path) -> None:
-    source, output = make_rows(tmp_path / "data.jsonl", 600), tmp_path / "out"
-    ended(start(source, tmp_path / "one"))
+def test_rows_of_a_worker_that_hangs_run_elsewhere(
+    start: Start, cluster: Cluster, many_rows: Rows, tmp_path: Path
+) -> None:
+    (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster), "--worker-timeout", "8")
     wait_for(lambda: len(results(output)) >= 100, process)
     hanging = cluster.workers()[0]
     hanging.suspend()
     message = ended(process)
     assert "was lost with" in message and "it has not answered for 8 s" in message
-    assert results(output) == results(tmp_path / "one") and len(results(output)) == 600
+    assert results(output) == expected
     hanging.resume()  # Ray has asked it to end; a suspended process cannot
     hanging.wait(60)
 
@@ -212,10 +228,11 @@ def test_a_replica_that_fits_on_no_node_is_refused(start: Start, cluster: Cluste
     assert "a replica asks for 1 CPUs and 1 GPUs, and no node of the cluster has them: the nodes have" in message
 
 
-def test_a_lost_worker_and_a_lost_node_lose_no_row(start: Start, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_worker_and_a_lost_node_lose_no_row(
+    start: Start, cluster: Cluster, many_rows: Rows, tmp_path: Path
+) -> None:
     """The last test, since the node does not come back."""
-    source, output = make_rows(tmp_path / "data.jsonl", 2000), tmp_path / "out"
-    ended(start(source, tmp_path / "one"))
+    (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 200, process)
     workers = cluster.workers()
@@ -226,7 +243,7 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(start: Start, cluster: Cluste
     message = ended(process)
     assert message.count("a worker of replica") >= 2, message
     found = results(output)
-    assert found == results(tmp_path / "one") and len(found) == 2000
+    assert found == expected and len(found) == MANY
     assert not [row for row in found.values() if row["error"] and "it needs exactly one" not in row["error"]]
 
 

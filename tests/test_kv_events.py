@@ -252,6 +252,37 @@ def test_without_a_listener_nothing_is_taken_and_no_step_is_watched(llm: LLM) ->
     run_with(llm, test)
 
 
+class SlowAnswer(InlineEngine):
+    """Its answers reach the event loop when `open` is set, long after the function was called."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm)
+        self.open = asyncio.Event()
+
+    async def call(self, function: Callable[[LLM], None]) -> None:
+        await super().call(function)
+        await self.open.wait()
+
+
+def test_a_client_that_leaves_just_after_a_snapshot_ends_the_watch(llm: LLM) -> None:
+    watching: list[bool] = []
+    llm.watch_steps = lambda on_layer: watching.append(on_layer is not None)  # type: ignore[assignment, method-assign]
+
+    async def run() -> None:
+        engine = SlowAnswer(llm)
+        events = KVCacheEvents(engine, interval=0.0)
+        client = Client(events)
+        await client.read()
+        await client.read()
+        assert watching[-1]
+        await client.aclose()  # the engine's thread has looked already, and the event loop does not know it
+        engine.open.set()
+        await settled()
+        assert not watching[-1] and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
 def test_a_step_is_seen_while_it_runs(llm: LLM) -> None:
     """With one tick between two steps, the first layer takes the snapshot."""
 

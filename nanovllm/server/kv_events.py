@@ -48,6 +48,7 @@ class KVCacheEvents:
         self._interval = interval
         self._geometry = KVGeometry.of(engine.llm)
         self._wanted = False  # set by the event loop, cleared by the engine's thread
+        self._is_watched = False  # whether the steps are watched; set by the engine's thread
         self._cost = 0.0  # seconds that the last snapshot took
         self._loop: asyncio.AbstractEventLoop
         self._ticker: asyncio.Task[None]
@@ -61,8 +62,8 @@ class KVCacheEvents:
 
     def _serve(self, llm: LLM) -> None:
         """Between two steps. In a long step `_serve_layer` may have come first."""
-        is_watched = self.num_listeners > 0
-        llm.watch_steps((lambda share: self._serve_layer(llm, share)) if is_watched else None)
+        self._is_watched = self.num_listeners > 0
+        llm.watch_steps((lambda share: self._serve_layer(llm, share)) if self._is_watched else None)
         self._serve_layer(llm, None)
 
     def _serve_layer(self, llm: LLM, step_share: float | None) -> None:
@@ -128,6 +129,9 @@ class KVCacheEvents:
     async def _call_serve(self) -> None:
         with suppress(EngineError):  # the engine has ended; the last picture stays
             await self._engine.call(self._serve)
+            # The last client may have left after `_serve` looked, and before this task was done.
+            while self._is_watched != (self.num_listeners > 0):
+                await self._engine.call(self._serve)
 
     def _publish(self, snapshot: KVSnapshot) -> None:
         if self._latest is not None and snapshot.is_like(self._latest):
