@@ -119,7 +119,7 @@ def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM
 
 
 def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
-    slow_steps(engine, 0.2)
+    slow_steps(engine, 0.5)
 
     async def ticks() -> tuple[float, int]:
         answer = asyncio.ensure_future(collect(engine, "a", params(3)))
@@ -131,7 +131,7 @@ def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
         return longest, count
 
     longest, count = run_async(ticks())
-    assert count > 50 and longest < 0.15
+    assert count > 50 and longest < 0.4
 
 
 def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,9 @@ def test_the_process_never_takes_much_more_than_the_file_and_kv(model: Path, tmp
     assert done.returncode == 0, done.stderr
     highest, after, kv = (int(number) for number in done.stdout.split()[-3:])
     size = model.stat().st_size
-    assert 0.9 * size < after <= highest <= min(1.1 * size + kv, after + 0.05 * size)
+    # The kernel counts pages per processor, in batches: the highest may be read as some pages less than the last.
+    assert 0.9 * size < after
+    assert highest <= min(1.1 * size + kv, after + 0.05 * size)
 
 
 @pytest.fixture(params=["Q8_0", "Q4_K"])
