@@ -88,7 +88,8 @@ PARTS = (
     Part("kernels", ("-m", "benchmarks.kernels"), 100, 40, ("--dry",)),
     Part(
         "recall-128k",
-        ("-m", "nanovllm.demo", "--device", "cuda", "--prompt-tokens", "131072", "--num-gpu-blocks", "12"),
+        ("-m", "nanovllm.demo", "--recall-only", "--device", "cuda", "--prompt-tokens", "131072",
+         "--num-gpu-blocks", "12"),
         120,
         40,
         ("--device", "cpu", "--prompt-tokens", "1024", "--num-gpu-blocks", "4", "--block-size", "64",

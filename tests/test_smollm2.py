@@ -179,6 +179,16 @@ def test_the_demo_shows_answers_and_judges_them(
     assert "question: What?\nanswer: " in shown and "KV memory on the device" in shown
 
 
+def test_the_demo_asks_the_recall_network_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(package, "fetch_gguf", lambda directory: pytest.fail("the real model is fetched"))
+    sizes = ["--prompt-tokens", "600", "--block-size", "16", "--max-num-batched-tokens", "128"]
+    assert demo.main([*sizes, "--device", "cpu", "--recall-only", "--smollm2-dir", "/does/not/exist"]) == 0
+    shown = capsys.readouterr().out
+    assert "answers are right" in shown and "all right" in shown and "real model" not in shown
+
+
 def test_line_breaks_and_capitals_do_not_make_an_answer_wrong() -> None:
     answer = reading.Answer("", "drink me", "It said `DRINK\nME'", None)  # type: ignore[arg-type]
     assert answer.is_right
