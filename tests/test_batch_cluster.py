@@ -64,6 +64,10 @@ def make_rows(path: Path, count: int) -> str:
     return write_jsonl(path, *rows)
 
 
+def batch_command(model: str, source: str, output: Path) -> list[str]:
+    return [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output), *ENGINE, *SAMPLING]
+
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -73,10 +77,8 @@ def start(cluster: Cluster, model: str) -> Iterator[Start]:
     with ExitStack() as ended_with_the_test:
 
         def start(source: str, output: Path, *options: str) -> subprocess.Popen[str]:
-            command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output)]
-            process = subprocess.Popen(
-                [*command, *ENGINE, *SAMPLING, *options], stderr=subprocess.PIPE, text=True, env=cluster.environment
-            )
+            command = [*batch_command(model, source, output), *options]
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=cluster.environment)
             ended_with_the_test.enter_context(process)
             ended_with_the_test.callback(process.kill)
             return process
@@ -125,8 +127,7 @@ def many_rows(model: str, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """A file of MANY rows, which keep a cluster busy while something fails, and the results of one process."""
     folder = tmp_path_factory.mktemp("rows")
     source = make_rows(folder / "data.jsonl", MANY)
-    command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(folder / "one")]
-    ended(subprocess.Popen([*command, *ENGINE, *SAMPLING], stderr=subprocess.PIPE, text=True))
+    ended(subprocess.Popen(batch_command(model, source, folder / "one"), stderr=subprocess.PIPE, text=True))
     return source, results(folder / "one")
 
 

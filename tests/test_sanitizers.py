@@ -101,7 +101,8 @@ def test_no_bad_access_and_no_undefined_behaviour(module: str, tmp_path: Path) -
     # Left out: what starts another process, which has not got the sanitizers' libraries, or does not bear them (nvcc).
     skipped = ["-k", "not test_extension_needs_neither_torch_nor_cuda_libraries and not test_nvcc"]
     files = [str(REPOSITORY / "tests" / name) for name in tests]
-    arguments = ["-q", "-x", "-p", "no:cacheprovider", *skipped, *files]
+    # A report goes to the process's own stderr and ends it: captured, it would be lost.
+    arguments = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", *skipped, *files]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         env=environment,

@@ -180,11 +180,11 @@ def test_the_demo_shows_answers_and_judges_them(
 
 
 def test_the_demo_asks_the_recall_network_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(package, "fetch_gguf", lambda directory: pytest.fail("the real model is fetched"))
     sizes = ["--prompt-tokens", "600", "--block-size", "16", "--max-num-batched-tokens", "128"]
-    assert demo.main([*sizes, "--device", "cpu", "--recall-only", "--smollm2-dir", "/does/not/exist"]) == 0
+    assert demo.main([*sizes, "--device", "cpu", "--recall-only", "--smollm2-dir", str(tmp_path / "model")]) == 0
     shown = capsys.readouterr().out
     assert "answers are right" in shown and "all right" in shown and "real model" not in shown
 
