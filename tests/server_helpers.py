@@ -87,7 +87,7 @@ def in_engine(engine: AsyncLLM, function: Callable[[LLM], T]) -> T:
     return asyncio.run(engine.call(function))
 
 
-def nothing_left(engine: AsyncLLM, seconds: float = 10.0) -> bool:
+def nothing_left(engine: AsyncLLM, seconds: float = 60.0) -> bool:
     """Whether every block is free or cached, soon."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -100,7 +100,29 @@ def nothing_left(engine: AsyncLLM, seconds: float = 10.0) -> bool:
     return False
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+@contextmanager
+def held_steps(engine: AsyncLLM) -> Iterator[None]:
+    """After the first step within this context, each waits for the next call into the engine or for the context's end.
+
+    For tests of what happens while a request runs: without this, a slow test would come after its end.
+    """
+    step, is_first, released = engine._step, [True], threading.Event()
+
+    def held() -> None:
+        while not is_first[0] and engine._commands.empty() and not released.wait(0.01):
+            pass
+        is_first[0] = False
+        step()
+
+    engine._step = held  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        released.set()
+        engine._step = step  # type: ignore[method-assign]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -126,7 +148,7 @@ def listening(engine: AsyncLLM, **others: Any) -> Iterator[tuple[Server, int]]:
             assert not thread.is_alive()
 
 
-def raw(port: int, data: bytes, *, seconds: float = 10.0, close: bool = False) -> bytes:
+def raw(port: int, data: bytes, *, seconds: float = 60.0, close: bool = False) -> bytes:
     """What the server answers to these bytes until it closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
         connection.sendall(data)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_helpers import CACHE, in_engine, make_served_model, nothing_left, run_async
+from server_helpers import CACHE, eventually, held_steps, in_engine, make_served_model, nothing_left, run_async
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, RequestError
@@ -119,19 +119,26 @@ def test_a_slow_consumer_gets_fewer_outputs_and_the_same_answer(shared: AsyncLLM
 
 
 def test_the_event_loop_never_waits_for_a_step(engine: AsyncLLM) -> None:
-    slow_steps(engine, 0.5)
+    """Each step takes until the loop has gone round ten times."""
+    executor, rounds = engine.llm.engine.executor, [0]
+    execute = executor.execute
 
-    async def ticks() -> tuple[float, int]:
+    def waiting(batch: Any) -> Any:
+        enough = rounds[0] + 10
+        assert eventually(lambda: rounds[0] >= enough), "the event loop waits for the step"
+        return execute(batch)
+
+    executor.execute = waiting  # type: ignore[method-assign]
+
+    async def go_round() -> list[RequestOutput]:
         answer = asyncio.ensure_future(collect(engine, "a", params(3)))
-        longest, last, count = 0.0, time.monotonic(), 0
         while not answer.done():
             await asyncio.sleep(0.001)
-            now = time.monotonic()
-            longest, last, count = max(longest, now - last), now, count + 1
-        return longest, count
+            rounds[0] += 1
+        return await answer
 
-    longest, count = run_async(ticks())
-    assert count > 50 and longest < 0.4
+    assert run_async(go_round())[-1].outputs[0].finish_reason == "length"
+    assert rounds[0] >= 30
 
 
 def test_no_request_waits_for_the_grammar_of_another(shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,10 +206,11 @@ def test_cancelling_while_the_engine_takes_the_request_leaves_nothing(engine: As
 
 def test_abort_ends_a_request_with_what_there_is(shared: AsyncLLM) -> None:
     async def aborted() -> RequestOutput:
-        stream = await shared.add("abort me", params(900), "r")
-        await anext(stream)
-        await shared.abort("r")
-        await shared.abort("unknown")
+        with held_steps(shared):
+            stream = await shared.add("abort me", params(900), "r")
+            await anext(stream)
+            await shared.abort("r")
+            await shared.abort("unknown")
         return [output async for output in stream][-1]
 
     output = run_async(aborted())
@@ -219,11 +227,12 @@ def test_refusals_raise_and_the_engine_goes_on(shared: AsyncLLM) -> None:
             await shared.add("a", {"max_tokens": 3})  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="Cannot request more than 20"):
             await shared.add("a", params(logprobs=21))
-        first = await shared.add("a", params(300), "same")
-        with pytest.raises(RequestError, match="in use"):
-            await shared.add("b", params(), "same")
-        assert not (await anext(first)).finished
-        first.close()
+        with held_steps(shared):
+            first = await shared.add("a", params(300), "same")
+            with pytest.raises(RequestError, match="in use"):
+                await shared.add("b", params(), "same")
+            assert not (await anext(first)).finished
+            first.close()
 
     run_async(refusals())
     assert nothing_left(shared)

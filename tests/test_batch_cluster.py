@@ -26,9 +26,23 @@ pytestmark = pytest.mark.slow
 
 ENGINE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "160", "--max-num-seqs", "8"]
 SAMPLING = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
-# The command with small parts, so that the test sees how far it is.
-FEW = "from nanovllm.batch.results import ResultDirectory as D; D.__init__.__kwdefaults__['part_rows'] = 25"
-COMMAND = [sys.executable, "-c", f"import sys; from nanovllm.cli.main import main; {FEW}; sys.exit(main(sys.argv[1:]))"]
+# The command with small parts, so that a test sees how far it is, and slow as long as a file exists, so that what the
+# test does comes before the end.
+PROGRAM = """
+import os, sys, time
+from nanovllm.batch.results import ResultDirectory
+from nanovllm.cli.main import main
+
+def flush(self, flush=ResultDirectory.flush):
+    flush(self)
+    if os.path.exists(os.environ.get("TEST_SLOW", "")):
+        time.sleep(0.3)
+
+ResultDirectory.flush = flush
+ResultDirectory.__init__.__kwdefaults__["part_rows"] = 25
+sys.exit(main(sys.argv[1:]))
+"""
+COMMAND = [sys.executable, "-c", PROGRAM]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_data.py"
 SECONDS = 500
 MANY = 2000
@@ -72,13 +86,22 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(cluster: Cluster, model: str) -> Iterator[Start]:
+def slow(tmp_path: Path) -> Path:
+    """As long as this file exists, commands that `start` starts take 0.3 s for 25 rows, and more than 20 for MANY."""
+    file = tmp_path / "slow"
+    file.touch()
+    return file
+
+
+@pytest.fixture
+def start(cluster: Cluster, model: str, tmp_path: Path) -> Iterator[Start]:
     """Starts the command with the rows of a file, a directory for the results and options. It ends with the test."""
+    environment = {**cluster.environment, "TEST_SLOW": str(tmp_path / "slow")}
     with ExitStack() as ended_with_the_test:
 
         def start(source: str, output: Path, *options: str) -> subprocess.Popen[str]:
             command = [*batch_command(model, source, output), *options]
-            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=cluster.environment)
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
             ended_with_the_test.enter_context(process)
             ended_with_the_test.callback(process.kill)
             return process
@@ -132,13 +155,14 @@ def many_rows(model: str, tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 
 def test_the_job_goes_on_after_kill_9_of_the_driver(
-    start: Start, cluster: Cluster, many_rows: Rows, tmp_path: Path
+    start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
     (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster))
     wait_for(lambda: len(results(output)) >= 150, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    slow.unlink()
     first = results(output)
     assert 150 <= len(first) < MANY
     message = ended(start(source, output, *on_cluster(cluster), "--resume"))
@@ -162,13 +186,14 @@ def test_rows_of_a_document_meet_on_a_replica(start: Start, cluster: Cluster, tm
 
 
 def test_rows_of_a_worker_that_hangs_run_elsewhere(
-    start: Start, cluster: Cluster, many_rows: Rows, tmp_path: Path
+    start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
     (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster), "--worker-timeout", "8")
     wait_for(lambda: len(results(output)) >= 100, process)
     hanging = cluster.workers()[0]
     hanging.suspend()
+    slow.unlink()
     message = ended(process)
     assert "was lost with" in message and "it has not answered for 8 s" in message
     assert results(output) == expected
@@ -176,16 +201,19 @@ def test_rows_of_a_worker_that_hangs_run_elsewhere(
     hanging.wait(60)
 
 
-def test_a_replica_of_two_ranks(start: Start, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_replica_of_two_ranks(start: Start, slow: Path, cluster: Cluster, tmp_path: Path) -> None:
     """A rank that is killed ends the replica's engine, whose rows run again in another one."""
     source, output, ranks = make_rows(tmp_path / "data.jsonl", 300), tmp_path / "out", ("--tensor-parallel-size", "2")
+    slow.unlink()
     ended(start(source, tmp_path / "one", *ranks))
+    slow.touch()
     one_replica = ["--num-replicas", "1", "--ray-address", cluster.address, "--num-cpus", "2"]
     process = start(source, output, *one_replica, *ranks)
     wait_for(lambda: len(results(output)) >= 75, process)
     (worker,) = cluster.workers()
     killed, other = (child for child in worker.children() if "spawn_main" in " ".join(child.cmdline()))
     killed.send_signal(signal.SIGKILL)
+    slow.unlink()
     message = ended(process)
     assert "was killed by signal 9; the engine has ended" in message
     assert results(output) == results(tmp_path / "one") and len(results(output)) == 300
@@ -230,7 +258,7 @@ def test_a_replica_that_fits_on_no_node_is_refused(start: Start, cluster: Cluste
 
 
 def test_a_lost_worker_and_a_lost_node_lose_no_row(
-    start: Start, cluster: Cluster, many_rows: Rows, tmp_path: Path
+    start: Start, slow: Path, cluster: Cluster, many_rows: Rows, tmp_path: Path
 ) -> None:
     """The last test, since the node does not come back."""
     (source, expected), output = many_rows, tmp_path / "out"
@@ -241,6 +269,7 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
     workers[0].send_signal(signal.SIGKILL)
     wait_for(lambda: len(results(output)) >= 400 and len(cluster.workers()) == 2, process)
     cluster.kill_node(1)
+    slow.unlink()
     message = ended(process)
     assert message.count("a worker of replica") >= 2, message
     found = results(output)

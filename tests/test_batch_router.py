@@ -93,7 +93,7 @@ def test_choosing_among_many_documents_is_fast() -> None:
     start = time.perf_counter()
     for i in range(200):
         rows.take(i % 8, is_idle=False)
-    assert time.perf_counter() - start < 2.0  # 0.1 s on an idle machine
+    assert time.perf_counter() - start < 5.0  # 0.1 s on an idle machine
 
 
 def test_lost_rows_come_first_and_a_lost_cache_is_forgotten() -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -168,30 +167,30 @@ def test_rows_of_an_engine_that_has_ended_wait_for_resume(
     assert sorted(results(tmp_path / "out")) == [0, 1, 2, 3]
 
 
+# The command with small parts, which is killed in the middle of a row.
+KILLED = """
+import os, signal, sys
+from nanovllm.batch.replica import Replica
+from nanovllm.batch.results import ResultDirectory
+from nanovllm.cli.main import main
+
+def killed(replica, step=Replica.step, steps=iter(range(220))):
+    return step(replica) if next(steps, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
+
+ResultDirectory.__init__.__kwdefaults__["part_rows"] = 2
+Replica.step = killed
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on(model: str, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"row {i}", "max_tokens": 50} for i in range(24)))
-    few = "from nanovllm.batch.results import ResultDirectory as D; D.__init__.__kwdefaults__['part_rows'] = 2"
-    options = ["--model", model, "--input", source, "--output", str(tmp_path / "out"), *SMALL_CACHE, *GREEDY]
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; from nanovllm.cli.main import main; {few}; main(sys.argv[1:])",
-        "batch",
-        *options,
-        "--max-num-seqs",
-        "2",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("out/part-*")) and time.monotonic() < deadline:
-            time.sleep(0.02)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = len(results(tmp_path / "out"))
-    assert 0 < done < 24
+    options = ["batch", "--model", model, "--input", source, "--output", str(tmp_path / "out"), *SMALL_CACHE, *GREEDY]
+    options += ["--max-num-seqs", "2"]
+    done = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert 0 < len(results(tmp_path / "out")) < 24
     assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "8") == 0
     assert sorted(results(tmp_path / "out")) == list(range(24))
 

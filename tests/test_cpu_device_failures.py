@@ -85,7 +85,7 @@ def test_close_ends_the_threads_soon_and_can_be_repeated() -> None:
     start = time.monotonic()
     device.close()
     device.close()
-    assert time.monotonic() - start < 2, "what had not begun is dropped"
+    assert time.monotonic() - start < 5, "what had not begun is dropped"
     assert not any(thread.name in ("used", "unused") for thread in threading.enumerate())
     device.compute_stream.wait(event)  # no stream waits for ever for work that was dropped
     for stream in (used, unused):
@@ -111,7 +111,7 @@ def test_an_event_of_a_closed_stream_is_not_waited_for_in_vain() -> None:
         stream.record(event)
     waiter = threading.Thread(target=device.compute_stream.wait, args=(event,), daemon=True)
     waiter.start()
-    waiter.join(1.0)
+    waiter.join(PATIENCE)
     assert not waiter.is_alive()
 
 

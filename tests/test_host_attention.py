@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import sys
+import threading
 import time
 import weakref
 
@@ -83,11 +85,13 @@ def test_a_task_ends_while_this_thread_has_the_gil() -> None:
 
 
 def test_the_test_above_notices_a_task_that_takes_the_gil() -> None:
-    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+    ended = threading.Event()
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: ended.set())
     function = ctypes.cast(callback, ctypes.c_void_p).value
     assert function is not None
     assert end_with_gil_held(function, 0, patience=0.3) == errno.ETIMEDOUT
-    time.sleep(0.2)  # here it gets the GIL, and ends
+    assert ended.wait(PATIENCE), "here it gets the GIL"
+    time.sleep(0.2)  # and returns from the callback
 
 
 def end_with_gil_held(function: int, data: int, patience: float = PATIENCE) -> int:
@@ -99,9 +103,13 @@ def end_with_gil_held(function: int, data: int, patience: float = PATIENCE) -> i
     libc, thread = ctypes.PyDLL(None), ctypes.c_ulong()
     end = time.time() + patience
     until = Timespec(int(end), int(end % 1 * 1e9))
-    nothing = ctypes.c_void_p()
-    libc.pthread_create(ctypes.byref(thread), nothing, ctypes.c_void_p(function), ctypes.c_void_p(data))
-    return int(libc.pthread_timedjoin_np(thread, nothing, ctypes.byref(until)))
+    nothing, interval = ctypes.c_void_p(), sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # or another thread could ask for the GIL between the calls
+    try:
+        libc.pthread_create(ctypes.byref(thread), nothing, ctypes.c_void_p(function), ctypes.c_void_p(data))
+        return int(libc.pthread_timedjoin_np(thread, nothing, ctypes.byref(until)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_arguments_live_as_long_as_a_task_may_run() -> None:
