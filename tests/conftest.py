@@ -15,6 +15,9 @@ import pytest
 def pytest_configure() -> None:
     """Without a GPU, Triton kernels run in Triton's interpreter; it has to be told before anybody imports it.
 
+    Property tests may take as long as a busy machine needs. In CI, as the variable of that name says, they have the
+    same examples in every run, so that a failure is due to the change at hand.
+
     Tests press Ctrl-C, which a job that a shell starts in the background is made to ignore.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,6 +25,12 @@ def pytest_configure() -> None:
     if not _sees_cuda():
         os.environ["TRITON_INTERPRET"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
+    if find_spec("hypothesis") is not None:
+        from hypothesis import HealthCheck, settings
+
+        patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("nanovllm", patient, derandomize="CI" in os.environ)
+        settings.load_profile("nanovllm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, Shape, part, same_bits, split
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from triton_mode import DEVICE, NARROW, TRITON_MARKS
@@ -125,7 +125,7 @@ def test_fixed_shapes(backend: AttentionBackend, name: str, narrow: bool) -> Non
 @CPU_BACKENDS
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_attention_is_exact(backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int) -> None:
     case = Case(shape, dtype, seed)
     case.check(case.attend(backend))
@@ -134,7 +134,7 @@ def test_attention_is_exact(backend: AttentionBackend, dtype: torch.dtype, shape
 @OWN_CPU_BACKENDS
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_attention_carries_on_from_earlier_blocks(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
@@ -222,7 +222,7 @@ def test_rows_that_see_no_key_keep_their_state(backend: AttentionBackend, new: i
 @OWN_CPU_BACKENDS
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_grouping_of_blocks_and_other_rows_change_no_bit(
     backend: AttentionBackend, dtype: torch.dtype, shape: Shape, seed: int, cuts: list[int]
 ) -> None:
@@ -254,7 +254,7 @@ def test_the_addresses_of_blocks_change_no_bit(backend: AttentionBackend) -> Non
 
 @CPU_DTYPES
 @given(shape=SHAPES, seed=st.integers(0, 10_000), size=st.integers(1, 40))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_the_chunking_of_rows_changes_no_bit_of_the_native_backend(
     dtype: torch.dtype, shape: Shape, seed: int, size: int
 ) -> None:

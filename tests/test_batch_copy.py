@@ -36,7 +36,7 @@ def as_batch(dst: Tensor, src: Tensor, pieces: list[tuple[int, int, int]]) -> tu
     return [dst[a:] for a, _, _ in pieces], [src[b:] for _, b, _ in pieces], [size for _, _, size in pieces]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), seed=st.integers(0, 1000))
 def test_equals_a_loop_of_slices_and_leaves_the_rest(sizes: list[int], seed: int) -> None:
     random = Random(seed)

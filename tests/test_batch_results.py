@@ -85,7 +85,7 @@ def run_until_killed(path: Path, num_rows: int, part_rows: int, calls: int) -> b
         return True
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_rows=st.integers(0, 25),
     part_rows=st.lists(st.integers(1, 8), min_size=1),

@@ -111,7 +111,7 @@ def check_results(found: dict[int, dict[str, object]], count: int, failed: Colle
             assert (value["error"], value["generated_text"]) == (None, row.columns["prompt"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(0, 60),
     num_replicas=st.integers(1, 4),
@@ -140,7 +140,7 @@ def test_every_row_has_one_result(
     check_results(found, count, unlucky)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(num_replicas=st.integers(1, 3), poison=st.sets(st.sampled_from([0, 3, 9, 10, 25, 39]), min_size=1))
 def test_a_row_that_kills_its_worker_fails_alone(
     tmp_path_factory: pytest.TempPathFactory, num_replicas: int, poison: set[int]

@@ -159,7 +159,7 @@ def assert_close(case: Case, data: Data, result: tuple[Tensor, Tensor]) -> None:
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-6, atol=LSE_BOUND)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(cases())
 def test_matches_fp64(case: Case) -> None:
     data = make_data(case)
@@ -189,7 +189,7 @@ def test_matches_fp64_on_sharp_and_flat_softmax(isa: str, size: float) -> None:
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-6, atol=LSE_BOUND)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(), st.data())
 def test_grouping_of_blocks_into_calls_changes_no_bit(case: Case, draw: st.DataObject) -> None:
     data = make_data(case)
@@ -207,7 +207,7 @@ def test_grouping_of_blocks_into_calls_changes_no_bit(case: Case, draw: st.DataO
     assert_same_bits((out, lse), run(case, data))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(), st.data())
 def test_chunking_of_query_rows_changes_no_bit(case: Case, draw: st.DataObject) -> None:
     data = make_data(case)
@@ -219,14 +219,14 @@ def test_chunking_of_query_rows_changes_no_bit(case: Case, draw: st.DataObject) 
     assert_same_bits((out, lse), run(case, data))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(cases(max_keys=1500, max_tokens=8), st.integers(2, 7))
 def test_threads_change_no_bit(case: Case, threads: int) -> None:
     data = make_data(case)
     assert_same_bits(run(case, data, num_threads=threads), run(case, data))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_addresses_of_blocks_change_no_bit(case: Case, random: Any) -> None:
     data = make_data(case)
@@ -240,7 +240,7 @@ def test_addresses_of_blocks_change_no_bit(case: Case, random: Any) -> None:
     assert_same_bits(run(case, data, block_addresses(slots[slot] for slot in order)), run(case, data))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     cases(max_keys=200, max_tokens=12),
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 12)), max_size=5),
@@ -281,7 +281,7 @@ def test_other_sequences_in_the_batch_change_no_bit(
         assert torch.all(lse[:, stranger] == -7.0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases())
 def test_strided_tensors_are_read_and_written_in_place(case: Case) -> None:
     data = make_data(case)

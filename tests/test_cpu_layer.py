@@ -114,7 +114,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(as_int), b.view(as_int))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2**30), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.booleans(), st.booleans(),
     st.booleans(), st.sampled_from(sorted(GATED_UNITS)), st.sampled_from(DTYPES),
@@ -175,7 +175,7 @@ def test_there_is_none_for_weights_that_the_kernels_do_not_take() -> None:
 PACKED = ("q4_k", "q6_k", "q8_0", "int4 zeros", "fp8 channel")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 2**20), st.integers(0, MAX_LAYER_ROWS), st.booleans(), st.sampled_from(DTYPES))
 def test_packed_weights_give_the_bits_of_the_operators(seed: int, tokens: int, bias: bool, dtype: torch.dtype) -> None:
     """The first product has a packed and a dense weight, one below the other, as a file with several types has."""

@@ -113,7 +113,7 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 # ---- the sums
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(max_rows=30, max_in=900))
 def test_sums_in_the_order_that_it_says(case: Case) -> None:
     x, weight, bias = operands(case)
@@ -122,7 +122,7 @@ def test_sums_in_the_order_that_it_says(case: Case) -> None:
     assert same_bits(product(case, x, weight, bias), in_order(case, x, weight, bias))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(max_rows=300, max_in=2100))
 def test_matches_fp64(case: Case) -> None:
     x, weight, bias = operands(case)
@@ -134,13 +134,13 @@ def test_matches_fp64(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(max_rows=300, max_in=20_000))
 def test_matches_fp64_for_long_sums(case: Case) -> None:
     test_matches_fp64.hypothesis.inner_test(case)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases(max_rows=80), st.data())
 def test_a_row_depends_on_itself_alone(case: Case, draw: st.DataObject) -> None:
     """Whatever other rows there are, however many threads, wherever the buffers lie."""
@@ -153,7 +153,7 @@ def test_a_row_depends_on_itself_alone(case: Case, draw: st.DataObject) -> None:
     assert same_bits(alone, product(case, x, weight, bias)[begin:end])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(max_rows=80), st.integers(0, 299))
 def test_an_output_depends_on_its_weights_alone(case: Case, output: int) -> None:
     x, weight, bias = operands(case)
@@ -164,7 +164,7 @@ def test_an_output_depends_on_its_weights_alone(case: Case, output: int) -> None
 
 
 @pytest.mark.skipif(len(FUSED) < 2, reason="this machine has not got AVX-512 and AVX2")
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(max_rows=80))
 def test_avx512_and_avx2_give_the_same_bits(case: Case) -> None:
     x, weight, bias = operands(case)

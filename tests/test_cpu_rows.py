@@ -81,7 +81,7 @@ def threads(count: int) -> Iterator[None]:
 # ---- norm
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]), st.sampled_from([1e-3, 1.0, 300.0]), st.booleans())
 def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: float, wide: bool) -> None:
     x, weight = bf16(seed, rows, width, gap=gap, size=size), bf16(seed + 1, width)
@@ -90,7 +90,7 @@ def test_norm_is_the_formula(seed: int, rows: int, width: int, gap: int, size: f
     assert_close(rms_norm(x, weight, EPS), plain_norm(x, weight), roundings=2)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0, 3]))
 def test_norm_of_a_sum_is_the_sum_and_its_norm(seed: int, rows: int, width: int, gap: int) -> None:
     residual, x = bf16(seed, rows, width, gap=gap), bf16(seed + 1, rows, width)
@@ -102,7 +102,7 @@ def test_norm_of_a_sum_is_the_sum_and_its_norm(seed: int, rows: int, width: int,
 # ---- heads
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     SEEDS, ROWS, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 6, 16, 80, 128]), st.booleans(),
     st.booleans(), st.sampled_from([0, 5]),
@@ -152,7 +152,7 @@ def test_a_nan_of_any_bits_stays_one() -> None:
 # ---- activation
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0, 2]), st.sampled_from([0.1, 3.0, 40.0]))
 def test_activation_is_silu_times_up(seed: int, rows: int, width: int, gap: int, size: float) -> None:
     gate_up = bf16(seed, rows, 2 * width, gap=gap, size=size)
@@ -241,7 +241,7 @@ def test_powers() -> None:
     torch.testing.assert_close(cpu_kernels.powers(bases, exponents), bases[:, None] ** exponents, rtol=1e-15, atol=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, ROWS, SIZES, st.sampled_from([0.1, 10.0, 1000.0]), st.booleans())
 def test_softmax_is_torchs(seed: int, rows: int, width: int, size: float, log: bool) -> None:
     x = size * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
@@ -292,7 +292,7 @@ def test_rounds_where_transformers_does() -> None:
 # ---- writing of K/V
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     SEEDS, st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), st.integers(1, 3),
     st.sampled_from([1, 3, 16]), st.sampled_from([1, 8, 80]), st.booleans(), st.data(),

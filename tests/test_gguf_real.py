@@ -82,7 +82,7 @@ def test_dequantized_weights_are_the_packages(model: Path, smollm2_dir: Path) ->
 def test_text_becomes_the_tokens_of_the_original(model: Path, smollm2_dir: Path) -> None:
     own, original = HuggingFaceTokenizer(model), HuggingFaceTokenizer(smollm2_dir)
 
-    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=2000, suppress_health_check=list(HealthCheck))
     @given(TEXTS)
     def check(text: str) -> None:
         ids = own.encode(text)

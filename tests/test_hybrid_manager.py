@@ -44,7 +44,7 @@ def test_the_hybrid_manager_refuses_what_contradicts_it() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=120))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_oldest_idle_block_is_the_one_used_longest_ago(touched: list[int]) -> None:
     """Each number is a block that becomes idle, or, where it is idle, is taken out."""
     evictor, ages = Evictor(), dict[int, int]()

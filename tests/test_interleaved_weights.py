@@ -21,7 +21,7 @@ def interleaved(weight: Tensor, offset: int = 0) -> Tensor:
     return copy
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data(), st.integers(0, 2**20))
 def test_the_order_of_the_weights_changes_no_bit(draw: st.DataObject, seed: int) -> None:
     dtype, isa = draw.draw(st.sampled_from(DTYPES)), draw.draw(st.sampled_from(ISAS))

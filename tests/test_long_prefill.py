@@ -269,7 +269,7 @@ def test_a_failed_step_ends_the_prefill_and_the_engine_goes_on() -> None:
     num_layers=st.integers(1, 5),
     layerwise_memory=st.builds(LayerwiseMemory, st.integers(1, 30), st.integers(1, 130)),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_everybody_is_served_within_the_budget(
     requests: list[tuple[int, int, int]], budget: int, device: int, num_layers: int, layerwise_memory: LayerwiseMemory
 ) -> None:

@@ -89,7 +89,7 @@ def test_an_interrupted_load_leaves_its_slot_free(setup: Setup, monkeypatch: pyt
 STEPS = st.lists(st.lists(st.integers(1, NUM_ADAPTERS), max_size=3, unique=True), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS, max_loras=st.integers(3, 4), more_on_host=st.integers(0, 2))
 def test_the_least_recently_used_adapters_leave(
     setup: Setup, steps: list[list[int]], max_loras: int, more_on_host: int
@@ -112,7 +112,7 @@ def test_the_least_recently_used_adapters_leave(
             setup.check_weights(number, manager._on_device[number][1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sequences=st.lists(st.tuples(st.sampled_from([None, 1, 2, 3]), st.integers(1, 9)), min_size=1, max_size=12),
     part_rows=st.integers(1, 20),

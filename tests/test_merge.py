@@ -100,7 +100,7 @@ def test_many_parts_stay_far_below_what_one_cast_to_bfloat16_costs(count: int) -
 
 
 @given(random=st.randoms(use_true_random=False), num_empty=st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_order_and_empty_parts_do_not_matter(random: Random, num_empty: int) -> None:
     pieces, (expected_out, expected_lse) = parts(40, 3, 1)
     pieces += [state(0.0, -INF)] * num_empty

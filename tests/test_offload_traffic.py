@@ -52,7 +52,7 @@ def decode_loads(layout: KVLayout, resident: int, prompt_len: int, max_tokens: i
     return sum(max(0, length - resident * BLOCK) for length in lengths) * layout.token_bytes
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     prompt_len=st.one_of(
         st.integers(1, 200), st.builds(lambda k, d: max(1, BLOCK * k + d), st.integers(0, 12), st.integers(-1, 1))

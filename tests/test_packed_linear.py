@@ -109,7 +109,7 @@ def offsets(weight: PackedWeight) -> Tensor:
     return dense + (4 * dense.amax() + spread).expand(groups.shape).flatten(1)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(cases(max_rows=257))
 def test_matches_fp64(case: Case) -> None:
     """The bound that csrc/cpu_packed.h states: the rounding of inputs, and of fp32 sums relative to what was added."""
@@ -123,7 +123,7 @@ def test_matches_fp64(case: Case) -> None:
     assert torch.all((product(case, x, weight, bias).double() - exact).abs() <= bound)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from(["q4_0", "q4_1"]))
 def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
     """Written out in torch, in fp64, which holds an fp32 number plus the product of two, and rounded to fp32."""
@@ -147,7 +147,7 @@ def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
     assert same_bits(product(case, x, panels, bias), expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cases())
 def test_sums_of_fp8_in_the_order_that_it_says(case: Case) -> None:
     """As above: sums of even and of odd inputs for each group of 32, in fp32."""
@@ -169,7 +169,7 @@ def test_sums_of_fp8_in_the_order_that_it_says(case: Case) -> None:
     assert same_bits(product(case, x, panels, bias), expected)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(max_rows=257), st.data())
 def test_a_row_depends_on_itself_alone(case: Case, draw: st.DataObject) -> None:
     """Whatever other rows there are, however many threads, on every instruction set."""
@@ -180,7 +180,7 @@ def test_a_row_depends_on_itself_alone(case: Case, draw: st.DataObject) -> None:
     assert same_bits(alone, product(case, x, weight, bias)[begin:end])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases(), st.integers(0, 299))
 def test_an_output_depends_on_its_weights_alone(case: Case, output: int) -> None:
     """And a weight that is not in panels gives the same bits."""

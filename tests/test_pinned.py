@@ -64,7 +64,7 @@ def test_the_last_view_unlocks_and_unmaps() -> None:
     assert not ledger.locked and not is_mapped(address)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     blocks=st.integers(1, 40),
     block_bytes=st.sampled_from([32, 96, 1024, 4096, 6144, 12288]),

@@ -65,7 +65,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     prompt_len=st.integers(1, 200),
     output_len=st.integers(1, 20),
@@ -135,7 +135,7 @@ def test_a_request_without_offload_moves_nothing_and_takes_whole_blocks(model_di
 @given(
     context=st.integers(0, 60), query=st.integers(1, 50), windows=st.lists(st.none() | st.integers(1, 70), min_size=1)
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_visible_keys_are_those_of_a_walk(
     spec: DecoderSpec, context: int, query: int, windows: list[int | None]
 ) -> None:
@@ -266,7 +266,7 @@ def longest(sizing: KVSizing) -> int:
     gpu=st.integers(17, 200), host=st.integers(0, 300), more_gpu=st.integers(0, 60), more_host=st.integers(0, 60),
     offload=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_more_memory_never_holds_fewer_tokens(
     spec: DecoderSpec, gpu: int, host: int, more_gpu: int, more_host: int, offload: bool
 ) -> None:
@@ -277,7 +277,7 @@ def test_more_memory_never_holds_fewer_tokens(
 
 
 @given(gpu=st.integers(20, 120), host=st.integers(0, 200), tokens=st.integers(1, 1_100_000), offload=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
     spec: DecoderSpec, gpu: int, host: int, tokens: int, offload: bool
 ) -> None:
@@ -372,7 +372,7 @@ def test_a_rate_that_is_not_known_is_named_and_costs_nothing_else(spec: DecoderS
     prompt=st.integers(1, 250), more=st.integers(0, 100), chunk=st.integers(1, 60),
     name=st.sampled_from(["compute", "attention", "weight_bandwidth", "head_bandwidth", "device_bandwidth"]),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_longer_prompts_take_longer_and_faster_machines_do_not(
     spec: DecoderSpec, prompt: int, more: int, chunk: int, name: str
 ) -> None:

@@ -58,7 +58,7 @@ def step_model(spec: DecoderSpec, rates: Rates, *, one_processor: bool = False) 
     weights=st.integers(0, 10**6), link=st.floats(1e4, 1e9), host=st.floats(1e4, 1e9), device=st.floats(1e4, 1e9),
     one_processor=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_share_is_the_one_that_the_engine_takes(
     context: int, window: int | None, resident: int, weights: int, link: float, host: float, device: float,
     one_processor: bool,
@@ -154,7 +154,7 @@ def test_cpu_attention_is_left_out_if_its_rate_is_not_given(spec: DecoderSpec) -
     prompt=st.integers(1, 250), times=st.integers(0, 2), chunk=st.integers(1, 9), one_processor=st.booleans(),
     name=st.sampled_from(["compute", "attention", "weight_bandwidth", "head_bandwidth", "host_bandwidth"]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_longer_prompts_take_longer_and_faster_machines_do_not(
     spec: DecoderSpec, prompt: int, times: int, chunk: int, one_processor: bool, name: str
 ) -> None:

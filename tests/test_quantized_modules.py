@@ -91,7 +91,7 @@ NAMES = st.lists(
 PATTERNS = st.one_of(NAMES, NAMES.map("re:{}".format), st.sampled_from(["Linear", r"re:.*mlp\.", "re:model$"]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     patterns=st.lists(PATTERNS, max_size=5),
     targets=st.lists(PATTERNS, max_size=2),

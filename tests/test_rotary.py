@@ -73,7 +73,7 @@ def test_cos_and_sin_are_those_of_transformers(variant: str, head_dim: int) -> N
     torch.testing.assert_close(sin[:, 0], their_sin[0, :, : head_dim // 2], **scaled)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     factor=st.floats(1.0, 16.0),
     trained=st.integers(2, 8192),

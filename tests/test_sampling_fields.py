@@ -116,7 +116,7 @@ def test_allowed_tokens_that_cannot_be_sampled_are_refused(llm: LLM) -> None:
             run(llm, [[1, 2]], SamplingParams(**params))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_packed_mask_is_applied_as_the_reference_does(data: st.DataObject) -> None:
     vocab = data.draw(st.integers(1, 70))

@@ -68,7 +68,7 @@ def test_freed_slots_and_blocks_are_used_in_the_next_step() -> None:
     max_num_seqs=st.integers(1, 4),
     device=st.integers(0, 12),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_budgets_hold_and_everybody_is_served(
     requests: list[tuple[int, int, int]], budget: int, max_num_seqs: int, device: int
 ) -> None:

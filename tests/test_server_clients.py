@@ -110,9 +110,7 @@ def test_the_published_schema_holds(base: str) -> None:
         strategy = operation.as_strategy()
 
         @hypothesis.given(strategy)
-        @hypothesis.settings(
-            max_examples=40, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
-        )
+        @hypothesis.settings(max_examples=40, database=None, suppress_health_check=list(hypothesis.HealthCheck))
         def check(case: Any) -> None:
             if isinstance(case.body, dict):
                 case.body.pop("model", None)  # which would always be refused

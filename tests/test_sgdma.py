@@ -65,7 +65,7 @@ def elements_for(pitch: int, width: int, height: int, dtype: torch.dtype) -> int
     return -(-span // dtype.itemsize)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(copies())
 def test_equals_torch_strided_copy_and_leaves_the_rest(case: dict[str, Any]) -> None:
     sizes: tuple[int, int, int, int] = case["sizes"]

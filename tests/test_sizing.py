@@ -62,7 +62,7 @@ def plan(
     ),
     blocks=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_bytes_follow_from_shapes(layout: KVLayout, blocks: int) -> None:
     assert layout.block_layer_bytes == prod(layout.block_shape) * layout.itemsize
     assert layout.token_layer_bytes * layout.block_size == layout.block_layer_bytes
@@ -79,7 +79,7 @@ def test_bytes_follow_from_shapes(layout: KVLayout, blocks: int) -> None:
 
 
 @given(num_gpu_blocks=st.integers(4, 1000), num_layers=st.integers(1, 130))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ring_and_resident_blocks_stay_within_the_device(num_gpu_blocks: int, num_layers: int) -> None:
     split = split_device(num_gpu_blocks, num_layers)
     ring_blocks = num_gpu_blocks - split.resident_blocks
@@ -230,7 +230,7 @@ def test_spans_never_cost_a_prompt_its_blocks() -> None:
 
 
 @given(gpu=st.integers(4, 700), cpu=st.integers(0, 700), layers=st.integers(1, 30), offload=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_longest_sequence_is_the_block_managers(gpu: int, cpu: int, layers: int, offload: bool) -> None:
     layout = replace(LAYOUT, num_layers=layers)
     tiers: dict[str, Any] = {"num_gpu_blocks": gpu}
@@ -371,7 +371,7 @@ LAYOUTS = st.builds(
 
 
 @given(layout=LAYOUTS, resident=st.integers(0, 12), context=st.integers(0, 120), query=st.integers(1, 90))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_predicted_transfers_are_those_of_a_walk(layout: KVLayout, resident: int, context: int, query: int) -> None:
     assert predict_transfers(layout, resident, context, query) == walked(layout, resident, context, query)
 
@@ -383,7 +383,7 @@ def test_predicted_transfers_are_those_of_a_walk(layout: KVLayout, resident: int
     output=st.integers(1, 20),
     budget=st.integers(1, 100),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_request_is_the_sum_of_its_steps(
     layout: KVLayout, resident: int, prompt: int, output: int, budget: int
 ) -> None:

@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import HuggingFaceTokenizer
 
 REPLACEMENT = "\ufffd"
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 LETTERS = "aab é日本🎉"
 
 

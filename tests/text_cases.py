@@ -15,4 +15,4 @@ TEXTS = st.text(
     ),
     max_size=30,
 )
-QUICK = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=80, suppress_health_check=list(HealthCheck))

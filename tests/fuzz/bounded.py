@@ -140,7 +140,6 @@ class FuzzTarget:
 FuzzRun = Callable[[FuzzTarget], FuzzCount]  # the type of the fixture `fuzz_run`
 
 _SETTINGS = settings(
-    deadline=None,  # the machine may be busy
     database=None,  # failures are kept as files that can be read and committed
     phases=(Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),
