@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from waiting import PATIENCE
 
 from nanovllm.device import PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice, WorkerStream
-
-PATIENCE = 20.0  # seconds after which a test gives up on a thread
 
 
 class Gate:
@@ -38,13 +35,6 @@ def copy(device: CpuDevice, dst: Tensor, src: Tensor, stream: Stream) -> None:
 def fail(device: CpuDevice, stream: Stream) -> None:
     """A copy that would run past the end of its source."""
     device.copy_2d(PitchedCopy(filled(0), filled(0, 8), 64, 64, 64, 1, "h2d"), stream)
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
 
 
 def happens(stream: Stream) -> threading.Event:

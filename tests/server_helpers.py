@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 from checkpoints import make_checkpoint
 from tokenizer_files import write_byte_level
+from waiting import eventually
 
 from nanovllm import LLM
 from nanovllm.server.app import build_app
@@ -25,6 +25,7 @@ from nanovllm.server.settings import ServerSettings
 
 T = TypeVar("T")
 NAME = "tiny"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CACHE = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 160}
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
@@ -82,22 +83,38 @@ def events(text: str) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def ok(engine: AsyncLLM, path: str, **body: Any) -> Any:
+    """The answer to a request that is served: its JSON, or the events of a stream."""
+    response = ask(engine, path, body)
+    assert response.status_code == 200, response.text
+    return events(response.text) if body.get("stream") else response.json()
+
+
+def error(engine: AsyncLLM, path: str, body: Any, status: int = 400, **others: Any) -> dict[str, Any]:
+    """The error of a request that is refused, in the form of OpenAI's."""
+    response = ask(engine, path, body, **others)
+    assert response.status_code == status, response.text
+    (name, found), *rest = response.json().items()
+    assert name == "error" and not rest and set(found) == {"message", "type", "param", "code"}
+    assert found["message"] and "\n" not in found["message"]
+    return dict(found)
+
+
 def in_engine(engine: AsyncLLM, function: Callable[[LLM], T]) -> T:
     """What the function returns in the engine's thread."""
     return asyncio.run(engine.call(function))
 
 
-def nothing_left(engine: AsyncLLM, seconds: float = 60.0) -> bool:
+def nothing_left(engine: AsyncLLM) -> bool:
     """Whether every block is free or cached, soon."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+
+    def is_idle() -> bool:
         metrics = in_engine(engine, lambda llm: llm.metrics())
         blocks = engine.llm.engine.scheduler.block_manager.num_blocks
         idle = not metrics.running_requests and not metrics.waiting_requests and not engine.llm.engine._requests
-        if idle and metrics.used_blocks == 0 and metrics.free_blocks + metrics.cached_blocks == blocks:
-            return True
-        time.sleep(0.02)
-    return False
+        return idle and metrics.used_blocks == 0 and metrics.free_blocks + metrics.cached_blocks == blocks
+
+    return eventually(is_idle)
 
 
 @contextmanager
@@ -120,15 +137,6 @@ def held_steps(engine: AsyncLLM) -> Iterator[None]:
     finally:
         released.set()
         engine._step = step  # type: ignore[method-assign]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_helpers import CACHE, eventually, held_steps, in_engine, make_served_model, nothing_left, run_async
+from server_helpers import CACHE, held_steps, in_engine, make_served_model, nothing_left, run_async
+from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, RequestError

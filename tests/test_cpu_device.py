@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpu_streams import PATIENCE, Gate, copy, filled, happens
+from cpu_streams import Gate, copy, filled, happens
 from host_tasks import PythonTask
+from waiting import PATIENCE
 
 from nanovllm.device import Busy, BusyMeter, PitchedCopy, create_device
 from nanovllm.device.cpu import CpuDevice, WorkerStream

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from cpu_streams import PATIENCE, copy, fail, filled, happens, soon
+from cpu_streams import copy, fail, filled, happens
+from waiting import PATIENCE, eventually
 
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
@@ -99,7 +100,7 @@ def test_a_device_that_is_dropped_ends_its_threads() -> None:
     happens(device.new_stream("dropped")).wait(PATIENCE)
     assert any(thread.name == "dropped" for thread in threading.enumerate())
     del device
-    assert soon(lambda: not any(thread.name == "dropped" for thread in threading.enumerate()))
+    assert eventually(lambda: not any(thread.name == "dropped" for thread in threading.enumerate()))
 
 
 def test_an_event_of_a_closed_stream_is_not_waited_for_in_vain() -> None:

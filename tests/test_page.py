@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_helpers import CACHE, ask, eventually, listening, make_served_model, settings
+from server_helpers import CACHE, ask, listening, make_served_model, settings
+from waiting import eventually
 
 from nanovllm.server import page
 from nanovllm.server.app import build_app

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, make_model, set_stdin
-from cpu_streams import soon
 from engines import greedy, offloaded, random_prompt
+from waiting import eventually
 
 from nanovllm import LLM, progress_bar
 from nanovllm.cli.main import main
@@ -167,7 +167,7 @@ def test_the_clock_goes_on_while_nothing_is_reported(monkeypatch: pytest.MonkeyP
     seconds = count()
     with terminal(monkeypatch) as shown, StatusLine() as line:
         line.show("working", lambda: f", {duration(next(seconds))}")
-        assert soon(lambda: len(shown.drawn) >= 3)
+        assert eventually(lambda: len(shown.drawn) >= 3)
         line.clear()
         time.sleep(0.05)
         cleared = len(shown.drawn)

@@ -17,6 +17,7 @@ from engines import greedy, random_prompt, token_ids
 from fast import pairs
 from rank_failures import VARIABLE, run_failing_rank
 from rank_processes import is_running, rank_pids
+from waiting import eventually
 
 from nanovllm import LLM
 from nanovllm.distributed import executor, launch
@@ -162,10 +163,7 @@ def test_ranks_end_with_the_process_of_the_engine(state: str, model_dir: Path, t
         time.sleep(0.5)
         engine.send_signal(signal.SIGKILL)
         engine.wait()
-    deadline = time.monotonic() + MOST_SECONDS
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, pids))
+    assert eventually(lambda: not any(map(is_running, pids)), MOST_SECONDS)
 
 
 UNGUARDED = """

@@ -28,7 +28,8 @@ import httpx
 import pytest
 import serve_held
 from rank_processes import child_pids, is_running, rank_pids
-from server_helpers import eventually, make_served_model
+from server_helpers import make_served_model
+from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 

@@ -14,7 +14,6 @@ from server_helpers import (
     CACHE,
     NAME,
     TOOL,
-    eventually,
     held_steps,
     listening,
     make_served_model,
@@ -22,6 +21,7 @@ from server_helpers import (
     raw,
     run_async,
 )
+from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.async_llm import AsyncLLM

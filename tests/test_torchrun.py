@@ -16,7 +16,7 @@ import pytest
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt, token_ids
 from rank_processes import child_pids, is_running
-from server_helpers import eventually
+from waiting import eventually
 
 from nanovllm import LLM
 
