@@ -61,14 +61,15 @@ def measure(work: Work, device_share: Fraction | None) -> tuple[Memory, float]:
     (prompt,) = work.shape.prompts(1, work.prompt_len, work.seed)
     placement = work.on_device() if device_share is None else work.offloaded(device_share)
     with work.open(**placement) as llm:
-        before, peak_before = rss_bytes(), peak_rss_bytes()
+        before = rss_bytes()
+        peak_before = max(before, peak_rss_bytes())  # the kernel may count some pages of a peak late
         timing = timing_of(generate(llm, [prompt], work.output_len))
         stats = llm.kv_stats()
     memory = Memory(
         at_start=at_start,
         before=before,
         peak_before=peak_before,
-        peak=peak_rss_bytes(),
+        peak=max(peak_before, peak_rss_bytes()),
         weights=work.shape.weight_bytes,
         kv_device=stats.device_bytes,
         kv_host=stats.host_bytes,

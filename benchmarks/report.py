@@ -61,7 +61,7 @@ def peak_device_bytes(device: str) -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process. Defined here, so that it works without an engine."""
+    """Peak resident memory of this process, up to some pages. Defined here, so that it works without an engine."""
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None, "/proc/self/status has no VmHWM"
     return int(match.group(1)) * 1024

@@ -34,9 +34,9 @@ def test_resident_memory_is_of_this_process() -> None:
     before = memory.rss_bytes()
     with mmap.mmap(-1, 1 << 26) as held:
         held.write(bytes(len(held)))
-        grown = memory.rss_bytes() - before
-    assert 0.9 * (1 << 26) < grown < 2 * (1 << 26)
-    assert memory.peak_rss_bytes() >= memory.rss_bytes()
+        highest = memory.rss_bytes()
+    assert 0.9 * (1 << 26) < highest - before < 2 * (1 << 26)
+    assert memory.peak_rss_bytes() > highest - (1 << 20)  # it may lack some pages
     assert memory.peak_rss_bytes() < memory.total_bytes()
 
 

@@ -151,7 +151,11 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process."""
+    """Peak resident memory of this process.
+
+    The kernel counts pages per processor, in batches: a later peak may be read as some pages less than an earlier one,
+    or than resident memory was before.
+    """
     match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match.group(1)) * 1024 if match else rss_bytes()
 
