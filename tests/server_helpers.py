@@ -7,14 +7,14 @@ import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 from checkpoints import make_checkpoint
 from tokenizer_files import write_byte_level
-from waiting import eventually
+from waiting import PATIENCE, eventually
 
 from nanovllm import LLM
 from nanovllm.server.app import build_app
@@ -156,18 +156,17 @@ def listening(engine: AsyncLLM, **others: Any) -> Iterator[tuple[Server, int]]:
             assert not thread.is_alive()
 
 
-def raw(port: int, data: bytes, *, seconds: float = 60.0, close: bool = False) -> bytes:
-    """What the server answers to these bytes until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
-        connection.sendall(data)
-        if close:
-            connection.shutdown(socket.SHUT_WR)
+def raw(port: int, data: bytes, *, close: bool = False) -> bytes:
+    """What the server answers to these bytes until it closes the connection, which it has to do in time."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        with suppress(ConnectionError):  # the server may have closed it before it read everything
+            connection.sendall(data)
+            if close:
+                connection.shutdown(socket.SHUT_WR)
         received = b""
-        try:
+        with suppress(ConnectionError):
             while part := connection.recv(65536):
                 received += part
-        except (TimeoutError, ConnectionResetError):
-            pass
         return received
 
 
