@@ -83,6 +83,10 @@ class Cluster:
         found = [process for node in self._nodes for process in _tree(node.pid)]
         return [process for process in found if "ReplicaActor" in _title(process)]
 
+    def busy_workers(self) -> list[psutil.Process]:
+        """Those whose replica is loaded and has rows, as their titles say."""
+        return [worker for worker in self.workers() if "ReplicaActor.exchange" in _title(worker)]
+
     @property
     def environment(self) -> dict[str, str]:
         """Of all processes that use the cluster: one thread, this checkout, and the cluster's own token."""

@@ -26,17 +26,18 @@ pytestmark = pytest.mark.slow
 
 ENGINE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "160", "--max-num-seqs", "8"]
 SAMPLING = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
-# The command with small parts, so that a test sees how far it is, and slow as long as a file exists, so that what the
-# test does comes before the end.
+# The command with small parts, so that a test sees how far it is; slower with each part as long as a file exists, so
+# that what the test does comes before the end.
 PROGRAM = """
 import os, sys, time
 from nanovllm.batch.results import ResultDirectory
 from nanovllm.cli.main import main
 
-def flush(self, flush=ResultDirectory.flush):
+def flush(self, flush=ResultDirectory.flush, parts=[]):
     flush(self)
+    parts.append(self)
     if os.path.exists(os.environ.get("TEST_SLOW", "")):
-        time.sleep(0.3)
+        time.sleep(0.05 * len(parts))
 
 ResultDirectory.flush = flush
 ResultDirectory.__init__.__kwdefaults__["part_rows"] = 25
@@ -87,7 +88,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """As long as this file exists, commands that `start` starts take 0.3 s for 25 rows, and more than 20 for MANY."""
+    """As long as this file exists, commands that `start` starts take 2 s for 200 rows, 7 s for 400, 160 s for MANY."""
     file = tmp_path / "slow"
     file.touch()
     return file
@@ -191,7 +192,9 @@ def test_rows_of_a_worker_that_hangs_run_elsewhere(
     (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster), "--worker-timeout", "8")
     wait_for(lambda: len(results(output)) >= 100, process)
-    hanging = cluster.workers()[0]
+    busy: list[Any] = []
+    wait_for(lambda: busy or busy.extend(cluster.busy_workers()), process)
+    hanging = busy[0]
     hanging.suspend()
     slow.unlink()
     message = ended(process)
@@ -209,7 +212,7 @@ def test_a_replica_of_two_ranks(start: Start, slow: Path, cluster: Cluster, tmp_
     slow.touch()
     one_replica = ["--num-replicas", "1", "--ray-address", cluster.address, "--num-cpus", "2"]
     process = start(source, output, *one_replica, *ranks)
-    wait_for(lambda: len(results(output)) >= 75, process)
+    wait_for(lambda: len(results(output)) >= 75 and len(cluster.workers()) == 1, process)
     (worker,) = cluster.workers()
     killed, other = (child for child in worker.children() if "spawn_main" in " ".join(child.cmdline()))
     killed.send_signal(signal.SIGKILL)
@@ -263,10 +266,8 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
     """The last test, since the node does not come back."""
     (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster))
-    wait_for(lambda: len(results(output)) >= 200, process)
-    workers = cluster.workers()
-    assert len(workers) == 2
-    workers[0].send_signal(signal.SIGKILL)
+    wait_for(lambda: len(results(output)) >= 200 and len(cluster.workers()) == 2, process)
+    cluster.workers()[0].send_signal(signal.SIGKILL)
     wait_for(lambda: len(results(output)) >= 400 and len(cluster.workers()) == 2, process)
     cluster.kill_node(1)
     slow.unlink()
