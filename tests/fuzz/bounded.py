@@ -140,6 +140,7 @@ class FuzzTarget:
 FuzzRun = Callable[[FuzzTarget], FuzzCount]  # the type of the fixture `fuzz_run`
 
 _SETTINGS = settings(
+    deadline=None,  # said here too: there is no profile without pytest, nor yet when this folder's conftest is loaded
     database=None,  # failures are kept as files that can be read and committed
     phases=(Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),

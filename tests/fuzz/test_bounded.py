@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +54,19 @@ def test_a_failure_is_shrunk_kept_and_run_again(cases: Path) -> None:
         target.replay()
     limit_is_lifted = True
     target.replay()
+
+
+def test_a_slow_example_is_no_failure_without_pytest() -> None:
+    """Nor where pytest is given this folder: then bounded.py is loaded before the profile of all tests."""
+    code = (
+        "import time; from bounded import FuzzTarget; from hypothesis import strategies as st\n"
+        "target = FuzzTarget('slow', lambda number: time.sleep(0.3), number=st.just(0))\n"
+        "target.run_examples(1); target.run_for(0.1)"
+    )
+    command, folder = [sys.executable, "-c", code], Path(bounded.__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "CI"}  # where hypothesis has none
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_different_failures_are_all_kept(cases: Path) -> None:

@@ -7,6 +7,7 @@ in a while.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -43,6 +44,7 @@ KNOWN_EVERY = 50  # refusals
 @cache
 def original() -> Path:
     path = Path(tempfile.mkdtemp(prefix="nanovllm-fuzz-"))
+    atexit.register(shutil.rmtree, path)
     make_checkpoint(path, vocab=300)
     write_byte_level(path, chat_template=CHAT_TEMPLATE)
     return path

@@ -5,9 +5,11 @@ Their fields, shapes, types and offsets are changed as values, and the header as
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable
@@ -37,6 +39,7 @@ FORM = st.sampled_from(FORMS)
 @cache
 def original(form: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="nanovllm-fuzz-"))
+    atexit.register(shutil.rmtree, folder)
     make_checkpoint(folder / "plain", layers=1, hidden=64, intermediate=64, heads=4, kv_heads=2, vocab=60)
     return quantize(folder / "plain", folder / form, form)
 
