@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from cli_helpers import make_model, write_jsonl
@@ -33,11 +33,10 @@ import os, sys, time
 from nanovllm.batch.results import ResultDirectory
 from nanovllm.cli.main import main
 
-def flush(self, flush=ResultDirectory.flush, parts=[]):
+def flush(self, flush=ResultDirectory.flush):
     flush(self)
-    parts.append(self)
     if os.path.exists(os.environ.get("TEST_SLOW", "")):
-        time.sleep(0.05 * len(parts))
+        time.sleep(0.05 * self._next_part)
 
 ResultDirectory.flush = flush
 ResultDirectory.__init__.__kwdefaults__["part_rows"] = 25
@@ -47,6 +46,7 @@ COMMAND = [sys.executable, "-c", PROGRAM]
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_data.py"
 SECONDS = 500
 MANY = 2000
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +134,15 @@ def ended(process: subprocess.Popen[str]) -> str:
     return message
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], T], process: subprocess.Popen[str]) -> T:
+    """What the condition returns as soon as it holds, which has to be before the command ends."""
     deadline = time.monotonic() + SECONDS
-    while not condition():
+    while not (found := condition()):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             pytest.fail(f"waited in vain; the command said: {process.communicate()[1]}")
         time.sleep(0.05)
+    return found
 
 
 Rows = tuple[str, dict[int, dict[str, Any]]]
@@ -192,9 +194,7 @@ def test_rows_of_a_worker_that_hangs_run_elsewhere(
     (source, expected), output = many_rows, tmp_path / "out"
     process = start(source, output, *on_cluster(cluster), "--worker-timeout", "8")
     wait_for(lambda: len(results(output)) >= 100, process)
-    busy: list[Any] = []
-    wait_for(lambda: busy or busy.extend(cluster.busy_workers()), process)
-    hanging = busy[0]
+    hanging = wait_for(cluster.busy_workers, process)[0]
     hanging.suspend()
     slow.unlink()
     message = ended(process)
@@ -293,9 +293,9 @@ def test_one_machine_needs_no_cluster(model: str, tmp_path: Path) -> None:
     """A cluster is started for the job, and ends with it."""
     pytest.importorskip("ray")
     source, output = make_rows(tmp_path / "data.jsonl", 60), tmp_path / "out"
-    command = [*COMMAND, "batch", "--model", model, "--input", source, "--output", str(output), *ENGINE, *SAMPLING]
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     options = ["--num-replicas", "2", "--ray-address", "local", "--num-cpus", "1"]
-    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=SECONDS)
+    command = [*batch_command(model, source, output), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1 and len(results(output)) == 60, done.stderr
