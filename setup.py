@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wextra"]  # no -march=native: a wheel also runs on other machines
 # Without fused multiply-add all instruction sets give the same bits. The other two flags allow vectorized loops.
 PLAIN_FLOAT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CPU_KERNELS = ("cpu_kernels", "cpu_linear", "cpu_rows", "cpu_layer", "cpu_packed")
+CPU_KERNELS = ("cpu_kernels", "cpu_threads", "cpu_linear", "cpu_rows", "cpu_layer", "cpu_packed")
 CUDART_LIBRARIES = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
 
@@ -120,8 +120,8 @@ ParallelCompile(default=0).install()  # compiles the files of one extension on a
 setup(
     ext_modules=[
         *extension("nanovllm.comm._sgdma", ["sgdma"]),
-        *extension("nanovllm.ops._cpu_attention", ["cpu_attention"], "-fopenmp"),
-        *extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-fopenmp", *PLAIN_FLOAT),
+        *extension("nanovllm.ops._cpu_attention", ["cpu_attention"], "-pthread"),
+        *extension("nanovllm.ops._cpu_kernels", CPU_KERNELS, "-pthread", *PLAIN_FLOAT),
     ],
     cmdclass={"build_ext": BuildExt},
 )

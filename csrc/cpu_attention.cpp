@@ -98,4 +98,5 @@ PYBIND11_MODULE(_cpu_attention, m) {
     attention::bind_tasks(m, &check_sequences);
     attention::bind_steps(m, &check_sequences);
     attention::bind_kv8(m);
+    attention::share_threads();
 }

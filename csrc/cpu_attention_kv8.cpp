@@ -8,6 +8,7 @@
 
 #include "cpu_addresses.h"
 #include "cpu_attention_task.h"
+#include "cpu_threads.h"
 
 namespace py = pybind11;
 
@@ -29,11 +30,11 @@ void quantize_rows(const std::string& dtype, const std::string& kv_dtype, uintpt
         using T = decltype(element);
         const T* from = pointer<const T>(x);
         char* to = pointer<char>(rows);
-#pragma omp parallel for num_threads(workers) schedule(static)
-        for (int64_t token = 0; token < tokens; ++token)
+        for_pieces(tokens, workers, Order::runs, [&](int64_t token, int) {
             for (int64_t head = 0; head < heads; ++head)
                 quantize_row(format, from + token * strides.first + head * strides.second, head_dim,
                              to + (token * heads + head) * row_bytes);
+        });
     });
 }
 

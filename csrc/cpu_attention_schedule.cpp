@@ -1,13 +1,12 @@
 // Cuts a batch into tasks and runs them over the threads. Nothing decided here can change a bit of the results: a task
 // computes whole rows over whole tiles, and tiles that were run apart are merged in their order.
-#include <omp.h>
-
 #include <algorithm>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "cpu_attention.h"
+#include "cpu_threads.h"
 
 namespace nanovllm::attention {
 namespace {
@@ -159,14 +158,11 @@ void attend(const Batch& batch, const Kernel& kernel, int threads) {
     const size_t bytes = workspace_bytes(plan.pieces, kernel);
     look_ahead(plan.pieces, workers);
     const Buffer workspaces = allocate(bytes * workers);
-#pragma omp parallel num_threads(workers)
-    {
-        char* workspace = workspaces.get() + bytes * omp_get_thread_num();
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pieces; ++i) kernel.run(plan.pieces[i], workspace);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < merges; ++i) kernel.merge(plan.merges[i], workspace);
-    }
+    const auto workspace = [&](int worker) { return workspaces.get() + bytes * worker; };
+    for_pieces(pieces, workers, Order::in_turn,
+               [&](int64_t i, int worker) { kernel.run(plan.pieces[i], workspace(worker)); });
+    for_pieces(merges, workers, Order::in_turn,
+               [&](int64_t i, int worker) { kernel.merge(plan.merges[i], workspace(worker)); });
 }
 
 }  // namespace nanovllm::attention

@@ -22,4 +22,7 @@ void bind_steps(pybind11::module_& m, SequenceCheck check_sequences);
 // Adds quantize_rows (cpu_attention_kv8.cpp).
 void bind_kv8(pybind11::module_& m);
 
+// Makes run_pieces use the threads of _cpu_kernels (cpu_attention_threads.cpp).
+void share_threads();
+
 }  // namespace nanovllm::attention

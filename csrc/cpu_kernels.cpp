@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu_isa.h"
+#include "cpu_threads.h"
 
 PYBIND11_MODULE(_cpu_kernels, m) {
     m.doc() = "Linear layers and row-wise work on the CPU.";
@@ -12,4 +13,6 @@ PYBIND11_MODULE(_cpu_kernels, m) {
     nanovllm::define_rows(m);
     nanovllm::define_packed(m);
     nanovllm::define_layer(m);
+    // One set of threads for all modules: two would take the cores from each other.
+    m.attr("threads") = pybind11::capsule(reinterpret_cast<void*>(&nanovllm::run_pieces), "nanovllm.run_pieces");
 }

@@ -1,11 +1,11 @@
 // Cuts a linear layer into pieces of work for the threads. Nothing decided here can change a bit of the results: a piece
 // computes whole outputs of whole rows.
 #include <algorithm>
-#include <cstring>
-#include <memory>
+#include <vector>
 
 #include "cpu_linear.h"
 #include "cpu_scratch.h"
+#include "cpu_threads.h"
 
 namespace nanovllm::linear {
 namespace {
@@ -15,6 +15,8 @@ constexpr int64_t kNearBytes = 1024;
 constexpr int64_t kInterleavedBytes = 6 << 10;  // ahead of all the vectors of outputs that share a broadcast
 constexpr int64_t kInterleavedOutputs = 4 * kGroup;  // between one pass of rows and the next
 constexpr int64_t kLine = 64;
+constexpr int64_t kPieceBytes = 128 << 10;     // of weights for few rows: some microseconds
+constexpr int64_t kThreadElements = 16 << 10;  // of weights times rows; below, another thread costs more than it saves
 constexpr int64_t kMostPieceRows = 1024;
 constexpr int64_t kPiecesPerThread = 4;  // so that unequal pieces still end together
 
@@ -33,18 +35,18 @@ void run_few(const Problem& p, const Kernel& k, int threads) {
     for (int64_t row = 0; row < p.rows; row += most)
         k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, words + row * row_words);
     // The next panel's weights are fetched meanwhile, or the next inputs' where the core could not keep a panel.
-    const int64_t share = ceil_div(ceil_div(p.out, threads), kGroup) * kGroup;
-    const int64_t outputs = !p.interleaved ? k.pass_outputs : passes > 1 ? kInterleavedOutputs : share;
+    const int64_t read = std::max(kGroup, kPieceBytes / (p.in * k.element_bytes) / kGroup * kGroup);
+    const int64_t outputs = !p.interleaved ? k.pass_outputs : passes > 1 ? kInterleavedOutputs : read;
     const bool fetch_panel = !p.interleaved && outputs * p.in * k.element_bytes <= kOwnCacheBytes;
     const int64_t near = (p.interleaved ? kInterleavedBytes : kNearBytes) / k.element_bytes;
     const int64_t fetch_ahead = fetch_panel ? outputs * p.in : near;
     const int64_t panels = ceil_div(p.out, outputs);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t panel = 0; panel < panels; ++panel) {
+    const int used = int(std::min<int64_t>(threads, 1 + p.rows * p.out * p.in / kThreadElements));
+    for_pieces(panels, used, Order::runs, [&](int64_t panel, int) {
         const int64_t begin = panel * outputs, end = std::min(p.out, begin + outputs);
         for (int64_t row = 0; row < p.rows; row += most)
             k.multiply_few(p, {words + row * row_words, row, std::min(most, p.rows - row)}, begin, end, fetch_ahead);
-    }
+    });
 }
 
 // A piece of work: some rows times the weights of some outputs.
@@ -113,16 +115,12 @@ void run_many(const Problem& p, const Kernel& k, int threads) {
                                     std::min(wanted, std::max<int64_t>(1, p.rows / (8 * k.tile_rows))));
     const int64_t rows = ceil_div(ceil_div(p.rows, splits), k.tile_rows) * k.tile_rows;
     const int64_t row_pieces = ceil_div(p.rows, rows), pieces = blocks * row_pieces;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    for_pieces(pieces, threads, Order::in_turn, [&](int64_t i, int) {
         thread_local Scratch scratch;
-        PieceRunner runner(p, k, scratch, rows);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pieces; ++i) {
-            const int64_t row = i % row_pieces * rows, output = i / row_pieces * k.block_outputs;
-            runner.run({row, std::min(rows, p.rows - row), output, std::min(k.block_outputs, p.out - output)});
-        }
-    }
+        const int64_t row = i % row_pieces * rows, output = i / row_pieces * k.block_outputs;
+        PieceRunner(p, k, scratch, rows)
+            .run({row, std::min(rows, p.rows - row), output, std::min(k.block_outputs, p.out - output)});
+    });
 }
 
 // The last outputs, which are no whole group, lie row by row.
@@ -140,20 +138,15 @@ void run_interleaved_and_rest(Problem p, const Kernel& k, int threads) {
 
 template <class Unit>
 void interleave_units(void* weight, int64_t groups, int64_t units, bool back, int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        const std::unique_ptr<Unit[]> copy(new Unit[size_t(kGroup * units)]);
-#pragma omp for schedule(static)
-        for (int64_t group = 0; group < groups; ++group) {
-            Unit* const here = static_cast<Unit*>(weight) + group * kGroup * units;
-            std::memcpy(copy.get(), here, size_t(kGroup * units) * sizeof(Unit));
-            for (int64_t unit = 0; unit < units; ++unit)
-                for (int64_t i = 0; i < kGroup; ++i) {
-                    const int64_t by_row = i * units + unit, interleaved = unit * kGroup + i;
-                    here[back ? by_row : interleaved] = copy[size_t(back ? interleaved : by_row)];
-                }
-        }
-    }
+    for_pieces(groups, threads, Order::runs, [&](int64_t group, int) {
+        Unit* const here = static_cast<Unit*>(weight) + group * kGroup * units;
+        const std::vector<Unit> copy(here, here + kGroup * units);
+        for (int64_t unit = 0; unit < units; ++unit)
+            for (int64_t i = 0; i < kGroup; ++i) {
+                const int64_t by_row = i * units + unit, interleaved = unit * kGroup + i;
+                here[back ? by_row : interleaved] = copy[size_t(back ? interleaved : by_row)];
+            }
+    });
 }
 
 }  // namespace

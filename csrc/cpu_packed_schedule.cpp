@@ -6,12 +6,14 @@
 
 #include "cpu_packed.h"
 #include "cpu_scratch.h"
+#include "cpu_threads.h"
 
 namespace nanovllm::packed {
 namespace {
 
 constexpr int64_t kSliceRows = 256;  // whose integers and totals are held at a time
-constexpr int64_t kFewRows = 24;     // reading the weights takes all the time: each thread reads one stretch of them
+constexpr int64_t kFewRows = 24;     // reading the weights takes all the time: each thread reads a run of them
+constexpr int64_t kThreadElements = 32 << 10;  // below, another thread costs more than it saves
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -87,19 +89,14 @@ void run_slice(const Problem& p, const Kernel& k, int64_t row, int64_t count, in
     const int64_t size = p.dtype == DType::fp32 ? 4 : 2;
     slice.x = static_cast<const char*>(p.x) + row * p.x_stride * size;
     const int64_t panels = ceil_div(p.weight.out, kOutputs), pieces = ceil_div(panels, k.tile_panels);
-    const int64_t stretch = count <= kFewRows ? ceil_div(pieces, threads) : 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    const auto used = [&](int64_t elements) { return int(std::min<int64_t>(threads, 1 + elements / kThreadElements)); };
+    for_pieces(count, used(count * p.weight.in), Order::runs, [&](int64_t i, int) { k.quantise(slice, i, rows); });
+    const Order order = count <= kFewRows ? Order::runs : Order::in_turn;
+    for_pieces(pieces, used(count * p.weight.in * p.weight.out), order, [&](int64_t i, int) {
         thread_local Scratch own;
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < count; ++i) k.quantise(slice, i, rows);
-        PieceRunner runner(p, k, rows, own);
-#pragma omp for schedule(dynamic, stretch)
-        for (int64_t i = 0; i < pieces; ++i) {
-            const int64_t panel = i * k.tile_panels;
-            runner.run(panel, std::min(k.tile_panels, panels - panel), row, count);
-        }
-    }
+        const int64_t panel = i * k.tile_panels;
+        PieceRunner(p, k, rows, own).run(panel, std::min(k.tile_panels, panels - panel), row, count);
+    });
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cpu_threads.h"
+
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_ISA __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -17,6 +19,7 @@ namespace nanovllm::rows {
 namespace {
 
 constexpr int64_t kElementsOfThread = 32768;  // below, a second thread costs more than it does
+constexpr int64_t kElementsOfPiece = 8192;     // some microseconds
 constexpr int64_t kElementsOfFunction = 16;   // that take as long as a cosine or a logarithm
 constexpr int kLanes = 16;                    // partial sums of a row, whatever the width of vectors
 
@@ -218,9 +221,12 @@ double gumbel_noise(uint64_t start, int64_t token) {
 
 template <class Work>
 void for_each(int64_t rows, int64_t elements_of_row, int threads, const Work& work) {
+    const int64_t together = std::max<int64_t>(1, kElementsOfPiece / std::max<int64_t>(1, elements_of_row));
     const int used = int(std::min<int64_t>(threads, 1 + rows * elements_of_row / kElementsOfThread));
-#pragma omp parallel for schedule(static) num_threads(used) if (used > 1)
-    for (int64_t row = 0; row < rows; ++row) work(row);
+    for_pieces((rows + together - 1) / together, used, Order::runs, [&](int64_t piece, int) {
+        const int64_t end = std::min(rows, (piece + 1) * together);
+        for (int64_t row = piece * together; row < end; ++row) work(row);
+    });
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ from nanovllm.ops import _cpu_kernels
 
 MODULES = ("nanovllm/ops/_cpu_kernels", "nanovllm/ops/_cpu_attention")
 FLAGS = [
-    "-std=c++17", "-O0", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off",
+    "-std=c++17", "-O0", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=off",
     "-DNANOVLLM_EMULATE_BF16",
 ]  # fmt: skip
 TESTS = (

@@ -21,7 +21,7 @@ EXTENSIONS = {  # module -> (sources, tests that exercise it)
         ("test_cpu_attention.py", "test_cpu_attention_kv8.py", "test_host_attention.py", "test_paged_step.py"),
     ),
     "nanovllm/ops/_cpu_kernels": (
-        ("cpu_kernels.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp", "cpu_layer.cpp"),
+        ("cpu_kernels.cpp", "cpu_threads.cpp", "cpu_linear*.cpp", "cpu_packed*.cpp", "cpu_rows*.cpp", "cpu_layer.cpp"),
         (
             "test_cpu_linear.py",
             "test_interleaved_weights.py",
@@ -37,7 +37,7 @@ FLAGS = [
     "-g1",  # lines, which is all that a report needs
     "-fPIC",
     "-shared",
-    "-fopenmp",
+    "-pthread",
     "-fvisibility=hidden",
     "-fno-omit-frame-pointer",
 ]

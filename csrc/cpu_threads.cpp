@@ -1,0 +1,260 @@
+// The threads of the process. OpenMP's wait at the end of a region for threads that may have had no work, and spin for
+// milliseconds: beside a busy process a step then takes as long as the system lets that process run, in every region.
+#include "cpu_threads.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nanovllm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+constexpr int kRegions = 8;       // at a time: of threads that compute, and with a thread inside that was late to leave
+constexpr int kMostThreads = 256;  // of a region
+constexpr int kPauses = 32;       // between two looks at the clock
+constexpr microseconds kWaitForPieces{50};  // for pieces that others have begun, before the caller gives up its core
+constexpr microseconds kWaitForWork{2000};  // of a thread without work: longer than Python takes between two regions
+constexpr microseconds kBriefWait{5};       // the same while other processes want the core
+constexpr microseconds kContended{20000};   // how long a core counts as wanted after the system took it away
+
+void pause_core() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake(std::atomic<uint32_t>& word, int count) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+// How often the system took the core away from this thread.
+long times_preempted() {
+    rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+}
+
+// Pieces [begin, end) that nobody has taken yet, as one word.
+class alignas(64) Run {
+  public:
+    void set(uint32_t begin, uint32_t end) { word_.store(pack(begin, end), std::memory_order_relaxed); }
+
+    bool take_first(uint32_t& piece) {
+        uint64_t word = word_.load(std::memory_order_relaxed);
+        do {
+            if (begin_of(word) >= end_of(word)) return false;
+            piece = begin_of(word);
+        } while (!word_.compare_exchange_weak(word, pack(piece + 1, end_of(word)), std::memory_order_relaxed));
+        return true;
+    }
+
+    // Moves the last half to `taker`, which is empty and the calling thread's own.
+    bool give_half(Run& taker) {
+        uint64_t word = word_.load(std::memory_order_relaxed);
+        uint32_t middle;
+        do {
+            if (begin_of(word) >= end_of(word)) return false;
+            middle = begin_of(word) + (end_of(word) - begin_of(word)) / 2;
+        } while (!word_.compare_exchange_weak(word, pack(begin_of(word), middle), std::memory_order_relaxed));
+        taker.set(middle, end_of(word));
+        return true;
+    }
+
+  private:
+    std::atomic<uint64_t> word_{0};
+
+    static uint64_t pack(uint32_t begin, uint32_t end) { return uint64_t(begin) << 32 | end; }
+    static uint32_t begin_of(uint64_t word) { return uint32_t(word >> 32); }
+    static uint32_t end_of(uint64_t word) { return uint32_t(word); }
+};
+
+// One call of run_pieces. Regions live as long as the process: a thread may look at one that is over, and it is used
+// again only when nobody is inside.
+class Region {
+  public:
+    bool reserve() {
+        if (reserved_.exchange(true, std::memory_order_acquire)) return false;
+        if (inside_.load() == 0) return true;
+        reserved_.store(false, std::memory_order_release);
+        return false;
+    }
+
+    void open(uint32_t pieces, int threads, Order order, Work work, const void* context) {
+        work_ = work, context_ = context, threads_ = threads, order_ = order;
+        for (int i = 0; i < threads; ++i) {
+            const uint64_t begin = uint64_t(pieces) * i / threads, end = uint64_t(pieces) * (i + 1) / threads;
+            if (order == Order::runs) runs_[i].set(uint32_t(begin), uint32_t(end));
+        }
+        if (order == Order::in_turn) runs_[0].set(0, pieces);
+        left_.store(pieces, std::memory_order_relaxed);
+        joined_.store(1, std::memory_order_relaxed);  // the caller is worker 0
+        open_.store(true);
+    }
+
+    // What the caller does: its share and what nobody else has begun. Returns when all pieces are done.
+    void finish() {
+        take_part(0);
+        const Clock::time_point give_up = Clock::now() + kWaitForPieces;
+        for (uint32_t left; (left = left_.load(std::memory_order_acquire)) != 0;) {
+            if (Clock::now() > give_up) {
+                asleep_.store(true);
+                if (left_.load() == left) sleep_while(left_, left);
+                asleep_.store(false, std::memory_order_relaxed);
+            } else {
+                for (int i = 0; i < kPauses; ++i) pause_core();
+            }
+        }
+        open_.store(false);
+        reserved_.store(false, std::memory_order_release);
+    }
+
+    // What another thread does. Returns whether it did a piece.
+    bool help() {
+        if (!open_.load(std::memory_order_relaxed)) return false;
+        inside_.fetch_add(1);
+        bool helped = false;
+        if (open_.load() && joined_.load(std::memory_order_relaxed) < threads_) {
+            const int worker = joined_.fetch_add(1, std::memory_order_relaxed);
+            if (worker < threads_) helped = take_part(worker);
+        }
+        inside_.fetch_sub(1, std::memory_order_release);
+        return helped;
+    }
+
+  private:
+    std::atomic<bool> reserved_{false}, open_{false}, asleep_{false};
+    std::atomic<int> inside_{0}, joined_{0};
+    std::atomic<uint32_t> left_{0};  // pieces that are not done
+    Work work_;
+    const void* context_;
+    int threads_;
+    Order order_;
+    Run runs_[kMostThreads];
+
+    bool take_part(int worker) {
+        bool helped = false;
+        for (uint32_t piece; take(worker, piece); helped = true) {
+            work_(context_, piece, worker);
+            if (left_.fetch_sub(1) == 1 && worker != 0 && asleep_.load()) wake(left_, 1);
+        }
+        return helped;
+    }
+
+    bool take(int worker, uint32_t& piece) {
+        if (order_ == Order::in_turn) return runs_[0].take_first(piece);
+        while (!runs_[worker].take_first(piece))
+            if (!take_over(worker)) return false;
+        return true;
+    }
+
+    bool take_over(int worker) {
+        for (int i = 1; i < threads_; ++i)
+            if (runs_[(worker + i) % threads_].give_half(runs_[worker])) return true;
+        return false;
+    }
+};
+
+class Pool {
+  public:
+    void run(int64_t pieces, int threads, Order order, Work work, const void* context) {
+        Region* region = nullptr;
+        for (Region& candidate : regions_)
+            if (candidate.reserve()) {
+                region = &candidate;
+                break;
+            }
+        if (!region) {
+            for (int64_t piece = 0; piece < pieces; ++piece) work(context, piece, 0);
+            return;
+        }
+        start_workers(threads - 1);
+        region->open(uint32_t(pieces), threads, order, work, context);
+        regions_begun_.fetch_add(1);
+        if (asleep_.load() > 0) wake(regions_begun_, threads - 1);
+        region->finish();
+    }
+
+  private:
+    Region regions_[kRegions];
+    std::atomic<uint32_t> regions_begun_{0};
+    std::atomic<int> asleep_{0}, workers_{0};
+    std::mutex starting_;
+
+    void start_workers(int count) {
+        if (workers_.load(std::memory_order_acquire) >= count) return;
+        const std::lock_guard<std::mutex> lock(starting_);
+        for (int started = workers_.load(); started < count; ++started) {
+            std::thread([this, started] { work_for_ever(started); }).detach();
+            workers_.store(started + 1, std::memory_order_release);
+        }
+    }
+
+    bool help_anybody(int first) {
+        bool helped = false;
+        for (int i = 0; i < kRegions; ++i) helped |= regions_[(first + i) % kRegions].help();
+        return helped;
+    }
+
+    void work_for_ever(int first) {
+        long preempted = times_preempted();
+        Clock::time_point free_again = Clock::now();  // of processes that want the core
+        for (;;) {
+            const uint32_t seen = regions_begun_.load();
+            if (help_anybody(first)) continue;
+            const Clock::time_point begin = Clock::now();
+            if (const long now = times_preempted(); now != preempted) preempted = now, free_again = begin + kContended;
+            const auto patience = begin < free_again ? kBriefWait : kWaitForWork;
+            while (regions_begun_.load(std::memory_order_relaxed) == seen && Clock::now() < begin + patience)
+                for (int i = 0; i < kPauses; ++i) pause_core();
+            if (regions_begun_.load() != seen) continue;
+            asleep_.fetch_add(1);
+            sleep_while(regions_begun_, seen);
+            asleep_.fetch_sub(1);
+        }
+    }
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+Pool& the_pool() {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        pool.store(new Pool);
+        pthread_atfork(nullptr, nullptr, [] { pool.store(new Pool); });  // threads do not follow into a forked process
+    });
+    return *pool.load();
+}
+
+}  // namespace
+
+void run_pieces(int64_t pieces, int threads, Order order, Work work, const void* context) {
+    threads = int(std::min<int64_t>({threads, pieces, kMostThreads}));
+    if (threads <= 1 || pieces > INT_MAX) {
+        for (int64_t piece = 0; piece < pieces; ++piece) work(context, piece, 0);
+        return;
+    }
+    the_pool().run(pieces, threads, order, work, context);
+}
+
+}  // namespace nanovllm

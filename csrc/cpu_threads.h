@@ -1,0 +1,30 @@
+// Threads that share the pieces of a region. A piece is taken by whichever thread is free, so a thread that the system
+// does not run holds nobody up, and at the end only pieces that somebody has begun are waited for.
+#pragma once
+
+#include <cstdint>
+
+namespace nanovllm {
+
+using Work = void (*)(const void* context, int64_t piece, int worker);
+
+enum class Order {
+    runs,     // each thread takes a run of neighbouring pieces, and half of another's when its own is done
+    in_turn,  // the next piece is taken by whichever thread comes first
+};
+
+// Calls work for each piece in [0, pieces), on the calling thread and on up to threads - 1 others. At most `threads` call
+// it at a time, each with a worker of its own in [0, threads). Pieces must not wait for each other.
+void run_pieces(int64_t pieces, int threads, Order order, Work work, const void* context);
+
+template <class F>
+void for_pieces(int64_t pieces, int threads, Order order, const F& work) {
+    if (threads <= 1 || pieces <= 1) {
+        for (int64_t piece = 0; piece < pieces; ++piece) work(piece, 0);
+        return;
+    }
+    run_pieces(pieces, threads, order,
+               [](const void* f, int64_t piece, int worker) { (*static_cast<const F*>(f))(piece, worker); }, &work);
+}
+
+}  // namespace nanovllm
