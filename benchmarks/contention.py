@@ -2,9 +2,9 @@
 
     python -m benchmarks.contention [--model tiny DIRECTORY qwen3-0.6b] [--num-layers 4] [--other TREE]
 
-Each round measures the engine alone, beside a process that keeps one core busy, and beside a second engine that does the
-same work in a process of its own. A cost is the time beside the busy process divided by the time alone. Together is the
-work of the two engines in a time, divided by that of the engine alone. Figures are medians over rounds.
+Each round measures the engine alone, beside a process that keeps one core busy, and beside a second engine that does
+the same work in a process of its own. A cost is the time beside the busy process divided by the time alone. Together is
+the work of the two engines in a time, divided by that of the engine alone. Figures are medians over rounds.
 --other measures another tree as well, such as an earlier commit with its extensions built, in turns with this one.
 """
 
@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     facts = machine_facts("cpu")
     print(f"{facts['cpu']}, {facts['threads']} threads; {args.prompt_len} tokens in, {args.output_len} out")
     print(f"{'':<33} {'alone':^18} {'cost of a busy one':^17} {'two together':^17}")
-    print(f"{'model':<24} {'commit':<8} {'tok/s':>9} {'ms':>8} {'prefill':>8} {'decode':>8} {'prefill':>8} {'decode':>8}")
+    both = f"{'prefill':>8} {'decode':>8}"
+    print(f"{'model':<24} {'commit':<8} {'tok/s':>9} {'ms':>8} {both} {both}")
     results = [row for model in args.model for row in compare(args, model)]
     write_json(args.output_json, args, facts, results=results)
     return 0

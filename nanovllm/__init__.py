@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# torch's threads spin for milliseconds after each of its parallel operators unless told otherwise, on cores that the
+# kernels' own threads need. Read when torch is loaded, so without effect where that has happened.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 if TYPE_CHECKING:
     from nanovllm.cli.engine_args import EngineArgs

@@ -291,7 +291,7 @@ def test_an_engine_that_always_fails_is_given_up_and_says_so(engine: AsyncLLM) -
 
 
 def test_the_engines_thread_loads_the_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second thread that runs kernels would have a second OpenMP team, and both would sleep between kernels."""
+    """A second thread that runs torch's operators would have a second OpenMP team, beside that of the first."""
     threads = []
     load = LLM.__init__
 

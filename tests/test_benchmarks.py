@@ -365,3 +365,16 @@ def test_some_tests_are_benchmarks_by_hand(script: str, options: list[str], show
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert shown in done.stdout
+
+
+# ---- beside other work
+
+
+@pytest.mark.slow
+def test_contention_measures_alone_beside_a_busy_process_and_beside_a_second_engine(model: Path) -> None:
+    output = model.parent / "contention.json"
+    options = ["--model", str(model), "--prompt-len", "20", "--output-len", "3", "--rounds", "2"]
+    assert main_of("benchmarks.contention")([*options, "--output-json", str(output)]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert len(result["rounds"]) == 2 and set(result["rounds"][0]) == {"alone", "busy", "one_of_two", "other_of_two"}
+    assert all(result[name] > 0 for name in ("prefill_cost", "decode_cost", "prefill_together", "decode_together"))

@@ -241,8 +241,8 @@ class AsyncLLM:
     def _run(self, model: str | Path, engine_args: dict[str, Any], loaded: Future[None]) -> None:
         """Load the model, and step it until the end.
 
-        A model that another thread has loaded is slower: OpenMP keeps a team of threads for each thread that runs
-        kernels, and with more teams than cores for them, threads sleep between two kernels instead of spinning.
+        A model that another thread has loaded is slower: for torch's operators OpenMP keeps a team of threads for each
+        thread that runs them, and with more teams than cores, threads sleep between two operators instead of spinning.
         """
         try:
             self.llm = LLM(model, **engine_args)
