@@ -136,6 +136,10 @@ def pass_over(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Te
         linear(x, weight)
 
 
+def _isa(dtype: torch.dtype) -> str:
+    return cpu_kernels.choose(None, f"linear.{cpu_kernels.dtype_name(dtype)}")
+
+
 def kernel_pass(x: Tensor, weights: Tensor, interleaved: bool) -> Callable[[], object]:
     """Our products of x [rows, in] with all of `weights` [copies, out, in]."""
     rows, (_, out_features, in_features) = len(x), weights.shape
@@ -144,7 +148,7 @@ def kernel_pass(x: Tensor, weights: Tensor, interleaved: bool) -> Callable[[], o
     y = x.new_empty(rows, out_features)
     calls = [
         partial(
-            _cpu_kernels.linear, isa=cpu_kernels.choose(), dtype=cpu_kernels.dtype_name(x.dtype), x=x.data_ptr(),
+            _cpu_kernels.linear, isa=_isa(x.dtype), dtype=cpu_kernels.dtype_name(x.dtype), x=x.data_ptr(),
             x_stride=in_features, weight=weight.data_ptr(), bias=0, y=y.data_ptr(), y_stride=out_features, rows=rows,
             in_features=in_features, out_features=out_features, interleaved=interleaved,
             threads=torch.get_num_threads(),
@@ -188,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
     with open_shape(args.model, 1, args.dtype) as shape:
         facts, load = machine_facts("cpu"), OtherLoad()
-        isa = cpu_kernels.choose()
+        isa = _isa(shape.dtype)
         machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
         print(f"{shape.name} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
         print(f"{'in x out':>24} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'each':>5} {'GFLOP/s':>9}"

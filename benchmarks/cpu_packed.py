@@ -122,7 +122,7 @@ def print_result(result: Result) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write JSON if requested."""
-    facts, load, isa = machine_facts("cpu"), OtherLoad(), cpu_kernels.choose()
+    facts, load, isa = machine_facts("cpu"), OtherLoad(), cpu_kernels.choose(None, "packed")
     machine = f"{facts['cpu']}, {facts['threads']} threads, {isa}"
     print(f"{args.in_features} x {args.out_features} in {args.dtype}; {machine}; medians of {args.rounds} rounds")
     print(f"{'bits':>13} {'rows':>5} {'read':>6} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9} {'of dense':>9}")

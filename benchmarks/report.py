@@ -32,6 +32,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "device": device,
         "cpu": _cpu_model(),
         "threads": torch.get_num_threads(),
+        "cpu_kernels": _cpu_kernels() if device == "cpu" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "nanovllm": nanovllm.__version__,
@@ -70,6 +71,15 @@ def peak_rss_bytes() -> int:
 def _cpu_model() -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match.group(1) if match else platform.machine()
+
+
+def _cpu_kernels() -> str | None:
+    """The instruction sets of nanovllm's kernels; None in an environment without them."""
+    try:
+        from nanovllm.ops.cpu_kernels import cpu_kernel_choice
+    except ImportError:
+        return None
+    return str(cpu_kernel_choice())
 
 
 def commit() -> str | None:
@@ -112,7 +122,10 @@ def print_facts(facts: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     gpu = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}; " if "gpu" in facts else ""
     print(f"{facts['device']}: {gpu}{facts['cpu']}, {facts['threads']} threads; {facts['date']}")
     engine = f"nanovllm {facts['nanovllm']} ({facts['commit'] or 'no git commit'})"
-    print(f"{engine}, torch {facts['torch']}, Python {facts['python']}\n", flush=True)
+    print(f"{engine}, torch {facts['torch']}, Python {facts['python']}")
+    if facts.get("cpu_kernels") is not None:
+        print(f"CPU kernels: {facts['cpu_kernels']}")
+    print(flush=True)
 
 
 def print_other_load(share: float) -> None:

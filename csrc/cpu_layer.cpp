@@ -111,11 +111,11 @@ struct Norms {
 
 class Layer {
   public:
-    Layer(const std::string& isa, std::string dtype, Norms norms, Linear qkv, Linear o, Linear gate_up, Linear down,
-          int64_t head_dim, const std::string& activation)
-        : isa_(nanovllm::isa_of(isa)), dtype_(std::move(dtype)), norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)),
-          gate_up_(std::move(gate_up)), down_(std::move(down)), head_dim_(head_dim),
-          activation_(nanovllm::activation_of(activation)) {}
+    Layer(const std::string& isa, const std::string& packed_isa, std::string dtype, Norms norms, Linear qkv, Linear o,
+          Linear gate_up, Linear down, int64_t head_dim, const std::string& activation)
+        : isa_(nanovllm::isa_of(isa)), packed_isa_(nanovllm::isa_of(packed_isa)), dtype_(std::move(dtype)),
+          norms_(norms), qkv_(std::move(qkv)), o_(std::move(o)), gate_up_(std::move(gate_up)), down_(std::move(down)),
+          head_dim_(head_dim), activation_(nanovllm::activation_of(activation)) {}
 
     void project(const Address& x, const Address& cos, const Address& sin, const Address& q, const Address& k,
                  const Address& v, int64_t count, int64_t q_heads, int64_t kv_heads, int threads) const {
@@ -160,7 +160,7 @@ class Layer {
     }
 
   private:
-    nanovllm::Isa isa_;
+    nanovllm::Isa isa_, packed_isa_;  // of dense weights, and of packed ones
     std::string dtype_;
     Norms norms_;
     Linear qkv_, o_, gate_up_, down_;
@@ -169,7 +169,7 @@ class Layer {
 
     Kernels kernels(int threads) const {
         const DType dtype = nanovllm::dtype_of(dtype_);
-        return {linear::kernel_of(isa_, dtype), packed::kernel_of(isa_), dtype, threads};
+        return {linear::kernel_of(isa_, dtype), packed::kernel_of(packed_isa_), dtype, threads};
     }
 };
 
@@ -194,9 +194,9 @@ void define_layer(py::module_& m) {
              }), py::kw_only(), py::arg("input"), py::arg("heads"), py::arg("mlp"), py::arg("attention_output"),
              py::arg("mlp_output"), py::arg("eps"));
     py::class_<Layer>(m, "Layer")
-        .def(py::init<const std::string&, std::string, Norms, Linear, Linear, Linear, Linear, int64_t,
-                      const std::string&>(),
-             py::kw_only(), py::arg("isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
+        .def(py::init<const std::string&, const std::string&, std::string, Norms, Linear, Linear, Linear, Linear,
+                      int64_t, const std::string&>(),
+             py::kw_only(), py::arg("isa"), py::arg("packed_isa"), py::arg("dtype"), py::arg("norms"), py::arg("qkv"), py::arg("o"),
              py::arg("gate_up"), py::arg("down"), py::arg("head_dim"), py::arg("activation"))
         .def("project", &Layer::project, "The rows' q, k and v.")
         .def("finish", &Layer::finish, "Adds what comes of the attended rows to the residual stream.");

@@ -367,8 +367,10 @@ def test_ratios_compare_runs_of_the_same_round() -> None:
 def test_bars_are_reached_missed_or_not_measured(shape: Shape) -> None:
     plan = plan_for(["nanovllm", "vllm", "llama.cpp"], [8192])
     findings = found(nanovllm=[result(10.0)], vllm=[result(13.5, 0.14)], llama_cpp=[result(9.0, 0.1)])
-    said = {bar_name(v.bar): v.reached for v in verdicts(shape, plan, findings)}
+    said = {bar_name(v.bar): v.reached for v in verdicts(shape, plan, findings, "avx512bf16")}
     assert len(said) == len(BARS)
+    judged = {(v.bar.prompt_len, v.bar.limit): v for v in verdicts(shape, plan, findings, "avx512")}
+    assert {(512, 1.4), (2048, 2.0)} <= judged.keys()
     assert said["8192: prefill over vllm"] is True
     assert said["8192: decode over vllm"] is False
     assert said["8192: prefill over llama.cpp"] is False
@@ -384,7 +386,7 @@ def test_memory_bar_leaves_out_weights_and_kv(shape: Shape, beyond: int, reached
     peak = (beyond << 20) + shape.weight_bytes + (32768 + 4 - 1) * shape.kv_token_bytes
     assert memory_beyond(shape, 32768, 4, peak) == beyond << 20
     findings = Findings({("nanovllm", 32768): [result(1.0, peak=peak)]}, [CEILING])
-    (verdict,) = (v for v in verdicts(shape, plan, findings) if v.bar.against == "memory")
+    (verdict,) = (v for v in verdicts(shape, plan, findings, "avx512") if v.bar.against == "memory")
     assert verdict.reached is reached
 
 

@@ -30,7 +30,7 @@ class Call:
     def end(self) -> None:
         """Answer with a result for each row."""
         results = [failed_result(request.index, "no engine") for request in self.requests or ()]
-        self.answer = (results, Progress()) if self.requests is not None else "loaded"
+        self.answer = (results, Progress()) if self.requests is not None else ""
 
 
 class Actor:
@@ -39,8 +39,13 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.is_killed = False
-        self.load = SimpleNamespace(remote=lambda: self._called(Call()))
+        self.cpu_kernels = SimpleNamespace(remote=lambda: self)  # whose choice it is
+        self.load = SimpleNamespace(remote=self._load)
         self.exchange = SimpleNamespace(remote=lambda requests: self._called(Call(requests)))
+
+    def _load(self, choice_of: Actor) -> Call:
+        self.choice_of = choice_of
+        return self._called(Call())
 
     def _called(self, call: Call) -> Call:
         self.calls.append(call)
@@ -105,3 +110,19 @@ def test_a_worker_that_does_not_answer_is_replaced_and_its_rows_come_back(monkey
     hanging.calls[-1].end()  # too late: it is not read
     ray.actors[1].calls[0].end()
     assert wait_for(replicas, ray, 1.0) == [] and list(replicas.ready()) == [0]
+
+
+def test_all_replicas_take_over_the_cpu_kernels_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first one, or of its successor if it is lost before any replica has loaded."""
+    ray = Ray()
+    monkeypatch.setattr(ray_replicas, "ray", ray)
+    monkeypatch.setattr(ray_replicas, "time", SimpleNamespace(monotonic=lambda: ray.now))
+    replicas = RayReplicas(ReplicaSettings("tiny"), 2, Resources(1, 0), worker_timeout=TIMEOUT)
+    replicas._replace(0, "lost")
+    replicas._replace(1, "its choice is lost")
+    first, _, successor, second = ray.actors
+    assert [actor.choice_of for actor in ray.actors] == [first, first, successor, successor]
+    second.calls[0].end()
+    wait_for(replicas, ray, 1.0)
+    replicas._replace(0, "lost again")
+    assert ray.actors[-1].choice_of is successor  # a call's answer outlives the actor

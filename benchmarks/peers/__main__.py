@@ -32,6 +32,7 @@ from benchmarks.peers.summary import rows, verdicts
 from benchmarks.peers.table import markdown
 from benchmarks.report import machine_facts, write_json
 from benchmarks.shapes import Shape, open_shape
+from nanovllm.ops.cpu_kernels import choose
 
 NAME = "python -m benchmarks.peers"
 WORK_DIR = Path("build/peers")
@@ -99,7 +100,8 @@ def report(args: argparse.Namespace, shape: Shape, findings: Findings) -> str:
     """Write tables, figures and picture; returns the tables."""
     plan = plan_of(args, args.engines)
     facts = machine_facts("cpu") | {"cores": len(os.sched_getaffinity(0))}
-    found, judged = rows(shape, plan, findings), verdicts(shape, plan, findings)
+    isa = choose(None, "linear.bfloat16")
+    found, judged = rows(shape, plan, findings), verdicts(shape, plan, findings, isa)
     text = markdown(shape, plan, findings, facts, found, judged)
     (args.output_dir / "peers.md").write_text(text)
     runs = [{"engine": engine, "prompt_len": n, "rounds": done} for (engine, n), done in findings.runs.items()]

@@ -84,6 +84,12 @@ BARS = (
     *(Bar(length, phase, "llama.cpp", 1.0) for length in (512, 2048, 8192) for phase in PHASES),
     Bar(32768, "memory", "memory", 700.0),
 )
+# Where nanovllm multiplies bf16 without bf16 instructions, since they are slow there.
+BARS_WITHOUT_BF16 = tuple(
+    Bar(length, "prefill", against, limit)
+    for length in (512, 2048)
+    for against, limit in (("vllm", 1.4), ("llama.cpp", 2.0), ("roofline", 0.80))
+)
 
 
 def spread_of(runs: Sequence[dict[str, Any] | None], name: str) -> Spread | None:
@@ -140,10 +146,11 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return next(differing, min(len(left), len(right)))
 
 
-def verdicts(shape: Shape, plan: Plan, findings: Findings) -> list[Verdict]:
-    """All targets, by medians: reached, missed or not measured."""
+def verdicts(shape: Shape, plan: Plan, findings: Findings, bf16_isa: str) -> list[Verdict]:
+    """All targets, by medians: reached, missed or not measured. bf16_isa: of nanovllm's bf16 products."""
     measured = {(row.engine, row.prompt_len): row for row in rows(shape, plan, findings)}
-    return [_verdict(bar, shape, plan, findings, measured.get((SUBJECT, bar.prompt_len))) for bar in BARS]
+    bars = (*BARS, *BARS_WITHOUT_BF16) if bf16_isa == "avx512" else BARS
+    return [_verdict(bar, shape, plan, findings, measured.get((SUBJECT, bar.prompt_len))) for bar in bars]
 
 
 def _verdict(bar: Bar, shape: Shape, plan: Plan, findings: Findings, row: Row | None) -> Verdict:

@@ -27,6 +27,7 @@ def markdown(
     parts = [
         f"# {model['name']}, {model['num_layers']} layers, {model['dtype']}, random weights, on the CPU\n",
         f"{facts['cpu']}, {facts['cores']} threads, {facts['date']}, commit {facts['commit'] or 'unknown'}.",
+        f"{SUBJECT}'s kernels: {facts['cpu_kernels']}.",
         f"{plan.output_len} tokens out, greedy, rounds: {max(map(len, findings.runs.values()), default=0)}, each run in"
         " a process of its own; medians, extremes in brackets. Peak memory adds up the processes of an engine.",
         "Ceilings, measured before the first run and after each: torch.mm in its fastest dtype"

@@ -7,6 +7,7 @@ read.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -40,9 +41,26 @@ class ReplicaActor:
         self._settings = settings
         self._replica: Replica | None = None
 
-    def load(self) -> None:
-        """Load the model. Raises what LLM raises."""
+    def cpu_kernels(self) -> tuple[str, str]:
+        """This node's processor and its choice of CPU kernels, which other replicas take over."""
+        from nanovllm.ops import cpu_kernels, kernel_choice  # imports torch
+
+        return kernel_choice.machine_key(cpu_kernels.instruction_sets()), cpu_kernels.cpu_kernel_choice().setting
+
+    def load(self, others: tuple[str, str]) -> str:
+        """Load the model. Raises what LLM raises. others: `cpu_kernels` of a replica; a sentence if they do not fit."""
+        from nanovllm.ops import cpu_kernels, kernel_choice
+
+        processor, setting = others
+        if processor == (own := kernel_choice.machine_key(cpu_kernels.instruction_sets())):
+            os.environ[kernel_choice.VARIABLE] = setting  # before this process first asks for it
         self._replica = Replica(self._settings)
+        if processor == own or self._replica.llm.config.device == "cuda":
+            return ""
+        return (
+            f"nodes have different processors, {processor.split(';')[0]} and {own.split(';')[0]}, or different kernels:"
+            f" on the CPU the last bits of results may differ; {kernel_choice.ISA_VARIABLE} pins them"
+        )
 
     def exchange(self, requests: Sequence[RowRequest]) -> tuple[list[RowResult], Progress]:
         """Start rows, run steps for a moment, and return the results that came and how far the others are."""
@@ -100,7 +118,9 @@ class RayReplicas:
         self._worker_timeout = worker_timeout
         self._patient_until: float | None = time.monotonic() + PATIENCE_SECONDS
         self._progress: dict[int, Progress] = {}
-        self._workers = {number: self._start() for number in range(num_replicas)}
+        self._cpu_kernels: tuple[int, Any] | None = None  # all replicas' choice: who makes it, and the call
+        self._workers: dict[int, _Worker] = {}
+        self._workers |= {number: self._start(number) for number in range(num_replicas)}
 
     def progress(self, step_share: float) -> Progress:
         """As of each replica's last answer."""
@@ -149,9 +169,12 @@ class RayReplicas:
 
     # ---- one worker
 
-    def _start(self) -> _Worker:
+    def _start(self, number: int) -> _Worker:
         actor = self._new_actor(self._settings)
-        return _Worker(actor, actor.load.remote())
+        # Who makes the choice may be lost before; its successor makes it then.
+        if self._cpu_kernels is None or (self._cpu_kernels[0] == number and not self.ready()):
+            self._cpu_kernels = (number, actor.cpu_kernels.remote())
+        return _Worker(actor, actor.load.remote(self._cpu_kernels[1]))
 
     def _call(self, worker: _Worker) -> None:
         """Keep calls under way while the worker has rows."""
@@ -169,6 +192,8 @@ class RayReplicas:
             return self._failed(number, error)
         if worker.loading is not None:
             worker.loading = None
+            if answer:
+                self._on_event(answer)
             return None
         worker.calls.popleft()
         worker.waiting_since = time.monotonic()
@@ -196,7 +221,7 @@ class RayReplicas:
     def _replace(self, number: int, reason: str) -> Lost:
         """End a worker and start another one in its place."""
         self._kill(number)
-        self._workers[number] = self._start()
+        self._workers[number] = self._start(number)
         return Lost(number, reason)
 
     def _kill(self, number: int) -> None:

@@ -74,7 +74,7 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    from nanovllm.cli.planning import plan_of  # imports torch, which takes seconds
+    from nanovllm.cli.planning import cpu_kernels_line, plan_of  # imports torch, which takes seconds
     from nanovllm.planner.report import plan_json, plan_table
 
     plan = plan_of(args)
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
     else:
         print(plan_table(plan, prompt_len, args.output_len))
+        print(cpu_kernels_line(args), end="")
         for change in plan.changes_for(prompt_len)[:1] if not plan.fits(prompt_len) else ():
             print(as_flags(change))
         if not plan.fits(prompt_len) and args.gpu_mem is not None and args.host_mem is None:

@@ -33,6 +33,7 @@ from nanovllm.models.hf_config import read_decoder_spec
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.ops import select_backend, select_cpu_backend
 from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice
 from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
@@ -59,6 +60,12 @@ def plan_of(args: argparse.Namespace) -> Plan:
         raise ConfigError("--host-mem needs --gpu-mem: without it, the plan is for this machine's memory")
     with closing(create_device(None)) as device:
         return _plan(args, network, device)
+
+
+def cpu_kernels_line(args: argparse.Namespace) -> str:
+    """The kernels that an engine on this machine's CPU uses; nothing if the plan is for another device."""
+    on_cpu = args.gpu_mem is None and not torch.cuda.is_available()
+    return f"  CPU kernels: {cpu_kernel_choice()}\n" if on_cpu else ""
 
 
 def _plan(args: argparse.Namespace, network: Network, device: Device | None) -> Plan:

@@ -25,6 +25,7 @@ from nanovllm.distributed.messages import Hello
 from nanovllm.distributed.rank import LOOPBACK, RankSetup, run_rank
 from nanovllm.errors import ConfigError, EngineError, told
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice
 
 START_SECONDS = 300.0  # until ranks on other machines have come
 ENGINE_KEY = "nanovllm-engine"  # in torchrun's store: where the engine listens
@@ -91,6 +92,7 @@ def rank_setup(
         store_host=host,
         store_port=port,
         threads=max(1, torch.get_num_threads() // local_size),
+        cpu_kernels=cpu_kernel_choice().setting,
         log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
     )
 

@@ -37,6 +37,7 @@ from nanovllm.engine.batch import Batch, LogitsProcessors, SamplingRow
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import ConfigError
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops import kernel_choice
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,7 +48,7 @@ class RankSetup:
 
     spec: of the whole model. A rank does not read the config itself: Transformers' class of a single family can load a
     thousand modules, some 80 MB in every rank. store_host, store_port: of the TCPStore through which the ranks find
-    each other. threads: of this rank.
+    each other. threads: of this rank. cpu_kernels: of the process that starts the rank, a `KernelChoice.setting`.
     """
 
     config: EngineConfig
@@ -59,6 +60,7 @@ class RankSetup:
     store_host: str
     store_port: int
     threads: int
+    cpu_kernels: str
     log_level: int
 
 
@@ -110,6 +112,8 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     torch.set_num_threads(setup.threads)
     config = with_device(setup)
     group = ProcessGroup(setup.rank, setup.size, setup.local_size, channel)
+    # Before this process first asks for it: the ranks' sums fit together only with the same instruction sets.
+    os.environ[kernel_choice.VARIABLE] = kernel_choice.agreed(group.exchange(setup.cpu_kernels))
     join(config, setup)
     runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)

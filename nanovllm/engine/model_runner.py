@@ -32,7 +32,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_backend
-from nanovllm.ops.cpu_kernels import dtype_name
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice, dtype_name
 from nanovllm.ops.kv_quantization import stored_dtype
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class ModelRunner:
         self._kv_dtype = stored_dtype(config.kv_cache_dtype, self.dtype)
         self._backend = select_backend(self.device.torch_device, spec.head_dim, self._kv_dtype)
         logger.info("attention backend: %s", self._backend.name)
+        if self.device.torch_device.type == "cpu":
+            logger.info("CPU kernels: %s", cpu_kernel_choice())
         self.model = _load(config, spec, self.dtype, self.device, group)
         self.spec = self.model.spec  # of this rank
         keep_batch_invariance(config, self.model, self._backend)

@@ -125,6 +125,7 @@ class Layer:
         self,
         *,
         isa: str,
+        packed_isa: str,
         dtype: str,
         norms: Norms,
         qkv: Linear,

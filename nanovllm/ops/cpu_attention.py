@@ -31,6 +31,11 @@ def supports_head_dim(head_dim: int) -> bool:
     return head_dim > 0 and head_dim % _HEAD_DIM_MULTIPLE == 0
 
 
+def _work(dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """What attention of queries over KV of these dtypes is in `kernel_choice.WORKS`; fp8 KV widens to the queries'."""
+    return f"attention.{'int8' if kv_dtype == torch.int8 else KERNEL_DTYPES[dtype]}"
+
+
 def attend_batch(
     q: Tensor,
     blocks: Tensor,
@@ -75,7 +80,7 @@ def attend_batch(
     if threads < 1:
         raise ValueError(f"num_threads must be positive, got {threads}.")
     _cpu_attention.attend(
-        isa=choose(isa),
+        isa=choose(isa, _work(q.dtype, kv_dtype or q.dtype)),
         dtype=KERNEL_DTYPES[q.dtype],
         kv_dtype=dtype_name(kv_dtype or q.dtype),
         q=q.data_ptr(),
@@ -130,7 +135,7 @@ class NativeAttention:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.num_threads = num_threads
-        self.name = f"native CPU attention ({choose()})"
+        self.name = "native CPU attention"
 
     def attend(
         self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
@@ -174,7 +179,7 @@ class PagedStep:
         self._pool, self._rows, self._dtype = pool, len(slots), dtype
         self._shapes = ((self._rows, heads, head_dim), (self._rows, kv_heads, head_dim))
         self._step = _cpu_attention.PagedStep(
-            isa=choose(),
+            isa=choose(None, _work(dtype, pool.dtype)),
             dtype=KERNEL_DTYPES[dtype],
             kv_dtype=dtype_name(pool.dtype),
             pool=pool.data_ptr(),
@@ -244,7 +249,7 @@ class HostAttention:
         # C++ copies the tables; `addresses` keeps them until then.
         addresses = [(pool.data_ptr() + table.blocks * block_bytes, table.rows) for table in tables]
         self._prepared = _cpu_attention.HostAttention(
-            isa=choose(),
+            isa=choose(None, _work(q.dtype, pool.dtype)),
             dtype=KERNEL_DTYPES[q.dtype],
             kv_dtype=dtype_name(pool.dtype),
             q=q.data_ptr(),

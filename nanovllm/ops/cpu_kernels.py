@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanovllm.errors import ConfigError
 from nanovllm.ops import _cpu_kernels
+from nanovllm.ops.kernel_choice import KernelChoice, kernel_choice
 
 MAX_LAYER_ROWS = 24  # of `FewRowLayer`: with more rows the overhead of Python is negligible
 _HUGE_PAGE = 2 << 20
@@ -39,12 +40,25 @@ def instruction_sets() -> tuple[str, ...]:
         raise ConfigError(str(error)) from error
 
 
-def choose(isa: str | None = None) -> str:
-    """`isa`, or the best one for None. Raises ValueError if this machine does not support `isa`."""
+def cpu_kernel_choice() -> KernelChoice:
+    """The instruction set for each kind of work in this process; the first call may measure for some 100 ms.
+
+    Raises ConfigError for environment variables that do not fit this machine.
+    """
+    return kernel_choice(instruction_sets())
+
+
+def choose(isa: str | None, work: str) -> str:
+    """`isa`, or for None the choice for a work, one of `kernel_choice.WORKS`.
+
+    Raises ValueError if this machine does not support `isa`.
+    """
     available = instruction_sets()
-    if isa is not None and isa not in available:
+    if isa is None:
+        return kernel_choice(available).isa_of[work]
+    if isa not in available:
         raise ValueError(f"Instruction set {isa!r} does not run on this machine; choose one of {', '.join(available)}.")
-    return isa or available[0]
+    return isa
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -68,7 +82,7 @@ def cpu_linear(
 
     x: rows may be strided, the elements of a row are contiguous; weight: [out, in] and bias: [out] or None, contiguous.
     interleaved: the weight is as `interleave_` leaves it, which is faster with few rows and gives the same bits.
-    Sums are fp32 and rounded once. `isa` is one of `instruction_sets()`, by default the best. Raises ValueError
+    Sums are fp32 and rounded once. `isa` is one of `instruction_sets()`, by default `choose`'s. Raises ValueError
     for other arguments.
     """
     fits = x.is_cpu and x.dtype in KERNEL_DTYPES and x.dim() == weight.dim() == 2 and 0 < x.shape[1] == weight.shape[1]
@@ -84,7 +98,7 @@ def cpu_linear(
     rows, (out_features, in_features) = x.shape[0], weight.shape
     y = x.new_empty(rows, out_features)
     _cpu_kernels.linear(
-        isa=choose(isa),
+        isa=choose(isa, f"linear.{KERNEL_DTYPES[x.dtype]}"),
         dtype=KERNEL_DTYPES[x.dtype],
         x=x.data_ptr(),
         x_stride=x.stride(0),
@@ -376,7 +390,8 @@ class FewRowLayer:
         self._hidden = norms.input.shape[0]
         self._dtype = dtype
         self._layer = _cpu_kernels.Layer(
-            isa=choose(),
+            isa=choose(None, f"linear.{KERNEL_DTYPES[self._dtype]}"),
+            packed_isa=choose(None, "packed"),
             dtype=KERNEL_DTYPES[self._dtype],
             norms=_cpu_kernels.Norms(**norms.addresses(), eps=norms.eps),
             **{name: _product(*of) for name, of in zip(("qkv", "o", "gate_up", "down"), products, strict=True)},

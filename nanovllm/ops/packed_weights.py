@@ -201,7 +201,7 @@ def cpu_packed_linear(
     weight = weight.in_panels()
     y = x.new_empty(x.shape[0], weight.out_features)
     _cpu_kernels.packed_linear(
-        isa=choose(isa), dtype=KERNEL_DTYPES[x.dtype], x=address(x), weight=kernel_weight(weight),
+        isa=choose(isa, "packed"), dtype=KERNEL_DTYPES[x.dtype], x=address(x), weight=kernel_weight(weight),
         bias=0 if bias is None else bias.data_ptr(), y=address(y), rows=x.shape[0],
         threads=torch.get_num_threads() if num_threads is None else num_threads,
     )  # fmt: skip

@@ -1,0 +1,206 @@
+"""Which instruction set the CPU kernels use: by measured times, by the file for a machine, by the environment."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from engines import random_prompt
+
+from nanovllm import LLM
+from nanovllm.distributed import launch
+from nanovllm.errors import ConfigError
+from nanovllm.ops import kernel_choice
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice, instruction_sets
+from nanovllm.ops.kernel_choice import WORKS, agreed, candidates, choice_file, faster, find_choice
+
+ALL = ("avx512bf16", "avx512", "avx2", "portable")
+SLOW_BF16 = dict.fromkeys(WORKS, "avx512bf16") | {"linear.bfloat16": "avx512"}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Measurement is on, finds bf16 products slow and takes no time. The works that were measured."""
+    works: list[str] = []
+
+    def measure(work: str, newest: str, other: str) -> str:
+        works.append(work)
+        return other if work == "linear.bfloat16" else newest
+
+    monkeypatch.setattr(kernel_choice, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NANOVLLM_CPU_KERNELS")
+    monkeypatch.delenv("NANOVLLM_CPU_ISA", raising=False)
+    return works
+
+
+@pytest.mark.parametrize(
+    ("many", "few", "expected"),
+    [
+        ([2.0, 2.1, 1.9], [1.3, 1.3, 1.2], "avx512"),  # bf16 instructions at half the rate
+        ([0.5, 0.5, 0.6], [0.8, 0.7, 0.8], "avx512bf16"),
+        ([1.0, 1.01, 0.99], [1.0, 1.0, 1.0], "avx512bf16"),
+        ([1.07, 1.07, 1.07], [1.07, 1.07, 1.07], "avx512bf16"),  # within the margin
+        ([1.09, 1.09, 1.09], [1.09, 1.09, 1.09], "avx512"),
+        ([1.0, 9.0, 1.0], [1.0, 1.0, 9.0], "avx512bf16"),  # a disturbed round
+        ([2.0, 2.0, 2.0], [0.5, 0.5, 0.5], "avx512bf16"),  # many rows gain what few rows lose
+        ([2.0, 2.0, 2.0], [0.9, 0.9, 0.9], "avx512"),
+    ],
+)
+def test_another_instruction_set_is_used_where_it_is_clearly_faster(
+    many: list[float], few: list[float], expected: str
+) -> None:
+    assert faster("avx512bf16", "avx512", [many, few]) == expected
+
+
+def test_only_other_kernels_that_can_be_the_fastest_are_measured() -> None:
+    assert candidates("linear.bfloat16", ALL) == candidates("attention.int8", ALL) == ("avx512bf16", "avx512")
+    assert candidates("linear.float32", ALL) == candidates("packed", ALL) == ("avx512bf16", "avx2")
+    assert candidates("linear.bfloat16", ALL[1:]) == ("avx512", "avx2")
+    assert candidates("packed", ALL[2:]) == ("avx2",)  # never portable kernels
+    assert candidates("packed", ALL[3:]) == ("portable",)
+
+
+def test_a_choice_is_measured_once_and_kept(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    first = find_choice(ALL)
+    assert first.isa_of == SLOW_BF16 and sorted(measured) == sorted(WORKS)
+    assert str(first) == "avx512bf16, avx512 for linear.bfloat16 (measured)"
+    assert find_choice(ALL) == first and len(measured) == len(WORKS) and not caplog.records
+    assert find_choice(ALL[1:]).newest == "avx512" and len(measured) == 2 * len(WORKS)  # another machine
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"machine": 1}', "other machine", "unknown"])
+def test_a_file_that_cannot_be_used_is_written_again(
+    measured: list[str], caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    file = choice_file(ALL)
+    assert file is not None
+    find_choice(ALL)
+    whole = file.read_text()
+    changed = {"other machine": whole.replace('"machine": "', '"machine": "x'), "unknown": whole.replace("512", "9")}
+    file.write_text(changed.get(text, text))
+    assert find_choice(ALL).isa_of == SLOW_BF16 and len(measured) == 2 * len(WORKS)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert file.read_text() == whole and list(file.parent.iterdir()) == [file]
+
+
+def test_without_a_cache_each_process_measures(
+    measured: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for count in (1, 2):
+        assert find_choice(ALL).isa_of == SLOW_BF16 and len(measured) == count * len(WORKS)
+    assert "cannot be kept" in caplog.text
+
+
+def test_of_two_processes_that_measure_at_once_the_later_one_follows(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure_late(work: str, newest: str, other: str) -> str:
+        file = choice_file(ALL)
+        assert file is not None
+        kernel_choice._keep(file, kernel_choice.machine_key(ALL), SLOW_BF16)
+        return newest
+
+    monkeypatch.setattr(kernel_choice, "measure", measure_late)
+    assert find_choice(ALL).isa_of == SLOW_BF16
+
+
+def test_the_environment_overrides_measurement(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = find_choice(ALL).setting
+    measured.clear()
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", "default")
+    assert set(find_choice(ALL).isa_of.values()) == {"avx512bf16"}
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", "packed=avx2")
+    assert find_choice(ALL).isa_of == dict.fromkeys(WORKS, "avx512bf16") | {"packed": "avx2"}
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", setting)
+    assert find_choice(ALL).isa_of == SLOW_BF16
+    monkeypatch.delenv("NANOVLLM_CPU_KERNELS")
+    monkeypatch.setenv("NANOVLLM_CPU_ISA", "avx512")
+    assert set(find_choice(ALL[1:]).isa_of.values()) == {"avx512"} and not measured
+    monkeypatch.delenv("NANOVLLM_CPU_ISA")
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", "measure")
+    assert find_choice(ALL).isa_of == SLOW_BF16 and len(measured) == len(WORKS)
+
+
+@pytest.mark.parametrize("setting", ["fast", "packed", "packed=avx512bf16", "unpacked=avx2", "packed=avx2,"])
+def test_a_setting_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", setting)
+    with pytest.raises(ConfigError, match=r"NANOVLLM_CPU_KERNELS=.*WORK=INSTRUCTION_SET; works: .*avx2, portable"):
+        find_choice(ALL[2:])
+
+
+def test_ranks_agree_on_what_all_of_them_support(measured: list[str]) -> None:
+    slow, older = find_choice(ALL), find_choice(ALL[2:])
+    assert agreed([slow.setting, slow.setting]) == slow.setting
+    assert agreed([slow.setting, older.setting]) == agreed([older.setting, slow.setting]) == older.setting
+
+
+def test_ranks_use_the_choice_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranks' processes have a setting of their own, which differs from the engine's."""
+    if "avx2" not in instruction_sets():
+        pytest.skip("this machine has one instruction set only")
+    make_checkpoint(tmp_path)
+    setting = cpu_kernel_choice().setting.replace(f"packed={instruction_sets()[0]}", "packed=portable")
+    monkeypatch.setattr(launch, "cpu_kernel_choice", lambda: type("Choice", (), {"setting": setting}))
+    with caplog.at_level(logging.INFO, "nanovllm"), LLM(tmp_path, tensor_parallel_size=2, device="cpu"):
+        pass
+    assert "portable for packed (as NANOVLLM_CPU_KERNELS says)" in caplog.text
+
+
+def test_every_measurement_runs_and_gives_one_of_the_two() -> None:
+    """On whatever this machine has; what it finds is not looked at."""
+    available = instruction_sets()
+    for work in WORKS:
+        newest, *others = candidates(work, available)
+        other = others[0] if others else newest
+        assert kernel_choice.measure(work, newest, other) in (newest, other)
+
+
+TOKENS = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice
+with LLM(sys.argv[1], device="cpu") as llm:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    outputs = llm.generate(json.loads(sys.argv[2]), params, use_tqdm=False)
+    print(json.dumps([[o.outputs[0].token_ids, o.outputs[0].cumulative_logprob] for o in outputs]))
+"""
+
+
+@pytest.mark.slow
+def test_a_kept_choice_gives_the_bits_of_the_pinned_one(tmp_path: Path) -> None:
+    """The choice in the file of this machine, against the instruction set that NANOVLLM_CPU_ISA pins."""
+    available = instruction_sets()
+    if available[0] not in ("avx512bf16", "avx512"):
+        pytest.skip("this machine has nothing to choose")
+    other = available[1]
+    make_checkpoint(tmp_path / "model")
+    prompts = json.dumps([random_prompt(length, 199, 1) for length in (150, 7)])
+
+    def run(**variables: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("NANOVLLM_CPU_")} | variables
+        environment |= {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", TOKENS, str(tmp_path / "model"), prompts]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    environment = dict.fromkeys(WORKS, available[0])
+    environment |= {work: other for work in WORKS if other in candidates(work, available)}
+    folder = tmp_path / "nanovllm"
+    folder.mkdir()
+    file = choice_file(available)
+    assert file is not None
+    kept = folder / file.name
+    kept.write_text(json.dumps({"machine": kernel_choice.machine_key(available), "isa_of": environment}))
+    before = kept.read_text()
+    assert run() == run(NANOVLLM_CPU_ISA=other)
+    assert kept.read_text() == before
