@@ -143,6 +143,7 @@ def test_ranks_agree_on_what_all_of_them_support(measured: list[str]) -> None:
     assert agreed([slow.setting, older.setting]) == agreed([older.setting, slow.setting]) == older.setting
 
 
+@pytest.mark.slow
 def test_ranks_use_the_choice_of_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
