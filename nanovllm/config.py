@@ -58,9 +58,13 @@ class EngineConfig:
 
     KV memory is counted in blocks of `kvcache_block_size` tokens over all layers.
 
-    num_gpu_blocks: the KV memory of the device, ring slots and resident blocks together. On the CPU, the device is a
-        bounded arena. -1 sizes it from memory.
+    num_gpu_blocks: the KV blocks of the device, ring slots and resident blocks together. On the CPU, the device is a
+        bounded arena. -1 sizes it from memory. With offload, layer-by-layer prefill takes a layer buffer on top.
     num_cpu_blocks: the host pool, used with `enable_cpu_offload`. -1 sizes it from memory.
+    kv_cache_memory_bytes: all KV memory of the device in bytes, for each rank: as many blocks as fit it next to the
+        layer buffer. Instead of num_gpu_blocks.
+    kv_offloading_size: the host pool in GiB, of all ranks together. Turns enable_cpu_offload on. Instead of
+        num_cpu_blocks.
     kv_cache_dtype: "auto" stores K and V in the model's dtype; "int8" and "fp8" (also "fp8_e4m3") in one byte an
         element, with an fp32 scale for each token and KV head: `ops.kv_quantization` has the formula.
     kvcache_block_size: None means 256 without offload; with offload `kvcache.block_size` picks from 256 to 4096.
@@ -110,6 +114,8 @@ class EngineConfig:
     cpu_attention: bool = True
     num_gpu_blocks: int = -1
     num_cpu_blocks: int = -1
+    kv_cache_memory_bytes: int | None = None
+    kv_offloading_size: float | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     max_logprobs: int = 20
@@ -145,6 +151,8 @@ class EngineConfig:
             rule = "must be a directory in Hugging Face format or a GGUF file: give the path of a local one"
             local = directory is None or _is_dir(directory) or is_gguf(directory)
             _require(local, name, rule, directory)
+        if self.kv_offloading_size is not None and self.enable_cpu_offload is False:
+            object.__setattr__(self, "enable_cpu_offload", True)  # as in vLLM
         for name in FLAGS:
             _require(isinstance(getattr(self, name), bool), name, "must be True or False", getattr(self, name))
         invariant = self.batch_invariant
@@ -159,6 +167,7 @@ class EngineConfig:
         _require(method is None or isinstance(method, str), "quantization", "must be None or text", method)
         self._check_sizes()
         self._check_blocks()
+        self._check_bytes()
         self._check_lora()
         if self.trace is not None:
             possible = isinstance(self.trace, str | Path) and _can_be_file(Path(self.trace))
@@ -218,6 +227,19 @@ class EngineConfig:
             _require(backend != "external_launcher", "distributed_executor_backend", rule, backend)
         rule = "must be a number of seconds above 0"
         _require(_is_number(seconds) and 0 < seconds < math.inf, "distributed_timeout_seconds", rule, seconds)
+
+    def _check_bytes(self) -> None:
+        """Sizes of KV memory that are given in bytes and GiB. `kvcache.sizing` says whether they hold a block."""
+        size, gib = self.kv_cache_memory_bytes, self.kv_offloading_size
+        if size is not None:
+            _require_int("kv_cache_memory_bytes", size, 1, "or None to size it from memory", most=MOST_GIB * 2**30)
+        if gib is not None:
+            rule = f"must be None or a number of GiB above 0 and at most {MOST_GIB:,}"
+            _require(_is_number(gib) and 0.0 < gib <= MOST_GIB, "kv_offloading_size", rule, gib)
+        for name, blocks in (("kv_cache_memory_bytes", "num_gpu_blocks"), ("kv_offloading_size", "num_cpu_blocks")):
+            value, count = getattr(self, name), getattr(self, blocks)
+            rule = f"{blocks}={quoted(count)} sizes the same memory in blocks: give only one of them"
+            _require(value is None or count == -1, name, rule, value)
 
     def _check_blocks(self) -> None:
         if self.kvcache_block_size is not None:

@@ -210,11 +210,7 @@ ENGINE_ARGUMENTS = _table(
             "offload_params": (None, set()),
         },
     ),
-    (
-        "enable_cpu_offload=True with num_cpu_blocks extends the KV cache into host memory",
-        {"kv_offloading_size": UNSET, "kv_offloading_backend": ("native",)},
-    ),
-    ("give the KV memory of the device in blocks, as num_gpu_blocks", {"kv_cache_memory_bytes": UNSET}),
+    ("the engine itself offloads KV blocks, into host memory", {"kv_offloading_backend": ("native",)}),
     (
         "the KV cache is this engine's own",
         {
@@ -267,20 +263,27 @@ ENGINE_ARGUMENTS = _table(
         },
     ),
     (
-        "attention and linear kernels are chosen by the engine, and enforce_eager=True turns CUDA graphs off",
+        "the engine takes the first attention backend that the device, the dtype and the head size allow, and logs it",
+        {"attention_backend": UNSET, "attention_config": CONFIG},
+    ),
+    (
+        "CUDA graphs are recorded for the batch sizes that the engine chooses, and enforce_eager=True turns them off",
         {
-            "attention_backend": UNSET,
-            "attention_config": CONFIG,
-            "linear_backend": ("auto",),
             "compilation_config": CONFIG,
-            "kernel_config": CONFIG,
-            "ir_op_priority": CONFIG,
             "cudagraph_capture_sizes": UNSET,
             "max_cudagraph_capture_size": UNSET,
             "max_seq_len_to_capture": UNSET,
             "max_context_len_to_capture": UNSET,
-            "enable_flashinfer_autotune": OFF_OR_NONE,
             "optimization_level": (2,),
+        },
+    ),
+    (
+        "kernels are chosen by the engine, for the device and the dtype",
+        {
+            "linear_backend": ("auto",),
+            "kernel_config": CONFIG,
+            "ir_op_priority": CONFIG,
+            "enable_flashinfer_autotune": OFF_OR_NONE,
             "performance_mode": ("balanced",),
             "model_impl": ("auto",),
             "model_class_overrides": CONFIG,

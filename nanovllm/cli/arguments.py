@@ -19,7 +19,7 @@ from decimal import Decimal
 from typing import Any, Literal, Union
 
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.errors import quoted
+from nanovllm.errors import ConfigError, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
 from nanovllm.vllm_names import ENGINE_ARGUMENTS
@@ -48,8 +48,10 @@ HELP = {
     "enable_cpu_offload": "extend the KV cache into host memory",
     "batch_invariant": "require logits that do not depend on the batch; without it, kernels may be faster",
     "cpu_attention": "let the CPU attend to blocks in host memory in decode steps",
-    "num_gpu_blocks": "KV memory of the device in blocks; -1: from memory, on the CPU up to 4 GiB or a full sequence",
+    "num_gpu_blocks": "KV blocks of the device; -1: from memory, on the CPU up to 4 GiB or a full sequence",
     "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",
+    "kv_cache_memory_bytes": "all KV memory of the device in bytes, such as 20G, instead of --num-gpu-blocks",
+    "kv_offloading_size": "KV memory of the host in GiB, instead of --num-cpu-blocks; turns offload on",
     "enable_prefix_caching": "reuse the KV blocks of prefixes that were computed before",
     "max_logprobs": "most logprobs that a request may ask for; -1: no limit",
     "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no cap",
@@ -167,7 +169,10 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def checked_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The configuration that LLM would have, without creating one. Raises ConfigError."""
-    return engine_config(args.model, defaults | engine_arguments(args))
+    given = engine_arguments(args)
+    if given.get("enable_cpu_offload") is False and given.get("kv_offloading_size") is not None:
+        raise ConfigError("--no-enable-cpu-offload: --kv-offloading-size is the memory of offloaded KV: leave one out")
+    return engine_config(args.model, defaults | given)
 
 
 def flag_name(kind: str, field: str) -> str:

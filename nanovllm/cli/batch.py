@@ -40,7 +40,7 @@ from nanovllm.sampling_params import SamplingParams
 WITHOUT_EFFECT = (
     *("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size", "gpu_memory_utilization", "num_gpu_blocks"),
     *("num_cpu_blocks", "enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "preemption_mode"),
-    *("distributed_executor_backend", "distributed_timeout_seconds"),
+    *("kv_cache_memory_bytes", "kv_offloading_size", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("long_prefill_token_threshold", "swap_space", "enforce_eager", "trace", "download_dir", "hf_token"),
 )
 PATHS = ("tokenizer", "generation_config", "download_dir")  # engine arguments that may be directories

@@ -187,17 +187,28 @@ class ModelRunner:
         host_bytes = plan.num_cpu_blocks * layout.block_bytes
         resident = min(plan.max_model_len, plan.split.resident_blocks * layout.block_size) * layout.token_bytes
         streamed = plan.max_model_len * layout.token_bytes - resident
+        buffer = plan.layerwise_memory.buffer_bytes(layout)
+        device_bytes = plan.num_gpu_blocks * layout.block_bytes + buffer
         stored = f" in {dtype_name(self._kv_dtype)} with scales" if layout.scale_bytes else ""
         for line in (
             f"# {device} blocks: {plan.num_gpu_blocks}, # {host} blocks: {plan.num_cpu_blocks}; longest prompt: "
             f"{plan.max_model_len} tokens (limit: {self.sizing.longest_limit(plan)})",
             f"weights {self.model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}; "
-            f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens and "
-            f"{plan.split.ring_slots} ring slots, on the host {host_bytes / mib:,.1f} MiB",
+            f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens, "
+            f"{plan.split.ring_slots} ring slots and a layer buffer of {buffer / mib:,.1f} MiB, in all "
+            f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",
             f"of the longest prompt's KV cache {resident / mib:,.1f} MiB stay on the device and {streamed / mib:,.1f} "
             "MiB are on the host",
         ):
             logger.info("%s", line)
+        config = self.sizing.config
+        if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:
+            logger.warning(
+                "enable_cpu_offload=True moves nothing to the host: the device's %s KV blocks (%s) hold all that "
+                "requests can use; to offload, give the device less, with num_gpu_blocks or kv_cache_memory_bytes",
+                f"{plan.num_gpu_blocks:,}",
+                gib(plan.num_gpu_blocks * layout.block_bytes),
+            )
 
 
 def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:

@@ -154,7 +154,7 @@ def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
 
 
 def sized_from_memory(config: EngineConfig) -> bool:
-    """Whether the number of blocks of either tier is derived from the available memory."""
+    """Whether either tier has no given number of blocks, but what memory or a size in bytes holds."""
     return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
 
 

@@ -55,12 +55,12 @@ class KVStats:
     ring_slots: int  # each holds one layer of one block
     num_cpu_blocks: int
     num_swap_blocks: int
-    device_bytes: int  # allocated
+    device_bytes: int  # allocated for resident blocks and ring; the layer buffer comes on top
     host_bytes: int
     swap_bytes: int  # in host memory, for preempted requests
     transfers: TransferCount
     layerwise_memory: LayerwiseMemory = NO_LAYERWISE  # limits of layer-by-layer prefill
-    layer_buffer_bytes: int = 0  # allocated for it, beyond num_gpu_blocks
+    layer_buffer_bytes: int = 0  # allocated for it on the device, beyond num_gpu_blocks and device_bytes
     blocks_in_flight: tuple[int, ...] = ()  # physical ids of the blocks that the step in progress has in ring slots
 
 

@@ -12,13 +12,17 @@ from nanovllm.kvcache.block_size import block_size_of
 from nanovllm.kvcache.budget import split_device
 from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.sizing import (
+    LAYERWISE_SHARE,
     CacheTooSmallError,
     KVPlan,
     MemoryFacts,
     NoMemoryError,
     PositionsError,
+    device_size,
+    host_size,
     longest_sequence,
     plan_kv_cache,
+    uses_utilization,
 )
 from nanovllm.memory_checks import gib
 
@@ -156,12 +160,21 @@ class KVSizing:
         lacking = self._blocks_for(tokens) - counts.num_sequence_blocks
         if not config.enable_cpu_offload:
             yield self._offload(tokens)
-        elif config.num_cpu_blocks != -1:
-            yield {"num_cpu_blocks": counts.num_cpu_blocks + lacking}
+        elif config.num_cpu_blocks != -1 or config.kv_offloading_size is not None:
+            yield host_size(config, self.layout, counts.num_cpu_blocks + lacking)
         if config.num_gpu_blocks != -1:
             yield {"num_gpu_blocks": counts.num_gpu_blocks + lacking}
-        if config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1):
+        elif config.kv_cache_memory_bytes is not None:
+            yield self._larger_device(tokens, counts.num_gpu_blocks + lacking)
+        if uses_utilization(config):
             yield from self._larger_shares(tokens)
+
+    def _larger_device(self, tokens: int, blocks: int) -> dict[str, int]:
+        """Bytes for so many blocks on the device, and for a layer buffer if that leaves too little."""
+        exact = device_size(self.config, self.layout, blocks)
+        if self._holds(tokens, exact):
+            return exact
+        return device_size(self.config, self.layout, -(-blocks * LAYERWISE_SHARE // (LAYERWISE_SHARE - 1)))
 
     def _larger_shares(self, tokens: int) -> Iterator[dict[str, Any]]:
         """The smallest share of the memory that suffices, if any does."""

@@ -60,7 +60,11 @@ class LayerwiseMemory:
 
     def num_bytes(self, layout: KVLayout, token_bytes: int) -> int:
         """token_bytes: the residual stream of a token, with its id."""
-        return self.buffer_blocks * layout.block_layer_bytes + self.max_tokens * token_bytes
+        return self.buffer_bytes(layout) + self.max_tokens * token_bytes
+
+    def buffer_bytes(self, layout: KVLayout) -> int:
+        """Of the layer buffer."""
+        return self.buffer_blocks * layout.block_layer_bytes
 
 
 NO_LAYERWISE = LayerwiseMemory()

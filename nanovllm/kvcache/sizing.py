@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
@@ -93,7 +93,7 @@ def plan_kv_cache(
     layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
     layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
     left = replace(memory, activation_peak=memory.activation_peak + layerwise_bytes)
-    num_gpu_blocks = _device_blocks(config, layout, left, useful)
+    num_gpu_blocks = _device_blocks(config, layout, left, useful, layerwise_memory.buffer_bytes(layout))
     if config.enable_cpu_offload:
         split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
         num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
@@ -111,6 +111,13 @@ def plan_kv_cache(
     plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, layerwise_memory, working_bytes)
     _check_capacity(config, layout, plan)
     return plan
+
+
+def uses_utilization(config: EngineConfig) -> bool:
+    """Whether gpu_memory_utilization decides about the blocks of either tier."""
+    device = config.num_gpu_blocks == -1 and config.kv_cache_memory_bytes is None
+    host = config.enable_cpu_offload and config.num_cpu_blocks == -1 and config.kv_offloading_size is None
+    return device or host
 
 
 def _useful_blocks(
@@ -139,8 +146,8 @@ def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
 def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> LayerwiseMemory:
     """Memory for layer-by-layer prefill, so that the longest prompt is prefilled that way if memory allows.
 
-    If KV blocks are sized from the same memory, it is at most 1 / LAYERWISE_SHARE of the memory for both, and leaves
-    the smallest cache. If all block counts are given, it is what they leave.
+    If KV blocks are sized from the same memory, or kv_cache_memory_bytes is the memory of both, it is at most
+    1 / LAYERWISE_SHARE of that, and leaves the smallest cache. If all block counts are given, it is what they leave.
     """
     if not config.enable_cpu_offload or memory.layerwise is None:
         return NO_LAYERWISE
@@ -148,9 +155,15 @@ def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFact
     shared = memory.tiers_share_memory
     if shared:  # the swap space is taken from host memory
         left -= max(0, memory.device_free - memory.host_free)
-    named = [config.num_gpu_blocks, *([config.num_cpu_blocks] if shared else [])]
-    left -= sum(max(blocks, 0) for blocks in named) * layout.block_bytes
-    if -1 in named:
+    if shared:
+        left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
+    named_bytes = config.kv_cache_memory_bytes
+    if named_bytes is not None:
+        share = min(named_bytes // LAYERWISE_SHARE, named_bytes - _fewest_blocks(config, layout) * layout.block_bytes)
+        left = share + min(0, left - named_bytes)
+        return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
+    left -= max(config.num_gpu_blocks, 0) * layout.block_bytes
+    if config.num_gpu_blocks == -1 or (shared and _named_host_blocks(config, layout) == -1):
         smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
         left = min(left // LAYERWISE_SHARE, left - smallest)
     return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
@@ -162,17 +175,74 @@ def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
     return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
 
 
-def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int) -> int:
-    """blocks = (total * gpu_memory_utilization - memory in use - memory of a step) // bytes per block."""
-    if config.num_gpu_blocks != -1:
-        ring_blocks = -split_device(0, layout.num_layers).resident_blocks if config.enable_cpu_offload else 0
-        if config.num_gpu_blocks < ring_blocks:
+def device_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, int]:
+    """The engine argument that gives the device so many blocks, in the unit that `config` has."""
+    if config.kv_cache_memory_bytes is None:
+        return {"num_gpu_blocks": blocks}
+    return {"kv_cache_memory_bytes": blocks * layout.block_bytes}
+
+
+def host_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, float]:
+    """The engine argument that gives the host of each rank so many blocks, in the unit that `config` has."""
+    if config.kv_offloading_size is None:
+        return {"num_cpu_blocks": blocks}
+    return {"kv_offloading_size": blocks * layout.block_bytes * config.tensor_parallel_size / 2**30}
+
+
+def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """The host blocks of a rank that are asked for; -1 if they are sized from memory."""
+    if config.kv_offloading_size is None:
+        return config.num_cpu_blocks
+    ranks, num_bytes = config.tensor_parallel_size, int(config.kv_offloading_size * 2**30)
+    blocks = num_bytes // ranks // layout.block_bytes
+    if blocks < 1:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        least = -(-layout.block_bytes * ranks * 10**6 // 2**30) / 10**6
+        raise ConfigError(
+            f"kv_offloading_size={config.kv_offloading_size}: {num_bytes:,} bytes hold no KV block of "
+            f"{layout.block_size} tokens, which takes {layout.block_bytes:,} bytes{each}; raise it to at least {least}",
+            [{"kv_offloading_size": least}],
+        )
+    return blocks
+
+
+def _fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """The fewest blocks of the device: under offload the ring."""
+    return -split_device(0, layout.num_layers).resident_blocks if config.enable_cpu_offload else MIN_GPU_BLOCKS
+
+
+def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: int) -> int:
+    """The device blocks that are asked for; -1 if they are sized from memory."""
+    fewest, given = _fewest_blocks(config, layout), config.kv_cache_memory_bytes
+    if given is not None:
+        blocks = (given - buffer_bytes) // layout.block_bytes
+        if blocks < fewest:
+            least = fewest * layout.block_bytes
             raise ConfigError(
-                f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.num_layers} "
-                f"layers takes {ring_blocks} blocks; raise num_gpu_blocks to at least that, or use -1"
+                f"kv_cache_memory_bytes={given}: the device needs at least {fewest} KV blocks of {layout.block_size} "
+                f"tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower kvcache_block_size",
+                [{"kv_cache_memory_bytes": least}],
             )
-        _check_blocks_fit("num_gpu_blocks", config.num_gpu_blocks, layout, memory.device_free, "the device has")
-        return config.num_gpu_blocks
+        return blocks
+    if config.enable_cpu_offload and -1 != config.num_gpu_blocks < fewest:
+        raise ConfigError(
+            f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.num_layers} "
+            f"layers takes {fewest} blocks; raise num_gpu_blocks to at least that, or use -1"
+        )
+    return config.num_gpu_blocks
+
+
+def _device_blocks(
+    config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int, buffer_bytes: int
+) -> int:
+    """blocks = (total * gpu_memory_utilization - memory in use - memory of a step) // bytes per block.
+
+    buffer_bytes: of the layer buffer, which is a part of kv_cache_memory_bytes.
+    """
+    named = _named_device_blocks(config, layout, buffer_bytes)
+    if named != -1:
+        _check_blocks_fit(device_size, config, named, layout, memory.device_free, "the device has")
+        return named
     held, budget = memory.device_total - memory.device_free, _budget(config, memory)
     if memory.tiers_share_memory and config.enable_cpu_offload:
         budget //= 2
@@ -191,26 +261,37 @@ def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, nu
     free = memory.host_free
     if memory.tiers_share_memory:
         free -= num_gpu_blocks * layout.block_bytes + memory.activation_peak
-    if config.num_cpu_blocks != -1:
-        if memory.host_may_grow:
-            return config.num_cpu_blocks
-        _check_blocks_fit("num_cpu_blocks", config.num_cpu_blocks, layout, free, "the host has")
-        return config.num_cpu_blocks
+    named = _named_host_blocks(config, layout)
+    if named != -1:
+        if not memory.host_may_grow:
+            _check_blocks_fit(host_size, config, named, layout, free, "the host has")
+        return named
     return max(0, min(int(free * config.gpu_memory_utilization) // layout.block_bytes, useful))
 
 
-def _check_blocks_fit(name: str, blocks: int, layout: KVLayout, free: int, where: str) -> None:
+def _check_blocks_fit(
+    size: Callable[[EngineConfig, KVLayout, int], Mapping[str, float]],
+    config: EngineConfig,
+    blocks: int,
+    layout: KVLayout,
+    free: int,
+    where: str,
+) -> None:
+    """size: `device_size` or `host_size`."""
     most = max(free, 0) // layout.block_bytes
+    (name,) = smaller = size(config, layout, most)
     remedy = f"at most {most} blocks of {layout.block_size} tokens fit, {most * layout.block_size} tokens"
-    changes = [{name: most}] if name == "num_cpu_blocks" or most >= MIN_GPU_BLOCKS else []
-    check_fits(f"{name}={blocks}: its KV cache takes", blocks * layout.block_bytes, free, where, remedy, changes)
+    possible = most >= MIN_GPU_BLOCKS if size is device_size else most > 0 or name == "num_cpu_blocks"
+    what = f"{name}={getattr(config, name)}: its KV cache takes"
+    check_fits(what, blocks * layout.block_bytes, free, where, remedy, [smaller] if possible else [])
 
 
 def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> None:
     if plan.max_model_len < 1:
+        names = [*device_size(config, layout, 0), *host_size(config, layout, 0)]
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in names)
         raise CacheTooSmallError(
-            f"num_gpu_blocks={config.num_gpu_blocks}, num_cpu_blocks={config.num_cpu_blocks}: the ring takes all KV "
-            "blocks and leaves none for a sequence",
+            f"{given}: the ring takes all KV blocks and leaves none for a sequence",
             plan,
         )
     if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
