@@ -18,7 +18,7 @@ from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.engine.metrics import EngineMetrics
-from nanovllm.errors import EngineError, as_request_error
+from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.base import KVStats
 from nanovllm.model_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
@@ -340,11 +340,20 @@ class LLM:
             for adapter in {id(each): each for each in adapters}.values():
                 self.engine.check_lora_request(adapter)
             checked = [
-                part._replace(token_ids=self.engine.check_prompt(part.text, part.token_ids, param))
-                for part, param in zip(parts, params, strict=True)
+                part._replace(token_ids=self._check_prompt(index if len(parts) > 1 else None, part, param))
+                for index, (part, param) in enumerate(zip(parts, params, strict=True))
             ]
             calls = zip(checked, params, priorities, adapters, strict=True)
             return [_Call(next(self._request_ids), *call) for call in calls]
+
+    def _check_prompt(self, index: int | None, part: PromptParts, params: SamplingParams) -> list[int]:
+        """The token ids of a prompt. Raises RequestError, which names the prompt's index if that is given."""
+        try:
+            return self.engine.check_prompt(part.text, part.token_ids, params)
+        except RequestError as error:
+            if index is None:
+                raise
+            raise RequestError(f"prompts[{index}]: {error}", error.changes) from None
 
     def _steps(self, calls: Sequence[_Call]) -> Generator[list[RequestOutput], None, None]:
         """Add the requests and run them to their end; yields the outputs of each step. Closing it aborts the rest."""

@@ -152,13 +152,18 @@ class Meter:
         self._ended_input += computed
         self._ended_output += generated
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of finished requests, of prompts and generated."""
+        return self._ended_prompts + self._ended_output
+
     def state(self, running: Progress) -> str:
         """Such as `3 of 10 prompts, prefill 14,746 of 32,768 tokens (45%), 980.1 tok/s in, 31.0 tok/s out`."""
         self._now = time.monotonic()
         parts = [] if self.total == 1 else [f"{of(self.finished + self.failed, self.total)} prompts"]
         done, tokens = self._prefill(running)
         if done < tokens:
-            parts.append(f"prefill {done:,.0f} of {tokens:,} tokens ({int(100 * done / tokens)}%)")
+            parts.append(f"prefill {int(done):,} of {tokens:,} tokens ({100 * int(done) // tokens}%)")
         return ", ".join([*parts, *self._rates(running)])
 
     def clock(self, running: Progress) -> Callable[[], str]:

@@ -39,13 +39,17 @@ Table = Mapping[str, VllmName]
 
 
 class VllmNames(Protocol):
-    """vLLM's names that are not this engine's. LLM_METHODS: of the LLM, with the reasons."""
+    """vLLM's names that are not this engine's. LLM_METHODS: of the LLM, with the reasons.
+
+    EVERYWHERE: names that are refused for the same reason as an argument, a flag, a sampling parameter or a field.
+    """
 
     ENGINE_ARGUMENTS: Table
     SAMPLING_PARAMETERS: Table
     CALL_ARGUMENTS: Table
     ENGINE_CALL_ARGUMENTS: Table
     LLM_METHODS: Mapping[str, str]
+    EVERYWHERE: Mapping[str, str]
 
 
 def vllm_names() -> VllmNames | None:
@@ -62,11 +66,24 @@ def own_arguments(
     """
     others: Table = getattr(vllm_names(), table, {})
     for name, value in given.items():
-        if name not in known and name not in others:
-            raise error(unknown_name_message(what, name, [*known, *others], listed=known))
-        if name not in known and not others[name].accepts(value):
-            raise error(f"{name}={quoted(value)}: not supported: {others[name].reason}")
+        if name in known or (name in others and others[name].accepts(value)):
+            continue
+        if name not in others:
+            raise error(unknown_name(what, name, [*known, *others], listed=known))
+        raise error(f"{name}={quoted(value)}: not supported: {others[name].reason}")
     return {name: value for name, value in given.items() if name in known}
+
+
+def refusal(name: str) -> str | None:
+    """What is said of a name wherever it is given, such as guided_json, which people try in many places."""
+    reason = getattr(vllm_names(), "EVERYWHERE", {}).get(name)
+    return None if reason is None else f"not supported: {reason}"
+
+
+def unknown_name(what: str, name: str, known: Collection[str], listed: Collection[str] | None = None) -> str:
+    """The message for a name that is not known here: `refusal`, or the most similar one that is."""
+    reason = refusal(name)
+    return unknown_name_message(what, name, known, listed) if reason is None else f"{name}: {reason}"
 
 
 def _equal(value: object, known: object) -> bool:

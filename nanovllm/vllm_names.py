@@ -30,6 +30,34 @@ def _table(*groups: tuple[str, Mapping[str, tuple[Any, ...]]]) -> Table:
     return MappingProxyType(dict(names()))
 
 
+# ---- Names that people try everywhere
+
+_ROPE = (
+    "RoPE is a part of the model's config: make the engine with hf_overrides={'rope_parameters': {'rope_type': 'yarn', "
+    "'factor': 4.0, ...}}, on the command line --hf-overrides with the same as JSON"
+)
+_GUIDED = (
+    "it is structured_outputs now: give {'json': SCHEMA}, {'regex': TEXT}, {'choice': LIST} or {'grammar': TEXT} as "
+    "structured_outputs, in SamplingParams, a JSON line or row, or a request to the server"
+)
+_REASONING = (
+    "the engine does not parse reasoning; what a chat template knows, such as {'enable_thinking': False}, is given as "
+    "chat_template_kwargs, in LLM.chat or a request to the server"
+)
+EVERYWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("rope_scaling", "rope_theta"), _ROPE),
+        **dict.fromkeys(
+            (
+                *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+                *("guided_json_object", "guided_decoding_backend", "guided_whitespace_pattern"),
+            ),
+            _GUIDED,
+        ),
+        **dict.fromkeys(("reasoning_effort", "include_reasoning", "thinking_token_budget"), _REASONING),
+    }
+)
+
 # ---- EngineArgs
 
 ENGINE_ARGUMENTS = _table(
@@ -310,10 +338,7 @@ ENGINE_ARGUMENTS = _table(
             "weight_transfer_config": CONFIG,
         },
     ),
-    (
-        "give the RoPE of the model as hf_overrides={'rope_parameters': {...}}",
-        {"rope_scaling": CONFIG, "rope_theta": UNSET},
-    ),
+    (_ROPE, {"rope_scaling": CONFIG, "rope_theta": UNSET}),
     (
         "log-probabilities are of the raw logits",
         {"logprobs_mode": ("raw_logprobs",), "return_sampling_mask": OFF},
@@ -325,8 +350,9 @@ ENGINE_ARGUMENTS = _table(
     ),
     (
         "structured outputs are chosen by each request, as SamplingParams(structured_outputs=...)",
-        {"structured_outputs_config": CONFIG, "guided_decoding_backend": (None, "auto")},
+        {"structured_outputs_config": CONFIG},
     ),
+    (_GUIDED, {"guided_decoding_backend": (None, "auto")}),
     (
         "the engine does not parse reasoning",
         {"reasoning_parser": ("", None), "reasoning_parser_plugin": ("", None), "reasoning_config": CONFIG},
@@ -402,11 +428,11 @@ SAMPLING_PARAMETERS = _table(
         "give the prompt a cache_salt of its own to keep it apart from other requests",
         {"skip_reading_prefix_cache": OFF_OR_NONE},
     ),
-    ("the engine does not parse reasoning", {"thinking_token_budget": (None, -1)}),
+    (_REASONING, {"thinking_token_budget": (None, -1)}),
     ("repetition_penalty and frequency_penalty act against repetition", {"repetition_detection": UNSET}),
     ("outputs do not say which experts a token had", {"routed_experts_prompt_start": (0,)}),
     ("prompt_logprobs scores tokens that are given", {"trace_decode_token_ids": UNSET}),
-    ("it is structured_outputs now", {"guided_decoding": UNSET}),
+    (_GUIDED, {"guided_decoding": UNSET}),
 )
 
 # ---- LLM

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_every_field_has_a_flag_with_a_text(parser: argparse.ArgumentParser) -> None:
-    flags = {action.option_strings[0]: action for action in parser._actions}
+    flags = {action.option_strings[0]: action for action in parser._actions if action.option_strings}
     wanted, explained = set(), set()
     for kind, (described, left_out) in KINDS.items():
         names = {field.name for field in fields(described)}
@@ -53,7 +53,7 @@ def test_every_field_has_a_flag_with_a_text(parser: argparse.ArgumentParser) -> 
         wanted |= {flag_name(kind, name) for name in names - set(left_out)}
         explained |= names - {*left_out, "seed"}
     shown = {flag for flag, action in flags.items() if action.help != argparse.SUPPRESS}
-    assert wanted == shown - {"-h", "--model"}
+    assert wanted == shown - {"-h", "--model"}  # the model may also be the first argument
     assert {flag_name(ENGINE, name) for name in ENGINE_ALIASES.keys() | ENGINE_ARGUMENTS.keys()} == flags.keys() - shown
     assert set(HELP) == explained
     assert set(NO_FLAGS) <= {field.name for field in fields(SamplingParams)}
@@ -71,7 +71,14 @@ def test_what_is_not_given_is_left_to_the_engine(parser: argparse.ArgumentParser
         ("--enable-cpu-offload", {"enable_cpu_offload": True}, {}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}, {}),
         ("--dtype bfloat16 --device cpu --trace t.json", {"dtype": "bfloat16", "device": "cpu", "trace": "t.json"}, {}),
-        ("--max-model-len 32K --max-tokens 1Ki", {"max_model_len": 32_000}, {"max_tokens": 1024}),
+        ("--max-model-len 32K --max-tokens 1Ki", {"max_model_len": 32_768}, {"max_tokens": 1024}),
+        (
+            "--max-model-len 32k --kv-cache-memory-bytes 2G",
+            {"max_model_len": 32_000, "kv_cache_memory_bytes": 2**31},
+            {},
+        ),
+        ("--kv-cache-memory-bytes 1.5g", {"kv_cache_memory_bytes": 1_500_000_000}, {}),
+        ("--kv-offloading-size 0.5", {"kv_offloading_size": 0.5}, {}),
         ("--max-model-len 1.5m --max-num-batched-tokens 8ki", MILLIONS, {}),
         ("--max-model-len none", {"max_model_len": None}, {}),
         ("--gpu-memory-utilization .5", {"gpu_memory_utilization": 0.5}, {}),

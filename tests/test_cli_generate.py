@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -312,8 +313,9 @@ def test_flags_that_extend_the_positions_can_be_pasted_into_a_shell(
     assert "the model's positions end at 1024" in sentence and flags.startswith("--hf-overrides '{")
     assert generate(model, "x" * 1500, "--num-gpu-blocks", "200", *shlex.split(flags)) == 0
     assert generate(model, "x", "--max-model-len", "1500") == 2
-    sentence, flags = capsys.readouterr().err.splitlines()
-    assert "hf_overrides={'rope_parameters'" in sentence and flags == "--max-model-len 1024"
+    sentence, shorter, longer = capsys.readouterr().err.splitlines()
+    assert "hf_overrides={'rope_parameters'" in sentence and shorter == "--max-model-len 1024"
+    assert generate(model, "x", "--max-model-len", "1500", *shlex.split(longer.removeprefix("or "))) == 0
 
 
 def test_a_refusal_ends_with_flags_that_lift_it(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,8 +349,44 @@ def test_progress_says_where_a_long_prefill_is(
     assert lines[0].startswith("loading ") and lines[2].startswith("prefill 200 of 800 tokens (25%), ")
     rate, left = lines[2].split(", ")[1:4:2]
     assert rate.endswith(" tok/s in") and float(rate.split()[0].replace(",", "")) > 0 and left.startswith("about 0:")
-    assert lines[-1].startswith("1 prompt, 800 tokens computed, 6 generated in ") and "tok/s out" in lines[-1]
-    assert lines[-1].endswith("; 1 of 1 cut at --max-tokens or max_model_len")
+    summary, kv, hint = lines[-3:]
+    assert summary.startswith("1 prompt, 800 tokens computed, 6 generated in ") and "tok/s out" in summary
+    assert summary.endswith("; 1 of 1 cut at --max-tokens or max_model_len")
+    assert re.fullmatch(r"806 tokens: at most [\d.]+ MB of KV on the device", kv)
+    assert hint.startswith("the model has a chat template") and hint.endswith("--chat asks it as a user would")
+    assert generate(model, *options, "--json") == 0
+    assert "of KV on the device" not in capsys.readouterr().err
+
+
+def test_the_end_says_what_was_copied_and_that_the_default_cut_the_answer(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = ["--kvcache-block-size", "16", "--num-gpu-blocks", "8", "--enable-cpu-offload", "--num-cpu-blocks", "40"]
+    command = ["generate", model, "x" * 400, *blocks, "--temperature", "0", "--ignore-eos", "--progress"]
+    assert main(command) == 0
+    *_, kv, default, _ = capsys.readouterr().err.splitlines()
+    assert re.match(r"416 tokens: at most [\d.]+ MB of KV on the device, [\d.]+ MB copied out to the host, ", kv)
+    assert default == "1 of 1 cut at the default of 16 tokens: --max-tokens 200 allows more"
+    assert main([*command, "--max-tokens", "16", "--chat"]) == 0
+    told = capsys.readouterr().err
+    assert "copied out to the host" in told and "default of" not in told and "chat template" not in told
+    assert main(command[:-1]) == 0
+    assert capsys.readouterr().err == "", "not in pipes"
+
+
+def test_the_model_is_the_first_argument_or_a_flag(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-tokens", "4", "--temperature", "0"]
+    outputs = []
+    for words in (
+        ["--model", model, "one", "two"],
+        [model, "one", *flags, "two"],
+        [*flags, model, "one", "two"],
+        [model, "--model", model, "one", "two"],
+        [model, "--prompt", "one", "--prompt", "two"],
+    ):
+        assert main(["generate", *SMALL_CACHE, *words, *([] if flags[0] in words else flags)]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] and len(set(outputs)) == 1
 
 
 def test_on_a_terminal_the_line_is_redrawn_and_erased(

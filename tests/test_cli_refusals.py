@@ -29,7 +29,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--model", "{model}", "x", "--no-enable-chunked-prefill"], "enable_chunked_prefill=False: not supported"),
         (["--model", "{model}", "x", "--cpu-offload-gb", "4"], "cpu_offload_gb=4: not supported: weights stay"),
         (["--model", "{model}", "x", "--block-size", "7"], "kvcache_block_size=7: must be"),
-        (["x"], "--model"),
+        ([], "no model is given: name it first, as in nanovllm generate DIR, or with --model DIR"),
+        (["x"], "there is no prompt for the model 'x'"),
+        (["{model}", "--model", "{dir}", "x"], "the model is given twice, as '{model}' and --model '{dir}': give one"),
+        (["{model}", "--temp", "1", "x"], "'--temp': did you mean --temperature?"),
+        (["{model}", "x", "--attention-backend", "FLASH"], "the engine takes the first attention backend that"),
+        (["{model}", "x", "--guided-json", "{{}}"], "--guided-json: not supported: it is structured_outputs now"),
+        (["{model}", "x", "--reasoning-effort", "low"], "--reasoning-effort: not supported: the engine does not parse"),
+        (
+            ["{model}", "x", "--rope-scaling", "{{}}", "--rope-theta", "5"],
+            "rope_theta=5: not supported: RoPE is a part",
+        ),
+        (
+            ["{model}", "x", "--no-enable-cpu-offload", "--kv-offloading-size", "1"],
+            "--no-enable-cpu-offload: --kv-offloading-size is the memory of offloaded KV: leave one out",
+        ),
         (["--model", "{dir}/nothing", "x"], "is not a directory: give the path"),
         (["--model", "{dir}", "x"], "config.json does not exist"),
         (["--model", "{model}", "--file", "{dir}/nothing"], "nothing' cannot be read: No such file or directory"),
@@ -64,7 +78,8 @@ def test_refusals_cost_one_sentence_and_no_model(
         code = stopped.code
     printed = capsys.readouterr()
     assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith("nanovllm generate: error: ") and told in printed.err
+    assert printed.err.startswith("nanovllm generate: error: ")
+    assert told.format(model=model, dir=tmp_path) in printed.err
     assert (tmp_path / "file").read_text() == "text"
 
 

@@ -26,6 +26,8 @@ DEFAULTS = {
     "cpu_attention": True,
     "num_gpu_blocks": -1,
     "num_cpu_blocks": -1,
+    "kv_cache_memory_bytes": None,
+    "kv_offloading_size": None,
     "enable_prefix_caching": True,
     "seed": 0,
     "max_logprobs": 20,
@@ -148,6 +150,8 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
         'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json',
         ["none", "", None, 5, "/no/such/directory"],
     ),
+    "kv_cache_memory_bytes": ("must be a whole number of at least 1 or None to size it from memory", [0, -1, 1.5, "2G"]),
+    "kv_offloading_size": ("must be None or a number of GiB above 0 and at most 1,073,741,824", [0, -0.5, "1", True]),
     "override_generation_config": ("must be a dict of fields and their values", [5, "top_p", ["a"], {1: 2}]),
     "served_model_name": ("must be None, a name or a list of names", ["", [], 5, [5]]),
     "revision": ("must be None or text", []),  # with a directory, any is refused
@@ -269,3 +273,24 @@ def test_a_hint_is_given_only_for_a_name_that_is_near(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refusal:
             engine_config(tmp_path, {name: 1})
         assert "did you mean" not in str(refusal.value), name
+
+
+def test_kv_memory_in_bytes_is_checked_and_turns_offload_on(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, {"kv_cache_memory_bytes": 1 << 30, "kv_offloading_size": 0.5})
+    assert config.enable_cpu_offload and not engine_config(tmp_path, {"kv_cache_memory_bytes": 9}).enable_cpu_offload
+    for arguments, told in (
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0: must be a whole number of at least 1 or None"),
+        ({"kv_offloading_size": 0}, "kv_offloading_size=0: must be None or a number of GiB above 0"),
+        ({"kv_offloading_size": math.nan}, "kv_offloading_size=nan: must be None or a number"),
+        (
+            {"kv_cache_memory_bytes": 9, "num_gpu_blocks": 8},
+            "kv_cache_memory_bytes=9: num_gpu_blocks=8 sizes the same memory in blocks: give only one of them",
+        ),
+        (
+            {"kv_offloading_size": 1, "num_cpu_blocks": 8},
+            "kv_offloading_size=1: num_cpu_blocks=8 sizes the same memory in blocks: give only one of them",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            engine_config(tmp_path, arguments)
+        assert told in str(refusal.value)

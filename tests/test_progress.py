@@ -109,7 +109,8 @@ def test_chat_shows_the_prefill_of_a_document(
     assert any(batch.layerwise is not None for batch in batches) == (options is LAYERWISE)
     drawn = shown.drawn
     assert drawn[0].startswith(f"loading {model}"[: COLUMNS - 1])
-    document, question = (i for i, text in enumerate(drawn) if text.endswith("]\n"))
+    document, question = (i for i, text in enumerate(drawn) if text.startswith("[") or "\n[" in text)
+    assert re.fullmatch(r"[\d,]+ tokens: at most [\d.]+ MB of KV on the device.*", drawn[-1].splitlines()[-1])
     seen = prefills(drawn[:document])
     assert seen == sorted(seen) and seen[0][0] == 0 and {tokens for _, tokens in seen} == {seen[0][1]}
     assert seen[0][1] > 700 and len({done for done, _ in seen}) >= 6, "also within a step"
@@ -134,8 +135,10 @@ def test_generate_shows_loading_prefill_and_totals_and_clears_the_line(
     assert drawn[0].startswith("loading ") and prefilled[0].startswith("0 of 3 prompts, prefill 0 of ")
     assert len(prefills(drawn)) >= 6 and any(" tok/s out" in line for line in drawn[:-1])
     assert any(line.startswith("2 of 3 prompts") or line.startswith("1 of 3 prompts") for line in drawn)
-    assert drawn[-1].startswith("3 prompts, ") and drawn[-1].endswith("; 3 of 3 cut at --max-tokens or max_model_len\n")
-    assert shown.written.decode().count("\n") == 1, "status lines take no line of their own"
+    summary, kv, hint = drawn[-1].splitlines()
+    assert summary.startswith("3 prompts, ") and summary.endswith("; 3 of 3 cut at --max-tokens or max_model_len")
+    assert " MB of KV on the device" in kv and "--chat" in hint
+    assert shown.written.decode().count("\n") == 3, "status lines take no line of their own"
 
 
 def test_generate_of_llm_uses_the_same_line(model: str, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,3 +255,8 @@ def test_the_time_left_is_that_of_the_prefill_or_of_the_prompts(monkeypatch: pyt
     later = Progress(1, prefilled_tokens=4000, computed_tokens=4000, output_tokens=21)
     assert alone.state(later) == "129.0 tok/s in, 2.0 tok/s out", "decode does not dilute the rate of the prefill"
     assert duration(3723) == "1:02:03"
+
+
+def test_the_share_is_that_of_the_tokens_that_are_shown() -> None:
+    state = Meter(1).state(Progress(num_requests=1, prompt_tokens=4, prompt_tokens_done=1.4))
+    assert state.startswith("prefill 1 of 4 tokens (25%)")

@@ -60,6 +60,7 @@ def test_requests_that_cannot_be_served(model_dir: Path, arguments: dict[str, An
         ([], None, []),  # no prompts: no outputs, no error
         ([[]], None, ["empty"]),
         (random_prompt(257, VOCAB, 1), None, ["257 tokens", "max_model_len is 256"]),
+        ([PROMPT, random_prompt(257, VOCAB, 1)], None, ["prompts[1]: the prompt has 257 tokens"]),
         ([[1, VOCAB]], None, [str(VOCAB), f"0 to {VOCAB - 1}"]),
         ([[1, -1]], None, ["-1"]),
         ("some text", None, ["no tokenizer files"]),
@@ -157,3 +158,13 @@ def test_an_interrupted_call_leaves_nothing_behind(model_dir: Path, monkeypatch:
         assert not llm.engine.has_unfinished_requests()
         assert llm.engine.scheduler.block_manager.num_used == 0
         assert token_ids(llm, [PROMPT, PROMPT[:5]], greedy(9)) == expected
+
+
+def test_offload_that_moves_nothing_is_said(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(model_dir, enable_cpu_offload=True) as llm:
+        assert llm.kv_stats().num_cpu_blocks == 0
+    assert "enable_cpu_offload=True moves nothing to the host: the device's " in caplog.text
+    caplog.clear()
+    with LLM(model_dir, **offloaded(16, 4, 14)):
+        pass
+    assert caplog.text == ""

@@ -104,6 +104,57 @@ def test_the_smallest_device(layers: int, ring_slots: int, resident: int) -> Non
     assert (split.ring_slots, split.resident_blocks) == (ring_slots, resident)
 
 
+# ---- sizes in bytes
+
+GIB = 2**30
+
+
+def test_bytes_and_gib_are_blocks() -> None:
+    assert plan(kv_cache_memory_bytes=101 * BLOCK - 1).num_gpu_blocks == 100
+    assert plan(kv_cache_memory_bytes=100 * BLOCK) == plan(num_gpu_blocks=100)
+    offloaded = plan(kv_cache_memory_bytes=100 * BLOCK, kv_offloading_size=50 * BLOCK / GIB)
+    assert offloaded == plan(enable_cpu_offload=True, num_gpu_blocks=100, num_cpu_blocks=50)
+    two_ranks = plan(kv_offloading_size=100 * BLOCK / GIB, tensor_parallel_size=2)
+    assert two_ranks.num_cpu_blocks == 50, "the size is that of all ranks, as in vLLM"
+
+
+@given(blocks=st.integers(2, 300), chunk=st.sampled_from([16, 64, 256]))
+@settings(max_examples=60)
+def test_bytes_of_the_device_include_the_layer_buffer(blocks: int, chunk: int) -> None:
+    facts = replace(MEMORY, layerwise=Sizing(token_bytes=40))
+    asked = blocks * BLOCK + BLOCK // 2
+    found = plan(facts, kv_cache_memory_bytes=asked, kv_offloading_size=400 * BLOCK / GIB, max_num_batched_tokens=chunk)
+    taken = found.num_gpu_blocks * BLOCK + found.layerwise_memory.buffer_bytes(LAYOUT)
+    assert asked // 2 < taken <= asked and found.num_gpu_blocks >= blocks * 7 // 8
+    if blocks > 100 and chunk == 16:
+        assert found.layerwise_memory.buffer_blocks > 0
+
+
+def test_a_size_that_holds_no_block_is_refused_with_numbers() -> None:
+    for arguments, told in (
+        (
+            {"kv_cache_memory_bytes": 4 * BLOCK - 1},
+            f"the device needs at least 4 KV blocks of 16 tokens, {4 * BLOCK:,}",
+        ),
+        ({"kv_offloading_size": (BLOCK - 1) / GIB}, f"hold no KV block of 16 tokens, which takes {BLOCK:,} bytes;"),
+        ({"kv_cache_memory_bytes": 5000 * BLOCK}, f"kv_cache_memory_bytes={5000 * BLOCK}: its KV cache takes"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            plan(**arguments)
+        assert told in str(refusal.value)
+        (change,) = refusal.value.changes
+        assert plan(**arguments | change).num_gpu_blocks > 0, "what is advised is possible"
+
+
+def test_advice_is_in_the_unit_of_the_arguments() -> None:
+    sizes = sizing(kv_cache_memory_bytes=20 * BLOCK, kv_offloading_size=10 * BLOCK / GIB)
+    changes = sizes.changes_for(100 * 16)
+    assert [list(change) for change in changes] == [["kv_offloading_size"], ["kv_cache_memory_bytes"]]
+    for change in changes:
+        longer = plan(**{"kv_cache_memory_bytes": 20 * BLOCK, "kv_offloading_size": 10 * BLOCK / GIB} | change)
+        assert longer.max_model_len >= 1600
+
+
 # ---- sizing from memory
 
 

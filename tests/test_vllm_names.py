@@ -16,7 +16,7 @@ from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
-from nanovllm.vllm_names import ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS
+from nanovllm.vllm_names import ENGINE_ARGUMENTS, EVERYWHERE, LLM_METHODS, SAMPLING_PARAMETERS
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
@@ -90,7 +90,11 @@ def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2: not supported: the engine runs one model"),
         ("fully_sharded_loras", True, "fully_sharded_loras=True: not supported: LoRA adapters apply to"),
         ("cpu_offload_gb", 4, "cpu_offload_gb=4: not supported: weights stay on the device: enable_cpu_offload=True"),
-        ("rope_scaling", {"rope_type": "yarn"}, "give the RoPE of the model as hf_overrides="),
+        (
+            "rope_scaling",
+            {"rope_type": "yarn"},
+            "RoPE is a part of the model's config: make the engine with hf_overrides=",
+        ),
         ("fully_sharded_loras", 0, "fully_sharded_loras=0: not supported"),  # not False
     ],
 )
@@ -98,6 +102,23 @@ def test_the_refusals_that_users_meet_first(name: str, value: Any, says: str, tm
     with pytest.raises(ConfigError) as refusal:
         engine_config(tmp_path, {name: value})
     assert says in str(refusal.value) and "did you mean" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["guided_json", "reasoning_effort", "rope_scaling"])
+def test_names_that_people_try_everywhere_are_answered_alike(name: str, tmp_path: Path) -> None:
+    reason = f"not supported: {EVERYWHERE[name]}"
+    llm, refusals = LLM.__new__(LLM), []
+    for use in (
+        lambda: engine_config(tmp_path, {name: {"a": 1}}),
+        lambda: EngineArgs(model=str(tmp_path), **{name: {"a": 1}}).create_engine_config(),
+        lambda: SamplingParams(**{name: {"a": 1}}),
+        lambda: llm.generate("x", **{name: {"a": 1}}),
+        lambda: llm.chat([], **{name: {"a": 1}}),
+    ):
+        with pytest.raises((ConfigError, RequestError)) as refusal:
+            use()
+        refusals.append(str(refusal.value))
+    assert all(text.startswith(name) and text.endswith(reason) for text in refusals), refusals
 
 
 def test_a_method_that_only_vllm_has_is_refused_with_the_reason() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.errors import RequestError, quoted, unknown_name_message
+from nanovllm.errors import RequestError, quoted
+from nanovllm.vllm_arguments import unknown_name
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Fields with the same name and meaning.
@@ -35,7 +36,7 @@ def body_columns(row: Mapping[str, Any], model_names: Sequence[str], has_max_tok
     known = [*SAME, *CHAT_FIELDS, *WITHOUT_EFFECT, *READ]
     for name in given:
         if name not in known:
-            raise RequestError(unknown_name_message("field of body", name, known))
+            raise RequestError(unknown_name("field of body", name, known))
     columns = {name: given[name] for name in (*SAME, *CHAT_FIELDS) if name in given}
     if is_chat:
         _chat_columns(given, columns, has_max_tokens)

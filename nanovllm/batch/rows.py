@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm.batch.openai_rows import body_columns
-from nanovllm.errors import RequestError, quoted, unknown_name_message
+from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import unknown_name
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
 TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -173,7 +174,7 @@ def _params(given: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"sampling_params must be an object, got {quoted(together)}")
     for name in together:
         if name not in SAMPLING:
-            raise RequestError(unknown_name_message("sampling parameter", name, SAMPLING))
+            raise RequestError(unknown_name("sampling parameter", name, SAMPLING))
     params = {name: given[name] for name in SAMPLING if name in given}
     # A table has null in every row that does not give a parameter.
     params |= {name: value for name, value in together.items() if value is not None}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from nanovllm.config import EngineConfig, engine_config
@@ -30,9 +31,9 @@ NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
 NO_SAMPLING_FLAGS = ("output_kind", "structured_outputs", "logits_processors", "skip_clone")
 OTHER_NAMES = {(SAMPLING, "seed"): "sampling-seed"}
 MOST_DIGITS = 12  # of a count
-TOKENS = "such as 4096, 32K or 1M (K is 1,000, Ki is 1,024)"
-COUNTS = "Counts may be written as 32K or 1M (K is 1,000, Ki is 1,024)."
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+TOKENS = "such as 4096, 32K or 1M (as in vLLM k is 1,000 and K is 1,024)"
+COUNTS = "Counts may be written as 32K or 1m: as in vLLM k, m and g are powers of 1,000, and K, M and G of 1,024."
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 PROGRESS = "show progress on standard error (default: if that is a terminal)"
 EXAMPLE_OBJECT = '{"top_p": 0.9}'
@@ -110,16 +111,41 @@ HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for e
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, a flag for every other engine argument, and hidden ones for vLLM's others. Call it last."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="a checkpoint in Hugging Face format, its name on the hub, or a GGUF file",
-    )
+    """The model, a flag for every other engine argument, and hidden ones for vLLM's others. Call it last."""
+    add_model(parser, "a checkpoint in Hugging Face format, its name on the hub, or a GGUF file")
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
     for name, known in ENGINE_ARGUMENTS.items():
         _add_hidden(parser, name, vllm_flag_options(known))
+
+
+def add_model(parser: argparse.ArgumentParser, text: str) -> None:
+    """The model as --model or, in commands without prompts, as a positional argument; `resolve_model` takes either."""
+    parser.add_argument("--model", metavar="DIR", help=f"{text}; or the first argument")
+    if not any(action.dest == "prompts" for action in parser._actions):
+        parser.add_argument("positional_model", nargs="?", metavar="DIR", help="the same as --model DIR")
+
+
+def resolve_model(args: argparse.Namespace) -> None:
+    """Set args.model from --model or the first argument. Raises ConfigError if there is none, or two that differ.
+
+    Where prompts are arguments too, the first of them is the model unless --model is given.
+    """
+    first = getattr(args, "positional_model", None)
+    prompts = getattr(args, "prompts", [])
+    if prompts and (args.model is None or is_model_path(prompts[0])):
+        first = prompts.pop(0)
+    if args.model is None and first is None:
+        raise ConfigError(f"no model is given: name it first, as in nanovllm {args.command} DIR, or with --model DIR")
+    if None not in (args.model, first) and args.model != first:
+        raise ConfigError(f"the model is given twice, as {quoted(first)} and --model {quoted(args.model)}: give one")
+    args.model = first if args.model is None else args.model
+
+
+def is_model_path(text: str) -> bool:
+    """Whether the text names a model on this machine, so that it is no prompt."""
+    with suppress(OSError, ValueError):
+        return (Path(text) / "config.json").is_file() or (text.endswith(".gguf") and Path(text).is_file())
+    return False
 
 
 def add_engine_group(parser: argparse.ArgumentParser, names: Collection[str]) -> Any:
@@ -267,11 +293,12 @@ def _number(number: type[int] | type[float], optional: bool) -> Callable[[str], 
 
 
 def with_unit(text: str) -> int:
-    """A whole number, such as 4096, -1, 32K, 1.5M or 32Ki. Raises ValueError."""
-    match = re.fullmatch(r"([-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmg]))([kmg]i?)?", text.strip(), re.IGNORECASE)
+    """A whole number, such as 4096, -1, 32K, 1.5m or 32Ki, which is 32K. Raises ValueError."""
+    match = re.fullmatch(r"([-+]?\d{1,30}|\d{1,12}\.\d{1,12}(?=[kmgtKMGT]))([kmgt]|[KMGT]i?|[kmg]i)?", text.strip())
     if match is None:
         raise ValueError(text)
-    value = Decimal(match[1]) * UNITS[(match[2] or "").lower()]
+    unit = match[2] or ""
+    value = Decimal(match[1]) * UNITS[unit[0].upper() if unit.endswith("i") else unit]
     if value != int(value):
         raise ValueError(text)
     return int(value)

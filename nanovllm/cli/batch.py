@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.batch.inputs import Inputs, open_inputs
 from nanovllm.batch.replica import Replica, ReplicaSettings
@@ -28,6 +28,7 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Interrupt, say
+from nanovllm.cli.closing import kv_line
 from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.templates import read_template
 from nanovllm.config import EngineConfig
@@ -36,6 +37,9 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from nanovllm.kvcache.base import KVStats
+
 # Engine arguments that change no result, so a job may be resumed with others.
 WITHOUT_EFFECT = (
     *("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size", "gpu_memory_utilization", "num_gpu_blocks"),
@@ -43,6 +47,7 @@ WITHOUT_EFFECT = (
     *("kv_cache_memory_bytes", "kv_offloading_size", "distributed_executor_backend", "distributed_timeout_seconds"),
     *("long_prefill_token_threshold", "swap_space", "enforce_eager", "trace", "download_dir", "hf_token"),
 )
+GIVE_MAX_TOKENS = ("max_tokens", "sampling_params", "body")  # columns that may
 PATHS = ("tokenizer", "generation_config", "download_dir")  # engine arguments that may be directories
 
 
@@ -121,7 +126,8 @@ def run(args: argparse.Namespace) -> int:
     output = ResultDirectory(args.output, inputs.format, inputs.schema())
     output.open(_job(inputs, settings, row_format), args.resume)
     with Interrupt() as interrupt, StatusLine(args.progress) as status, output:
-        return _run(args, inputs, settings, row_format, config, output, Display(status, interrupt))
+        show = Display(status, interrupt, row_format.has_max_tokens)
+        return _run(args, inputs, settings, row_format, config, output, show)
 
 
 def _check_cluster_flags(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -179,6 +185,7 @@ def _replicas(
     if not _is_on_cluster(args):
         with show.status.during(f"loading {args.model}"), show.interrupt.allowed():
             replica = Replica(settings)
+        show.kv_stats = replica.llm.kv_stats
         try:
             yield LocalReplica(replica), replica.llm.watch_steps
         finally:
@@ -205,11 +212,14 @@ def _replicas(
 class Display:
     """What the command shows: one line of progress for all replicas, sentences, and the totals."""
 
-    def __init__(self, status: StatusLine, interrupt: Interrupt) -> None:
-        self.status, self.interrupt = status, interrupt
+    def __init__(self, status: StatusLine, interrupt: Interrupt, is_bounded: bool) -> None:
+        """is_bounded: whether the job gives max_tokens."""
+        self.status, self.interrupt, self._is_bounded = status, interrupt, is_bounded
         self.meter = Meter(None)
         self.first_error = ""
-        self._num_cut = 0  # rows with an output that ended at max_tokens or max_model_len
+        self.kv_stats: Callable[[], KVStats] | None = None  # of an engine in this process
+        # Answered rows: without text, cut at max_tokens or max_model_len, and cut at the default of max_tokens.
+        self._num_empty = self._num_cut = self._num_default_cut = 0
 
     def say(self, sentence: str) -> None:
         """A sentence, on a line of its own."""
@@ -221,18 +231,28 @@ class Display:
         self.meter.count_tokens(result.prompt_tokens, result.computed_tokens, result.generated_tokens)
         self.meter.failed += result.error is not None
         self.meter.finished += result.error is None
-        self._num_cut += any(output["finish_reason"] == "length" for output in result.columns["outputs"] or ())
+        if result.error is None:
+            outputs = result.columns["outputs"] or ()
+            cut = [len(output["token_ids"]) for output in outputs if output["finish_reason"] == "length"]
+            self._num_empty += not any(output["text"] for output in outputs)
+            self._num_cut += bool(cut)
+            is_default = not self._is_bounded and row.columns.keys().isdisjoint(GIVE_MAX_TOKENS)
+            self._num_default_cut += is_default and SamplingParams.max_tokens in cut
         self.first_error = self.first_error or result.error or ""
 
     def ended(self, output: ResultDirectory) -> int:
         """Show the totals. Returns the exit status."""
         if self.status.shown:
-            cut = (
-                f"; {of(self._num_cut, self.meter.finished)} cut at --max-tokens or max_model_len"
-                if self._num_cut
-                else ""
+            meter = self.meter
+            say(meter.summary())
+            if self.kv_stats is not None:
+                say(kv_line(self.kv_stats(), meter.num_tokens))
+            default = f", {self._num_default_cut:,} of them at the default of {SamplingParams.max_tokens} tokens"
+            say(
+                f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self._num_empty:,} "
+                f"empty and {self._num_cut:,} cut at --max-tokens or max_model_len"
+                f"{default if self._num_default_cut else ''}; {meter.failed:,} failed"
             )
-            say(self.meter.summary() + cut)
         failed = output.done.num_failed
         if not failed:
             return 0

@@ -89,13 +89,16 @@ class Boundary:
     def sentence(self, error: BaseException) -> str:
         """One line about the error, which follows its traceback if `verbose`.
 
-        If engine arguments would make it possible, a second line has them as flags, to be added to the command.
+        If engine arguments would make it possible, a second line has them as flags, to be added to the command; if
+        these lower max_model_len, a third line has others, after "or".
         """
         if self._verbose:
             say("".join(traceback.format_exception(error)).rstrip())
         if isinstance(error, OWN_ERRORS):
             changes = error.changes if isinstance(error, RefusedError) else ()
-            return "\n".join([one_line(str(error), LONGEST), *map(as_flags, changes[:1])])
+            # Who asked for a length is also told how to get it, not only how to give it up.
+            others = map(as_flags, changes[1:2] if changes and set(changes[0]) == {"max_model_len"} else ())
+            return "\nor ".join(["\n".join([one_line(str(error), LONGEST), *map(as_flags, changes[:1])]), *others])
         if isinstance(error, OSError):
             return one_line(_system_message(error), LONGEST)
         hint = "" if self._verbose else "; --verbose shows where"

@@ -25,6 +25,7 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
+from nanovllm.cli.closing import kv_line
 from nanovllm.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.cli.templates import chat_template, read_template
 from nanovllm.engine.llm_engine import EngineClient
@@ -55,7 +56,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
         help=summary,
         description=f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second "
         "one the program. After each turn, standard error shows the numbers of cached and computed tokens, and whether "
-        "the answer was cut.",
+        "the answer was cut; at the end of a terminal's conversation, where the KV was.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -87,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
             chat = Conversation(chat_template(llm, template), args.system, document)
             if document is not None:
                 _read_ahead(answers, chat)
-            return _converse(answers, chat, interrupt, Boundary(args.verbose))
+            exit_status = _converse(answers, chat, interrupt, Boundary(args.verbose))
+            if status.shown and answers.num_tokens:
+                say(kv_line(llm.kv_stats(), answers.num_tokens))
+            return exit_status
 
 
 def _params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
@@ -187,6 +191,7 @@ class Answers:
         self._status = status
         self._interrupt = interrupt
         self._ids = map(str, itertools.count())
+        self.num_tokens = 0  # computed and generated so far
 
     def answer(self, token_ids: Sequence[int]) -> Answer:
         """Write the answer to standard output as it comes; Ctrl-C ends it. Raises RequestError and EngineError."""
@@ -216,6 +221,7 @@ class Answers:
                     self._status.clear()
                     print(new.text, end="", flush=True)
         assert answer is not None, "a request ends with an output"
+        self.num_tokens += answer.metrics.prefill_tokens + answer.num_tokens
         return answer
 
     def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:

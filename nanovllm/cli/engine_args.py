@@ -8,8 +8,8 @@ from typing import Any, Self, get_type_hints
 
 from nanovllm.cli.arguments import flag_options, vllm_flag_options
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.errors import ConfigError, unknown_name_message
-from nanovllm.vllm_arguments import ENGINE_ALIASES
+from nanovllm.errors import ConfigError
+from nanovllm.vllm_arguments import ENGINE_ALIASES, unknown_name
 from nanovllm.vllm_names import ENGINE_ARGUMENTS
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # vLLM's
@@ -44,7 +44,7 @@ class EngineArgs(_Fields):
         for name in engine_args:
             if name not in known:
                 own = [found.name for found in fields(EngineConfig)]
-                raise ConfigError(unknown_name_message("engine argument", name, known, listed=own))
+                raise ConfigError(unknown_name("engine argument", name, known, listed=own))
         return super().__new__(cls)
 
     def create_engine_config(self) -> EngineConfig:

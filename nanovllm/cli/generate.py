@@ -22,6 +22,7 @@ from nanovllm.cli.arguments import (
     text_argument,
 )
 from nanovllm.cli.boundary import Boundary, Interrupt, say
+from nanovllm.cli.closing import cut_hints, kv_line
 from nanovllm.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.cli.main import INTERRUPTED
 from nanovllm.cli.prompts import (
@@ -64,7 +65,13 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add_source = {"action": "append", "dest": "sources", "metavar": "FILE"}
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; -: standard input")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="DIR PROMPT",
+        help="the model, unless --model is given, and prompts; -: standard input",
+    )
+    parser.add_argument("--prompt", type=_prompt, help="a prompt", **add_source | {"metavar": "TEXT"})  # type: ignore[arg-type]
     parser.add_argument("--file", type=_source(FILE), help="a file that is one prompt", **add_source)  # type: ignore[arg-type]
     parser.add_argument("--lines", type=_source(LINES), help="a file with a prompt in each line", **add_source)  # type: ignore[arg-type]
     parser.add_argument(
@@ -97,6 +104,10 @@ def _source(kind: str) -> Any:
     return lambda path: Source(kind, path)
 
 
+def _prompt(text: str) -> Source:
+    return Source(TEXT, text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 1 if a prompt failed."""
     sources = _sources(args)
@@ -122,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
             params = replace(llm.get_default_sampling_params(), **sampling_arguments(args))
             messages = Messages(llm, template, args.chat, args.system)
             requests = Requests(llm, params, messages, args.stream, ChosenAdapters(llm, args))
+            requests.is_bounded = "max_tokens" in llm.engine.sampling_defaults | sampling_arguments(args)
             boundary = Boundary(args.verbose)
             feed, meter = Feed(sources, boundary), Meter(count_prompts(sources))
             return Generation(requests, feed, file, args.json, args.stream, status, meter, interrupt, boundary).run()
@@ -134,7 +146,10 @@ def _sources(args: argparse.Namespace) -> list[Source]:
     if sources:
         return sources
     if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("there is no prompt: give one as an argument, or name a --file, --lines, --jsonl or -")
+        raise ConfigError(
+            f"there is no prompt for the model {args.model!r:.200}: give one as an argument, or name a --file, "
+            "--lines, --jsonl or -"
+        )
     return [Source(FILE, STDIN)]
 
 
@@ -164,8 +179,10 @@ class Requests:
         self._params = replace(params, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self._stream = stream
         self._messages = messages
+        self.is_chat = messages.is_chat
         self.running: dict[str, tuple[int, PromptItem]] = {}  # index and prompt of the unfinished ones
         self.num_tokens = 0  # of their prompts
+        self.is_bounded = False  # whether the flags or the checkpoint give max_tokens
 
     def add(self, index: int, item: PromptItem) -> None:
         """Add a prompt. Raises RequestError if it cannot be served."""
@@ -212,6 +229,8 @@ class Generation:
     _order: InOrder = field(default_factory=InOrder)
     _in_line: bool = False  # whether a streamed text has begun and not ended
     _num_cut: int = 0  # prompts with an output that ended at max_tokens or max_model_len
+    _num_default_cut: int = 0  # at max_tokens, which nothing but its default gave
+    _num_plain_cut: int = 0  # without a chat template
     _first_error: str = ""
 
     def run(self) -> int:
@@ -282,7 +301,10 @@ class Generation:
             self._fail(index, item, error or "", None)
             return
         self.meter.finished += 1
-        self._num_cut += any(completion.finish_reason == "length" for completion in output.outputs)
+        if any(completion.finish_reason == "length" for completion in output.outputs):
+            self._num_cut += 1
+            self._num_default_cut += not self.requests.is_bounded and "max_tokens" not in item.params
+            self._num_plain_cut += item.prompt is not None and not self.requests.is_chat
         if self.stream:
             self._write(["\n"])
             self._in_line = False
@@ -321,6 +343,11 @@ class Generation:
         if self.status.shown:
             cut = f"; {of(self._num_cut, meter.finished)} cut at --max-tokens or max_model_len" if self._num_cut else ""
             say(meter.summary() + cut)
+            if not self.json:
+                llm = self.requests.llm
+                say(kv_line(llm.kv_stats(), meter.num_tokens))
+                for hint in cut_hints(llm, meter.finished, self._num_default_cut, self._num_plain_cut):
+                    say(hint)
         if not meter.failed:
             return 0
         total = meter.finished + meter.failed

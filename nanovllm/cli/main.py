@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from nanovllm import __version__
+from nanovllm.cli.arguments import resolve_model
 from nanovllm.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
 from nanovllm.errors import NEAR, ConfigError, ModelError, RequestError, one_line, quoted
 from nanovllm.progress_bar import ERASE
+from nanovllm.vllm_arguments import refusal
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",
@@ -133,7 +135,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
         args.prompts += unknown  # argparse takes only the first consecutive prompts
     elif unknown:
-        known.error(f"unknown argument {quoted(unknown[0])}{_nearest(unknown[0], known)}")
+        known.error(_unknown(unknown[0], known))
+    if hasattr(args, "model"):
+        resolve_model(args)
     return args
 
 
@@ -141,11 +145,20 @@ def _command(arguments: Sequence[str]) -> str | None:
     return next((word for word in arguments if not word.startswith("-")), None)
 
 
-def _nearest(word: str, parser: argparse.ArgumentParser) -> str:
-    """A hint at the most similar option, if there is one."""
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """What is said of an unknown option: why there is none, or the most similar one, if there is one.
+
+    An option that begins with the word is more similar than any other.
+    """
+    flag = word.partition("=")[0][:100]
+    reason = refusal(flag.lstrip("-").replace("-", "_"))
+    if flag.startswith("--") and reason is not None:
+        return f"{flag}: {reason}"
     options = re.findall(r"--[\w-]+", parser.format_help())
-    near = difflib.get_close_matches(word.partition("=")[0][:100], options, n=1, cutoff=NEAR)
-    return f": did you mean {near[0]}?" if near else f": see {parser.prog} --help"
+    longer = sorted((option for option in options if len(flag) > 4 and option.startswith(flag)), key=len)
+    near = longer[:1] or difflib.get_close_matches(flag, options, n=1, cutoff=NEAR)
+    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+    return f"unknown argument {quoted(word)}: {hint}"
 
 
 def _complain(arguments: Sequence[str], sentence: str, status: int) -> int:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from nanovllm.cli.arguments import TOKENS, add_engine_group, as_flags, positive_tokens
+from nanovllm.cli.arguments import TOKENS, add_engine_group, add_model, as_flags, positive_tokens
 from nanovllm.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--model", required=True, help="a model directory, a config file, a GGUF file, or a hub name")
+    add_model(parser, "a model directory, a config file, a GGUF file, or a hub name")
     add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
     add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
     add("--json", action="store_true", help="everything as one JSON object")

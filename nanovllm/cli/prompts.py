@@ -16,8 +16,9 @@ from threading import Thread
 from typing import Any, BinaryIO
 
 from nanovllm.cli.boundary import Boundary
-from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
+from nanovllm.errors import ConfigError, RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import unknown_name
 
 TEXT, FILE, LINES, JSONL = "text", "file", "lines", "jsonl"
 STDIN = "-"
@@ -189,7 +190,7 @@ def _json_item(where: str, value: dict[str, Any]) -> PromptItem:
         known = [f.name for f in fields(SamplingParams) if f.name != "output_kind"]
         unknown = next((key for key in value if key not in known), None)
         if unknown is not None:
-            error = unknown_name_message("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"])
+            error = unknown_name("key", unknown, [*known, *PROMPT_KEYS, "cache_salt", "id", "lora"])
     if not _can_be_written(given_id):
         given_id, error = None, "its id holds NaN or infinity or is nested too deeply, and cannot be written as JSON"
     if isinstance(value.get("logit_bias"), dict):

@@ -50,15 +50,15 @@ class Messages:
         self._llm = llm
         self._template_text = template
         self._template: ChatTemplate | None = None
-        self._is_chat = is_chat
+        self.is_chat = is_chat
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def token_ids(self, item: PromptItem) -> Any:
         """The prompt's token ids; None for plain text. Raises RequestError."""
         messages = item.messages
-        if self._is_chat and item.prompt_token_ids is not None:
+        if self.is_chat and item.prompt_token_ids is not None:
             raise RequestError("prompt_token_ids are no message, and --chat needs one: give prompt or messages")
-        if self._is_chat and messages is None:
+        if self.is_chat and messages is None:
             messages = [{"role": "user", "content": item.prompt}]
         if messages is None:
             return item.prompt_token_ids

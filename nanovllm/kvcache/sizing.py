@@ -232,9 +232,7 @@ def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: i
     return config.num_gpu_blocks
 
 
-def _device_blocks(
-    config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int, buffer_bytes: int
-) -> int:
+def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int, buffer_bytes: int) -> int:
     """blocks = (total * gpu_memory_utilization - memory in use - memory of a step) // bytes per block.
 
     buffer_bytes: of the layer buffer, which is a part of kv_cache_memory_bytes.

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from nanovllm.chat_template.process import TemplateProcess
-from nanovllm.errors import quoted, unknown_name_message
+from nanovllm.errors import quoted
 from nanovllm.prompts import PromptParts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.async_llm import AsyncLLM
@@ -23,6 +23,7 @@ from nanovllm.server.limits import Admission, check_model, read_body
 from nanovllm.server.metrics import ServerMetrics
 from nanovllm.server.protocol import Body, SamplingFields
 from nanovllm.server.settings import ServerSettings
+from nanovllm.vllm_arguments import unknown_name
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 T = TypeVar("T")
@@ -83,9 +84,7 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     name = path[0] if path else None
     if first["type"] == "extra_forbidden":
         known = [field.alias or own for own, field in kind.model_fields.items()]
-        message = (
-            unknown_name_message("field", path[-1], known) if len(path) == 1 else f"unknown field {'.'.join(path)!r}"
-        )
+        message = unknown_name("field", path[-1], known) if len(path) == 1 else f"unknown field {'.'.join(path)!r}"
         return invalid(f"{message}; a field that is not supported has to be left out", ".".join(path))
     if name is None:
         return invalid("the body must be a JSON object")
