@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
         'must be "auto", "vllm" (no recommendations) or a directory with a generation_config.json',
         ["none", "", None, 5, "/no/such/directory"],
     ),
-    "kv_cache_memory_bytes": ("must be a whole number of at least 1 or None to size it from memory", [0, -1, 1.5, "2G"]),
+    "kv_cache_memory_bytes": ("must be a whole number of at least 1 or None to size it from memory", [0, -1, 1.5]),
     "kv_offloading_size": ("must be None or a number of GiB above 0 and at most 1,073,741,824", [0, -0.5, "1", True]),
     "override_generation_config": ("must be a dict of fields and their values", [5, "top_p", ["a"], {1: 2}]),
     "served_model_name": ("must be None, a name or a list of names", ["", [], 5, [5]]),
