@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
 GROUPS, GROUP = 8, 32  # of a block of Q4_K
 
 

@@ -29,7 +29,7 @@ namespace nanovllm::packed {
 constexpr int64_t kOutputs = 16;       // of a panel
 constexpr int64_t kPartInputs = 256;   // of a panel that are expanded at a time
 
-enum class Scheme : int { int4, int8, fp8, q4_0, q4_1, q8_0, q4_k, q5_k, q6_k };
+enum class Scheme : int { int4, int8, fp8, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
 
 enum class Values : int { unsigned_bytes, signed_bytes, floats };  // that weights are expanded to
 
@@ -47,6 +47,8 @@ constexpr Layout kLayouts[] = {
     {32, 512, 32, Values::floats, 0, false},             // fp8
     {32, 288, 32, Values::unsigned_bytes, 8, false},     // q4_0
     {32, 320, 32, Values::unsigned_bytes, 0, true},      // q4_1
+    {32, 352, 32, Values::unsigned_bytes, 16, false},    // q5_0
+    {32, 384, 32, Values::unsigned_bytes, 0, true},      // q5_1
     {32, 544, 32, Values::signed_bytes, 0, false},       // q8_0
     {256, 2304, 32, Values::unsigned_bytes, 0, true},    // q4_k
     {256, 2816, 32, Values::unsigned_bytes, 0, true},    // q5_k

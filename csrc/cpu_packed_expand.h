@@ -27,6 +27,8 @@ class Expand {
             case Scheme::fp8: return each<Scheme::fp8>(tile, blocks, lane, own, to);
             case Scheme::q4_0: return each<Scheme::q4_0>(tile, blocks, lane, own, to);
             case Scheme::q4_1: return each<Scheme::q4_1>(tile, blocks, lane, own, to);
+            case Scheme::q5_0: return each<Scheme::q5_0>(tile, blocks, lane, own, to);
+            case Scheme::q5_1: return each<Scheme::q5_1>(tile, blocks, lane, own, to);
             case Scheme::q8_0: return each<Scheme::q8_0>(tile, blocks, lane, own, to);
             case Scheme::q4_k: return each<Scheme::q4_k>(tile, blocks, lane, own, to);
             case Scheme::q5_k: return each<Scheme::q5_k>(tile, blocks, lane, own, to);
@@ -111,27 +113,34 @@ class Expand {
     }
     // Bits move up, or down if `by` is negative; those of other bytes are to be masked.
     static V moved(V v, int by) { return by >= 0 ? v << by : v >> -by; }
-    static constexpr int32_t kNibbles = 0x0f0f0f0f;
+    static constexpr int32_t kNibbles = 0x0f0f0f0f, kFifthBits = 0x10101010;
 
     // ---- groups of 32 weights
 
-    // After the scales, if they are here, bytes; or of 4 bits four words, whose low halves are the first 16 weights.
+    // After the scales, if they are here, bytes; or of 4 bits four words, whose low halves are the first 16 weights. Of 5 bits
+    // a word before these has the fifth bits: bit i of byte j is that of weight 4i + j.
     template <Scheme K, class Target>
     [[gnu::always_inline]] static void integers(const uint8_t* tile, int lane, OwnScales& own, Target& to) {
         constexpr Layout kLayout = kLayouts[int(K)];
         constexpr bool kBytes = kLayout.values == Values::signed_bytes;
+        constexpr bool kFifths = K == Scheme::q5_0 || K == Scheme::q5_1;
         constexpr int kWords = kBytes ? 8 : 4;
+        const V fifths = kFifths ? word(tile + kLayout.tile_bytes - 5 * 64, 0, lane) : V{};
         auto group = to.template group<kBytes, 8>(0);
 #pragma GCC unroll 8
         for (int i = 0; i < kWords; ++i) {
             fetch<kLayout.tile_bytes, kWords>(tile, tile, i, lane);
             const V v = word(tile + kLayout.tile_bytes - kWords * 64, i, lane);
-            group.add(i, kBytes ? v : v & kNibbles);
-            if constexpr (!kBytes) group.add(4 + i, v >> 4 & kNibbles);
+            const V low = kBytes ? v : v & kNibbles;
+            group.add(i, kFifths ? low | (moved(fifths, 4 - i) & kFifthBits) : low);
+            if constexpr (!kBytes) {
+                const V high = v >> 4 & kNibbles;
+                group.add(4 + i, kFifths ? high | (moved(fifths, -i) & kFifthBits) : high);
+            }
         }
         if constexpr (K == Scheme::int4 || K == Scheme::int8) {
             own.finish(group);
-        } else if constexpr (K == Scheme::q4_1) {
+        } else if constexpr (kLayout.minimums) {
             const V both = word(tile, 0, lane);
             group.finish(X::half(both & 0xffff), X::half(both >> 16 & 0xffff));
         } else {
@@ -204,7 +213,7 @@ class Expand {
                 V fifths[2] = {};
                 if constexpr (Fifth) {
                     const V bits = word(tile, 4 + i, lane);
-                    fifths[0] = moved(bits, 4 - 2 * c) & 0x10101010, fifths[1] = moved(bits, 3 - 2 * c) & 0x10101010;
+                    fifths[0] = moved(bits, 4 - 2 * c) & kFifthBits, fifths[1] = moved(bits, 3 - 2 * c) & kFifthBits;
                 }
                 low.add(i, (v & kNibbles) | fifths[0]);
                 high.add(i, (v >> 4 & kNibbles) | fifths[1]);

@@ -8,7 +8,11 @@ from torch import Tensor
 from nanovllm.ops.packed_weights import FP8_BLOCK, GGUF_BLOCKS, SCHEMES, PackedWeight, gguf_weight, pack_int4
 
 # Where the fp16 numbers of a GGUF block are.
-HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+HALVES = {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2),
+    "q6_k": (208,),
+}  # fmt: skip
+LARGEST = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 128, "q4_k": 63 * 15, "q5_k": 63 * 31, "q6_k": 127 * 32}
 # Variants of the schemes: the scheme, then what is special.
 VARIANTS = (
     *GGUF_BLOCKS,
@@ -55,9 +59,8 @@ def _gguf(scheme: str, out_features: int, in_features: int, size: float, generat
     block = GGUF_BLOCKS[scheme]
     shape = (out_features, in_features // block.inputs, block.bytes)
     data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    largest = {"q4_0": 8, "q4_1": 15, "q8_0": 128, "q4_k": 63 * 15, "q5_k": 63 * 31, "q6_k": 127 * 32}[scheme]
     for at in HALVES[scheme]:
-        d = torch.randn(*shape[:2], 1, generator=generator) * size / largest
+        d = torch.randn(*shape[:2], 1, generator=generator) * size / LARGEST[scheme]
         data[..., at : at + 2] = d.half().view(torch.uint8)
     return gguf_weight(scheme, data.flatten(1))
 

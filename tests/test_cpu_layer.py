@@ -172,7 +172,7 @@ def test_there_is_none_for_weights_that_the_kernels_do_not_take() -> None:
     assert few_row_layer(norms, without, torch.bfloat16, HEAD_DIM, "silu") is None
 
 
-PACKED = ("q4_k", "q6_k", "q8_0", "int4 zeros", "fp8 channel")
+PACKED = ("q4_k", "q6_k", "q8_0", "q5_0", "q5_1", "int4 zeros", "fp8 channel")
 
 
 @settings(max_examples=20)

@@ -13,7 +13,7 @@ from packed_cases import VARIANTS, input_multiple, random_weight, same_bits
 from torch import Tensor
 
 from nanovllm.ops import _cpu_kernels, cpu_kernels
-from nanovllm.ops.packed_weights import PackedWeight, cpu_packed_linear, dequantize, gguf_weight, packed_linear
+from nanovllm.ops.packed_weights import GGUF_BLOCKS, PackedWeight, cpu_packed_linear, dequantize, gguf_weight, packed_linear
 
 ISAS = cpu_kernels.instruction_sets()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -99,7 +99,7 @@ def offsets(weight: PackedWeight) -> Tensor:
     A weight with a minimum or zero is the sum of that and the rest.
     """
     dense = dequantize(weight).double().abs()
-    largest = {"q4_1": 15, "q4_k": 15, "q5_k": 31, "int4": 15, "int8": 128}
+    largest = {"q4_1": 15, "q5_1": 31, "q4_k": 15, "q5_k": 31, "int4": 15, "int8": 128}
     if weight.scheme not in largest or (weight.scheme.startswith("int") and weight.zeros is None):
         return dense
     size = weight.group_size
@@ -124,15 +124,19 @@ def test_matches_fp64(case: Case) -> None:
 
 
 @settings(max_examples=60)
-@given(cases(), st.sampled_from(["q4_0", "q4_1"]))
+@given(cases(), st.sampled_from(["q4_0", "q4_1", "q5_0", "q5_1"]))
 def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
     """Written out in torch, in fp64, which holds an fp32 number plus the product of two, and rounded to fp32."""
     case = replace(case, variant=scheme, dtype=torch.bfloat16, gap=0)
     x, panels, bias = operands(case)
-    data = panels.rows(slice(None)).data.unflatten(1, (-1, 20 if scheme == "q4_1" else 18))
+    data = panels.rows(slice(None)).data.unflatten(1, (-1, GGUF_BLOCKS[scheme].bytes))
     scale = data[..., :2].contiguous().view(torch.float16).float()[..., 0]
-    nibbles = data[..., 4 if scheme == "q4_1" else 2 :]
-    q = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).double() - (8 if scheme == "q4_0" else 0)
+    nibbles = data[..., -16:]
+    q = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).double()
+    if scheme.startswith("q5"):
+        fifths = data[..., -20:-16].contiguous().view(torch.int32)
+        q += 16 * (fifths >> torch.arange(32) & 1)
+    q -= {"q4_0": 8, "q5_0": 16}.get(scheme, 0)
     groups = groups_of(x, 32)
     unit = 2.0 ** (groups.abs().amax(dim=-1).log2().floor().clamp(min=-112) - 14)
     n = (groups / unit[..., None]).round()
@@ -140,7 +144,7 @@ def test_sums_in_the_order_that_it_says(case: Case, scheme: str) -> None:
     for g in range(case.blocks):
         group_unit = unit[:, g, None]
         total = (total + scale[:, g].double() * (group_unit * (n[:, g] @ q[:, g].T))).float()
-        if scheme == "q4_1":
+        if scheme in ("q4_1", "q5_1"):
             minimum = data[..., 2:4].contiguous().view(torch.float16).double()[:, g, 0]
             total = (total + minimum * (group_unit * n[:, g].sum(dim=-1, keepdim=True))).float()
     expected = (total if bias is None else total + bias.float()).to(x.dtype)

@@ -149,7 +149,7 @@ def test_ranks_hold_the_parts_of_merged_projections(num_ranks: int, tmp_path: Pa
     check_parts(load_parts(tmp_path, num_ranks), load_file(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("kind", fast_only(["Q8_0"], ["F16", "Q8_0", "Q4_0", "Q6_K", "Q4_K"]))
+@pytest.mark.parametrize("kind", fast_only(["Q8_0"], ["F16", "Q8_0", "Q4_0", "Q5_0", "Q5_1", "Q6_K", "Q4_K"]))
 def test_ranks_hold_the_parts_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     """With the rows of q and k in llama.cpp's order, biases, and columns divided between blocks."""
     gguf_files = pytest.importorskip("gguf_files", reason="the package gguf is not installed")
@@ -266,7 +266,7 @@ def test_quantized_models_give_the_tokens_of_one_rank(variant: str, plain: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q6_K"])
 def test_gguf_files_give_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     gguf_files = pytest.importorskip("gguf_files", reason="the package gguf is not installed")
     model = make_checkpoint(tmp_path / "model", "llama", **gguf_sizes(kind, gguf_files.VOCAB))

@@ -51,8 +51,8 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
         1: TensorType("F16", 1, 2),
         2: TensorType("Q4_0", 32, 18),
         3: TensorType("Q4_1", 32, 20),
-        6: TensorType("Q5_0"),
-        7: TensorType("Q5_1"),
+        6: TensorType("Q5_0", 32, 22),
+        7: TensorType("Q5_1", 32, 24),
         8: TensorType("Q8_0", 32, 34),
         9: TensorType("Q8_1"),
         10: TensorType("Q2_K"),
@@ -104,7 +104,9 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row; rows are the innermost dimension."""
+        """Bytes of a row; rows are the innermost dimension. 0 if the type is not supported, whose size is not known."""
+        if not self.type.is_supported:
+            return 0
         return self.shape[-1] // self.type.block_size * self.type.block_bytes
 
     @property
@@ -120,13 +122,22 @@ class GgufHeader:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
+    def check_types(self) -> None:
+        """Raise ModelError for a tensor of a type that is not supported."""
+        for tensor in self.tensors.values():
+            if not tensor.type.is_supported:
+                raise ModelError(
+                    f"{tensor.file}: tensor {quoted(tensor.name)} is of type {tensor.type.name}, which is not supported; "
+                    f"supported: {', '.join(SUPPORTED)}."
+                )
+
 
 def read_header(path: Path) -> GgufHeader:
     """The header of a GGUF model: of one file, or of the first of several with the tensors of all.
 
-    Raises ModelError for a file that is damaged, truncated or of another format, and for a tensor of a type that is not
-    supported; the message has the key or the tensor and the offset in bytes. Allocates no more than the headers' own
-    size plus a constant.
+    Raises ModelError for a file that is damaged, truncated or of another format; the message has the key or the tensor
+    and the offset in bytes. Types that are not supported are left to `check_types`, since an architecture that is not
+    says more. Allocates no more than the headers' own size plus a constant.
     """
     header = _read_file(path)
     count = header.metadata.get("split.count", 1)
@@ -297,11 +308,7 @@ def _tensor(reader: _Reader, index: int) -> GgufTensor:
         raise reader.error(f"{what} has shape {list(shape)}, and each size must be from 1 to {MAX_SIZE}")
     code, offset = reader.number("I", what), reader.number("Q", what)
     kind = TENSOR_TYPES.get(code, TensorType(f"type {code}"))
-    if not kind.is_supported:
-        raise ModelError(
-            f"{reader.path}: {what} is of type {kind.name}, which is not supported; supported: {', '.join(SUPPORTED)}."
-        )
-    if shape[-1] % kind.block_size:
+    if kind.is_supported and shape[-1] % kind.block_size:
         raise reader.error(f"{what} has rows of {shape[-1]} numbers, and {kind.name} has blocks of {kind.block_size}")
     return GgufTensor(name, shape, kind, reader.path, offset)
 

@@ -66,9 +66,11 @@ class GgufMethod:
 def read_config(path: Path) -> GgufConfig:
     """See `model_files.gguf_side.GgufSide`."""
     header = read_header(path)
+    fields = config_fields(header)  # first: of another architecture, the tensors' types do not matter
+    header.check_types()
     types = packed_types(header)
     method = GgufMethod(types) if types else None
-    return GgufConfig(config_fields(header), generation_fields(header), rope_factors(header), method)
+    return GgufConfig(fields, generation_fields(header), rope_factors(header), method)
 
 
 def packed_types(header: GgufHeader) -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 The data of a panel are tiles, one for each block of inputs. A tile of a GGUF scheme whose blocks are not whole words of
 four bytes begins with the fp16 numbers of the 16 outputs; then it has the first word of each output, the second word of
-each, and so on. Of the words of fp8 it has bytes 0 and 2 of all 16 outputs, then their bytes 1 and 3. Scales and zeros
-become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and inputs of int4, int8 and fp8 to a
-multiple of 32. csrc/cpu_packed.h says how they are multiplied.
+each, and so on. Of the words of fp8 it has bytes 0 and 2 of all 16 outputs, then their bytes 1 and 3. Of the word with the
+fifth bits of Q5_0 and Q5_1, bit 4i + j becomes bit i of byte j, so that all words of four inputs are completed alike.
+Scales and zeros become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and inputs of int4,
+int8 and fp8 to a multiple of 32. csrc/cpu_packed.h says how they are multiplied.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,11 @@ from torch import Tensor
 OUTPUTS = 16  # of a panel
 _INPUTS = 32  # of a block where the scales lie apart
 _CHUNK_BYTES = 1 << 20  # of rows that are rearranged at a time
-_HALF = {"q4_0": 0, "q8_0": 0, "q6_k": 208}  # where in a block the fp16 number is that is not part of a whole word
+# Where in a block the fp16 number is that is not part of a whole word.
+_HALF = {"q4_0": 0, "q5_0": 0, "q8_0": 0, "q6_k": 208}
+_FIFTHS = {"q5_0": 0, "q5_1": 1}  # which of a block's words has the fifth bits
+# A word's bits and how far up they trade places; in this order bit 4i + j comes to byte j, in the reverse order back.
+_TRADES = ((0x0000AAAA, 15), (0x00CC00CC, 6), (0x0000FF00, 8), (0x0A0A0A0A, 3))
 
 
 def rows_to_panels(scheme: str, rows: Tensor, block_bytes: int, in_place: bool = False) -> Tensor:
@@ -49,7 +56,11 @@ def _blocks_to_panels(scheme: str, blocks: Tensor) -> Tensor:
         tiles.view(torch.int16)[..., :OUTPUTS].copy_(halves[..., at // 2].transpose(1, 2))
         outputs, first_word = halves[..., 1:] if at == 0 else halves[..., :-1], OUTPUTS // 2
     words = outputs.contiguous().view(torch.int32).permute(0, 2, 3, 1)
-    tiles.view(torch.int32)[..., first_word:].unflatten(-1, (-1, OUTPUTS)).copy_(words)
+    to = tiles.view(torch.int32)[..., first_word:].unflatten(-1, (-1, OUTPUTS))
+    to.copy_(words)
+    if scheme in _FIFTHS:
+        fifths = to[..., _FIFTHS[scheme], :]
+        fifths.copy_(_traded(fifths, _TRADES))
     if scheme == "fp8":
         tiles = tiles.unflatten(2, (-1, OUTPUTS, 2, 2)).permute(0, 1, 2, 5, 3, 4).flatten(2)
     return tiles.flatten(1)
@@ -64,11 +75,23 @@ def panels_to_blocks(scheme: str, panels: Tensor, block_bytes: int, outputs: Ten
     if scheme == "fp8":
         pairs = tiles.unflatten(-1, (-1, 2, OUTPUTS, 2))[panel, :, :, :, lane]
         return pairs.transpose(-1, -2).flatten(2)
-    words = tiles[..., half_bytes:].unflatten(-1, (-1, OUTPUTS, 4))[panel, :, :, lane].flatten(-2)
+    words = tiles[..., half_bytes:].unflatten(-1, (-1, OUTPUTS, 4))[panel, :, :, lane]
+    if scheme in _FIFTHS:
+        fifths = words.view(torch.int32)[:, :, _FIFTHS[scheme]]
+        fifths.copy_(_traded(fifths, _TRADES[::-1]))
+    words = words.flatten(-2)
     if at is None:
         return words
     halves = tiles[..., :half_bytes].unflatten(-1, (OUTPUTS, 2))[panel, :, lane]
     return torch.cat((words[..., :at], halves, words[..., at:]), dim=-1)
+
+
+def _traded(words: Tensor, trades: Sequence[tuple[int, int]]) -> Tensor:
+    """int32, with the bits of each mask and those so many places above them exchanged, a trade after the other."""
+    for mask, places in trades:
+        differing = (words >> places ^ words) & mask
+        words = words ^ differing ^ differing << places
+    return words
 
 
 def groups_to_panels(values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 | int4 | 4 bits, unsigned | (q - zero) * scale |
 | int8 | 8 bits, signed | (q - zero) * scale |
 | fp8 | float8_e4m3fn | q * scale |
-| q4_0, q4_1, q8_0, q4_k, q5_k, q6_k | as in a GGUF file | as in llama.cpp |
+| q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k | as in a GGUF file | as in llama.cpp |
 
 Checkpoints of other layouts (GPTQ, AWQ, compressed-tensors) are converted to int4, int8 or fp8 at load, without loss.
 """
@@ -269,6 +269,20 @@ def _q4_1(blocks: Tensor) -> Tensor:
     return _halves(blocks[..., :2]) * _nibbles(blocks[..., 4:]).float() + _halves(blocks[..., 2:4])
 
 
+def _five_bits(blocks: Tensor) -> Tensor:
+    """[..., 20] -> [..., 32]: bit i of the first four bytes is the fifth bit of number i, whose others follow."""
+    fifths = torch.stack([blocks[..., :4] >> bit & 1 for bit in range(8)], dim=-1).flatten(-2)
+    return _nibbles(blocks[..., 4:]) | fifths << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _halves(blocks[..., :2]) * (_five_bits(blocks[..., 2:]).float() - 16)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _halves(blocks[..., :2]) * _five_bits(blocks[..., 4:]).float() + _halves(blocks[..., 2:4])
+
+
 def _q8_0(blocks: Tensor) -> Tensor:
     return _halves(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()
 
@@ -321,6 +335,8 @@ class GgufBlock:
 GGUF_BLOCKS = {
     "q4_0": GgufBlock(32, 18, 32, _q4_0),
     "q4_1": GgufBlock(32, 20, 32, _q4_1),
+    "q5_0": GgufBlock(32, 22, 32, _q5_0),
+    "q5_1": GgufBlock(32, 24, 32, _q5_1),
     "q8_0": GgufBlock(32, 34, 32, _q8_0),
     "q4_k": GgufBlock(256, 144, 32, _q4_k),
     "q5_k": GgufBlock(256, 176, 32, _q5_k),
