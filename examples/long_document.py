@@ -12,7 +12,7 @@ from arguments import document_text, make_parser, model_directory
 
 from nanovllm import LLM, SamplingParams
 
-BLOCK_SIZE = 128  # tokens; on a GPU keep the default, 4096
+BLOCK_SIZE = 128  # tokens; few, for many blocks of a short document: the default is from 256 to 4096, by the model
 DEVICE_BLOCKS = 6
 HOST_BLOCKS = 64
 

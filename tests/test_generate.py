@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROPES, make_checkpoint
+from checkpoints import FAMILIES, ROPES, make_checkpoint
 from engines import (
     PREFILL_WAYS,
     greedy,
@@ -62,6 +62,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     ),
 }
 WAYS = [*((name, PREFILL_WAYS[0]) for name in ENGINES), ("offloaded, small steps, few blocks", "chunk-major")]
+
+
+def test_every_family_has_a_checkpoint() -> None:
+    assert {fields["family"] for fields in CHECKPOINTS.values()} == set(FAMILIES) - {"phi3"}, "test_longrope.py has it"
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import FAMILIES as TESTED
 from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_style_rope
 
 from nanovllm.models.families import FAMILIES
@@ -40,6 +41,7 @@ def single(original: Path, tmp_path: Path) -> Path:
 
 def test_the_registry_holds_the_families_and_cannot_be_changed() -> None:
     assert list(FAMILIES) == ARCHITECTURES
+    assert {model_class.__name__ for _, model_class in TESTED.values()} == set(FAMILIES), "tests write all families"
     with pytest.raises(TypeError):
         FAMILIES["Other"] = FAMILIES[ARCHITECTURES[0]]  # type: ignore[index]
 

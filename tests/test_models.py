@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ROPES, edit_config, make_checkpoint
+from checkpoints import FAMILIES, ROPES, edit_config, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -171,6 +171,7 @@ def test_logits_equal_transformers(
 def test_combinations_cover_every_geometry_option_and_tying() -> None:
     values = [param.values for param in COMBINATIONS]
     assert {value[2] for value in values} == set(GEOMETRIES)
+    assert set(OPTIONS) == set(FAMILIES) - {"phi3", "gemma3"}, "test_longrope.py and test_gemma3.py have these"
     assert {(value[0], value[3]) for value in values} == {(f, tie) for f in OPTIONS for tie in (False, True)}
     for family, options in OPTIONS.items():
         assert all(any(v[0] == family and v[4] == option for v in values) for option in options)

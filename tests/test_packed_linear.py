@@ -13,7 +13,14 @@ from packed_cases import VARIANTS, input_multiple, random_weight, same_bits
 from torch import Tensor
 
 from nanovllm.ops import _cpu_kernels, cpu_kernels
-from nanovllm.ops.packed_weights import GGUF_BLOCKS, PackedWeight, cpu_packed_linear, dequantize, gguf_weight, packed_linear
+from nanovllm.ops.packed_weights import (
+    GGUF_BLOCKS,
+    PackedWeight,
+    cpu_packed_linear,
+    dequantize,
+    gguf_weight,
+    packed_linear,
+)
 
 ISAS = cpu_kernels.instruction_sets()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -1,10 +1,14 @@
-"""max_tokens=0, allowed_token_ids, logits_processors, detokenize and truncate_prompt_tokens, on real engines."""
+"""max_tokens=0, allowed_token_ids, logits_processors, detokenize and truncate_prompt_tokens, on real engines.
+
+And of every field that it has an effect.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from nanovllm.errors import RequestError
 from nanovllm.layers.logits import mask_, process
 from nanovllm.layers.sampler import ALL_BANNED, sample
 
-VOCAB = 290
+VOCAB, END_ID = 290, 277  # of `write_byte_level`: <|end|>
 ENGINES: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 100},
     "chunks": {"num_gpu_blocks": 100, "max_num_batched_tokens": 21},
@@ -35,7 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    make_checkpoint(path, vocab=VOCAB)
+    make_checkpoint(path, vocab=VOCAB, eos_token_id=END_ID)
     write_byte_level(path)
     return path
 
@@ -257,3 +261,74 @@ def test_the_end_of_a_long_prompt_is_kept(llm: LLM) -> None:
         run(llm, [prompt], SamplingParams(truncate_prompt_tokens=longest + 1))
     with pytest.raises(RequestError, match="max_model_len"):
         run(llm, [prompt], SamplingParams(max_tokens=1))
+
+
+# ---- every field
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+SAMPLED: dict[str, Any] = {"seed": 1, "max_tokens": 12}
+AB: dict[str, Any] = {**SAMPLED, "allowed_token_ids": [97, 98]}  # of a and b
+ENDS: dict[str, Any] = {
+    **SAMPLED,
+    "allowed_token_ids": [97, END_ID],
+    "stop_token_ids": [END_ID],
+    "logit_bias": {END_ID: 9},
+}
+BEAMS: dict[str, Any] = {"temperature": 0.0, "use_beam_search": True, "n": 3, "stop_token_ids": list(range(0, 290, 9))}
+# Of each field other parameters, and values each of which gives another outcome than the others.
+EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "n": (SAMPLED, [1, 2]),
+    "best_of": (SAMPLED, [None, 4]),
+    "presence_penalty": (GREEDY, [0.0, 2.0]),
+    "frequency_penalty": (GREEDY, [0.0, 2.0]),
+    "repetition_penalty": (GREEDY, [1.0, 3.0]),
+    "temperature": (SAMPLED, [0.0, 1.0, 0.3]),
+    "top_p": (SAMPLED, [1.0, 0.1]),
+    "top_k": (SAMPLED, [0, 2]),
+    "min_p": (SAMPLED, [0.0, 0.9]),
+    "seed": (SAMPLED, [1, 2]),
+    "use_beam_search": ({**GREEDY, "n": 2}, [False, True]),
+    "length_penalty": (BEAMS, [1.0, -5.0]),
+    "early_stopping": (BEAMS, [False, True]),
+    "stop": (AB, [(), "aa", "b"]),
+    "stop_token_ids": (AB, [(), [97]]),
+    "include_stop_str_in_output": ({**AB, "stop": "b"}, [False, True]),
+    "ignore_eos": ({**ENDS, "stop_token_ids": ()}, [False, True]),
+    "max_tokens": (SAMPLED, [1, 12, None]),
+    "min_tokens": (ENDS, [0, 5]),
+    "logprobs": (SAMPLED, [None, 0, 2, -1]),
+    "prompt_logprobs": (SAMPLED, [None, 0, 2, -1]),
+    "skip_special_tokens": ({**SAMPLED, "allowed_token_ids": [END_ID], "ignore_eos": True}, [True, False]),
+    "logit_bias": (SAMPLED, [{}, {7: 100.0}]),
+    "bad_words": (AB, [(), ["a"]]),
+    "allowed_token_ids": (SAMPLED, [None, [5, 6], [7]]),
+    "structured_outputs": (SAMPLED, [None, {"regex": "[ab]{3}"}]),
+    "logits_processors": (SAMPLED, [(), [lambda token_ids, logits: -logits]]),
+    "detokenize": (AB, [True, False]),
+    "truncate_prompt_tokens": (SAMPLED, [None, 2]),
+    "output_kind": (AB, list(RequestOutputKind)),
+    "skip_clone": (SAMPLED, [False, True]),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+def test_every_field_has_an_effect(llm: LLM, name: str) -> None:
+    """Accepted and ignored is the worst that a parameter can be: a field without a row, or without an effect, fails."""
+    assert name in EFFECTS, f"{name} needs a row in EFFECTS, with values whose outcomes differ"
+    if name == "structured_outputs":
+        pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+    others, values = EFFECTS[name]
+    outcomes = [[outcome(llm, {**others, name: value}) for value in values] for _ in range(2)]
+    assert outcomes[0] == outcomes[1], "chance makes no difference"
+    assert len(set(outcomes[0])) == len(values)
+
+
+def outcome(llm: LLM, given: dict[str, Any]) -> str:
+    """What a caller gets, and whether a copy shares the parameters' parts; or the refusal."""
+    try:
+        params = SamplingParams(**given)
+        outputs = list(llm.stream("the thin man", params))
+    except RequestError as error:
+        return str(error)
+    parts = [(each.prompt_token_ids, each.prompt_logprobs, each.outputs, each.finished) for each in outputs]
+    return f"{parts} {params.clone().logit_bias is params.logit_bias}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -22,9 +23,13 @@ from server_helpers import (
 from test_async_llm import failing_steps
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch.openai_rows import SAME
 from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.server.protocol import SamplingFields
+from nanovllm.server.sampling import SAME_NAME
 
 HELLO = [{"role": "user", "content": "hello"}]
+NOT_OFFERED = {"detokenize", "logits_processors", "skip_clone"}  # they are for programs
 SAMPLING = {"max_tokens": 8, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
 
@@ -44,6 +49,18 @@ def engine(model: str) -> Iterator[AsyncLLM]:
 def offline(model: str) -> Iterator[LLM]:
     with LLM(model, **CACHE) as llm:
         yield llm
+
+
+# ---- requests
+
+
+def test_every_sampling_parameter_of_a_request_is_passed_on() -> None:
+    """A field of the schema that nothing reads would be accepted and ignored; so would one of a batch file's body."""
+    own = {"max_tokens", "logprobs", "logit_bias", "structured_outputs", "output_kind"}  # read each in its own way
+    parameters = {field.name for field in fields(SamplingParams)}
+    assert {*SAME_NAME} | own | NOT_OFFERED == parameters
+    assert parameters & SamplingFields.model_fields.keys() == {*SAME_NAME, "logit_bias", "structured_outputs"}
+    assert {*SAME} == {*SAME_NAME, "max_tokens", "logit_bias", "structured_outputs", "cache_salt"}
 
 
 # ---- answers

@@ -127,8 +127,8 @@ class GgufHeader:
         for tensor in self.tensors.values():
             if not tensor.type.is_supported:
                 raise ModelError(
-                    f"{tensor.file}: tensor {quoted(tensor.name)} is of type {tensor.type.name}, which is not supported; "
-                    f"supported: {', '.join(SUPPORTED)}."
+                    f"{tensor.file}: tensor {quoted(tensor.name)} is of type {tensor.type.name}, which is not "
+                    f"supported; supported: {', '.join(SUPPORTED)}."
                 )
 
 

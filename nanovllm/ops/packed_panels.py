@@ -2,8 +2,8 @@
 
 The data of a panel are tiles, one for each block of inputs. A tile of a GGUF scheme whose blocks are not whole words of
 four bytes begins with the fp16 numbers of the 16 outputs; then it has the first word of each output, the second word of
-each, and so on. Of the words of fp8 it has bytes 0 and 2 of all 16 outputs, then their bytes 1 and 3. Of the word with the
-fifth bits of Q5_0 and Q5_1, bit 4i + j becomes bit i of byte j, so that all words of four inputs are completed alike.
+each, and so on. Of the words of fp8 it has bytes 0 and 2 of all 16 outputs, then their bytes 1 and 3. Bit 4i + j of the
+word with the fifth bits of Q5_0 and Q5_1 becomes bit i of byte j, so that all words of four inputs are completed alike.
 Scales and zeros become [panels, groups, 16]. Outputs are filled up to a multiple of 16 with zeros, and inputs of int4,
 int8 and fp8 to a multiple of 32. csrc/cpu_packed.h says how they are multiplied.
 """
