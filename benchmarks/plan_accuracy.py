@@ -181,7 +181,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> list[Result]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="benchmarks.plan_accuracy", description="Predicted against measured speeds.")
     add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help="a name in benchmarks/configs, or a directory with a config.json")
+    add("--model", default="qwen3-0.6b", help="a name in nanovllm/planner/configs, or a directory with a config.json")
     add("--num-layers", type=positive, nargs="+", default=[2, 4], help="layers to keep; several are run in turn")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")
     add("--prompt-len", type=positive, nargs="+", default=[2048, 8192], help="tokens; several are run in turn")

@@ -1,7 +1,7 @@
 """Networks to measure: published configs, cut to fewer layers if need be, with random weights and prompts.
 
-configs/*.json are those of the published checkpoints, without Qwen2.5-7B-1M's dual chunk attention, which is plain
-attention up to 262,144 tokens.
+nanovllm/planner/configs has those of the published checkpoints, without Qwen2.5-7B-1M's dual chunk attention, which is
+plain attention up to 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+import nanovllm
 from nanovllm.errors import ConfigError
 from nanovllm.model_files.gguf_side import is_gguf
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.planner.network import Network
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(nanovllm.__file__).parent / "planner" / "configs"
 
 
 def shape_names() -> list[str]:

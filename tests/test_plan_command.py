@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +17,12 @@ from checkpoints import make_checkpoint
 from engines import offloaded
 from plans import parameter_bytes
 
+import nanovllm
 from nanovllm import LLM
 from nanovllm.cli import planning
-from nanovllm.cli.main import main
+from nanovllm.cli.arguments import engine_arguments
+from nanovllm.cli.main import _parse, main
+from nanovllm.config import engine_config
 from nanovllm.device import create_device
 from nanovllm.kvcache.budget import predict_request
 from nanovllm.kvcache.layerwise import LayerwiseMemory
@@ -27,6 +31,7 @@ from nanovllm.layerwise_prefill.plan import Sizing
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
+from nanovllm.planner.cards import find_card, find_link
 from nanovllm.planner.machine import Link, Rates
 from nanovllm.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
 from nanovllm.planner.units import (
@@ -39,7 +44,7 @@ from nanovllm.planner.units import (
     show_seconds,
 )
 
-CONFIGS = Path(__file__).resolve().parent.parent / "benchmarks" / "configs"
+CONFIGS = Path(nanovllm.__file__).parent / "planner" / "configs"
 QWEN_1M = ["--model", str(CONFIGS / "qwen2.5-7b-1m.json"), "--prompt-len", "1000000"]
 GIVEN = ["--gpu-mem", "48GB", "--host-mem", "256GB", "--link", "50GB/s"]
 SPEEDS = ["--compute", "400TFLOPS", "--device-bandwidth", "3TB/s"]
@@ -224,15 +229,89 @@ def test_what_is_not_given_is_said_and_not_guessed(capsys: pytest.CaptureFixture
 def test_what_does_not_fit_is_said_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "20", "--num-cpu-blocks", "20"]) == 1
     table = capsys.readouterr().out
-    (line,) = (line for line in table.splitlines() if "would make it fit" in line)
-    words = line.replace(",", " ").split()
-    blocks = next(word for word in words if word.startswith("num_cpu_blocks=")).partition("=")[2]
+    assert "its KV cache takes 53.41 GiB" in table
+    blocks = next(line for line in table.splitlines() if "--num-cpu-blocks" in line).split()[1]
     assert main(["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "20", "--num-cpu-blocks", blocks]) == 0
     fewer = str(int(blocks) - 1)
     assert main(["plan", *QWEN_1M, *GIVEN, "--num-gpu-blocks", "20", "--num-cpu-blocks", fewer]) == 1
     capsys.readouterr()
     assert main(["plan", *QWEN_1M, "--gpu-mem", "24GB"]) == 1
     assert "--host-mem is not given" in capsys.readouterr().out
+
+
+# ---- by name, with what is in the way, and the command to run
+
+QWEN_YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}}
+
+
+def test_every_obstacle_is_named_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """The positions, a limit and the memory; the flags together make the prompt fit."""
+    options = ["--model", "qwen3-8b", "--prompt-len", "128K", "--gpu-mem", "24G", "--host-mem", "64"]
+    assert main(["plan", *options, "--max-model-len", "9000", "--num-gpu-blocks", "40", "--num-cpu-blocks", "9"]) == 1
+    table = capsys.readouterr().out
+    assert "positions end at 40,960" in table and "accuracy, of short prompts too" in table
+    assert "max_model_len=9,000 is given" in table and "its KV cache takes 17.57 GiB" in table
+    together = shlex.split(table.splitlines()[-1])
+    given = ["--max-model-len", "9000", "--num-gpu-blocks", "40", "--num-cpu-blocks", "9"]
+    report = run_json(capsys, *options, *given, *together)
+    assert report["fits"] and f"--hf-overrides {shlex.quote(json.dumps(QWEN_YARN))}" in table
+
+
+@pytest.mark.parametrize("positions", [[], ["--hf-overrides", '{"max_position_embeddings": 1048576}']])
+def test_8_bits_are_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[str], positions: list[str]) -> None:
+    """800K tokens of 128 KiB are 98 GiB; in int8 with scales they are 50 GiB. The authors name no longer RoPE."""
+    options = ["--model", "llama-3.1-8b", "--prompt-len", "800K", "--gpu-mem", "24GB", "--host-mem", "64GB", *positions]
+    assert main(["plan", *options]) == 1
+    table = capsys.readouterr().out
+    assert "\n    --kv-cache-dtype int8\n" in table and "--host-mem 114GB" in table
+    assert ("document no RoPE scaling" in table) == (not positions) != ("Together:\n--kv-cache-dtype int8\n" in table)
+    if positions:
+        assert run_json(capsys, *options, "--kv-cache-dtype", "int8")["fits"]
+        assert run_json(capsys, *options[:-4], "--host-mem", "114GB", *positions)["fits"]
+        assert not run_json(capsys, *options[:-4], "--host-mem", "113GB", *positions, status=1)["fits"]
+
+
+def test_shorter_steps_are_found_where_activations_are_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "qwen3-8b", "--gpu-mem", "18.5GB", "--prompt-len", "2000", "--max-num-batched-tokens"]
+    report = run_json(capsys, *options, "8192", "--gpu-memory-utilization", "0.93", status=1)
+    chunks = [change.get("max_num_batched_tokens") for change in report["changes_that_fit"]]
+    assert chunks and (None in chunks or chunks[0] < 8192)
+
+
+@pytest.mark.parametrize("prompt", ["20K", "128K"])
+def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixture[str], prompt: str) -> None:
+    """The engine's parser reads them back, and with them the plan is the same."""
+    overrides = ["--hf-overrides", json.dumps(QWEN_YARN)] if prompt == "128K" else []
+    options = ["--model", "qwen3-8b", "--prompt-len", prompt, "--gpu", "RTX 4090", "--host-mem", "64GB", *overrides]
+    assert main(["plan", *options]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[:4] == ["nanovllm", "generate", "--model", "MODEL_DIR"]
+    parsed = engine_arguments(_parse(command[1:]))
+    config = engine_config(CONFIGS, parsed)
+    flags = command[command.index("128") + 1 :]
+    report = run_json(capsys, *options, *(flags if not overrides else flags[2:]))
+    assert report["fits"] and config.enable_cpu_offload == report["engine"]["enable_cpu_offload"] == bool(overrides)
+    assert config.num_gpu_blocks == report["engine"]["num_gpu_blocks"] > 0
+    if overrides:
+        assert config.num_cpu_blocks == report["engine"]["num_cpu_blocks"] and config.hf_overrides == QWEN_YARN
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("RTX 4090", "RTX 4090"), ("nvidia geforce rtx4090", "RTX 4090"), ("5070 ti", "RTX 5070 Ti"), ("h100", "H100"),
+     ("A100", "A100 40GB"), ("a100-80gb", "A100 80GB"), ("A6000", "RTX A6000"), ("Tesla T4", "T4")],
+)  # fmt: skip
+def test_cards_are_found_by_the_names_that_people_use(name: str, found: str) -> None:
+    assert find_card(name).name == found
+
+
+def test_given_rates_come_before_those_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "qwen3-8b", "--prompt-len", "4000", "--gpu", "4090"]
+    plain, changed = run_json(capsys, *options), run_json(capsys, *options, "--compute", "1TFLOPS", "--link", "PCIe 3")
+    assert (plain["rates"]["compute"], plain["rates"]["link"]["h2d"]) == (165.2e12, 31.5e9)
+    assert plain["rates"]["device_bandwidth"] == changed["rates"]["device_bandwidth"] == 1008e9
+    assert (changed["rates"]["compute"], changed["rates"]["link"]["h2d"]) == (1e12, 15.75e9)
+    assert find_link("pcie 5.0 x8") == find_link("PCIe 4") == 31.5e9 and find_link("50GB/s") is None
 
 
 # ---- this machine
@@ -250,6 +329,7 @@ def test_this_machine_is_planned_as_the_engine_runs(
     with LLM(model_dir, load_format="dummy", **arguments) as llm:
         stats = llm.kv_stats()
         assert report["longest_prompt"]["tokens"] == llm.max_model_len
+        assert "longest prompt" in str(llm.plan()) and "KV cache on the host" in f"{llm.plan()}"
         assert report["memory"]["device_total"] == llm.plan().sizing.memory.device_total
         assert report["model"]["weight_bytes"] == parameter_bytes(llm._runner.model)
     assert report["kv_cache"]["device_bytes"] == stats.device_bytes
@@ -274,7 +354,9 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no command": ([], "no command is given"),
     "no model": (["plan"], "--model"),
     "a model of no such name": (["plan", "--model", "Qwen/Qwen3-8B"], "is not a directory"),
-    "no unit": (["plan", *QWEN_1M, "--gpu-mem", "80"], "'80' is not a size such as 80GB"),
+    "no unit": (["plan", *QWEN_1M, "--gpu-mem", "80000000000"], "a number without a unit counts in GB"),
+    "an unknown card": (["plan", *QWEN_1M, "--gpu", "RTX 4095"], "the nearest are RTX 4090"),
+    "an unknown link": (["plan", *QWEN_1M, "--gpu", "H100", "--link", "PCIe 9"], "known are PCIe 3, 4 and 5"),
     "a size for a rate": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--link", "50GB"], "a rate such as 50GB/s"),
     "an unknown unit": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--compute", "4TB/s"], "a rate such as 400TFLOPS"),
     "a time without a unit": (["plan", *QWEN_1M, "--gpu-mem", "80GB", "--layer-overhead", "20"], "a time such as 20us"),
@@ -317,6 +399,9 @@ def test_wrong_arguments_cost_one_sentence(case: str, capsys: pytest.CaptureFixt
         (parse_bytes, " 16 gib ", 16 * 2**30),
         (parse_bytes, "1.5TB", 1.5e12),
         (parse_bytes, "7b", 7),
+        (parse_bytes, "24G", 24e9),
+        (parse_bytes, "24Gi", 24 * 2**30),
+        (parse_bytes, "64", 64e9),
         (parse_byte_rate, "50GB/s", 50e9),
         (parse_byte_rate, "512MiB/s", 2**29),
         (parse_compute_rate, "400TFLOPS", 4e14),

@@ -113,15 +113,21 @@ def _sizing(args: argparse.Namespace, network: Network, device: Device | None, o
         raise ConfigError(
             "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
         )
-    if device is None:
-        memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
-    else:
-        memory = _this_memory(network, config, device)
-    memory = smallest([memory], network.num_ranks)
-    memory = reserve_for_adapters(memory, config, network.spec, network.itemsize)
+
+    def memory_of(tokens: int) -> MemoryFacts:
+        stepped = replace(config, max_num_batched_tokens=tokens)
+        if device is None:
+            memory = _given_memory(network, stepped, args.gpu_mem, args.host_mem or 0)
+        else:
+            memory = _this_memory(network, stepped, device)
+        return reserve_for_adapters(smallest([memory], network.num_ranks), stepped, network.spec, network.itemsize)
+
+    memory = memory_of(config.max_num_batched_tokens)
     layout = network.layout(network.block_size(config))
     spec = network.spec
-    return KVSizing(config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions)
+    return KVSizing(
+        config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions, None if device else memory_of
+    )
 
 
 def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:

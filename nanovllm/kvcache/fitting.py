@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from nanovllm.kvcache.sizing import (
 )
 from nanovllm.memory_checks import gib
 
+GB = 10**9
+LEAST_STEP = 256  # tokens; the weights would be read too often
 MOST_YARN = 4  # times the trained length; what Qwen's model cards recommend
 
 
@@ -34,6 +37,7 @@ class KVSizing:
     """The inputs of the KV cache's sizes. `watermark`: the share of the blocks that stays free.
 
     yarn_positions: the trained length in tokens, if YaRN can extend it; see `DecoderSpec.yarn_positions`.
+    memory_of_step: the memory with another max_num_batched_tokens, where that can be told.
     """
 
     config: EngineConfig
@@ -42,6 +46,7 @@ class KVSizing:
     memory: MemoryFacts
     watermark: float
     yarn_positions: int | None = None
+    memory_of_step: Callable[[int], MemoryFacts] | None = None
 
     def plan(self) -> KVPlan:
         """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""
@@ -57,7 +62,7 @@ class KVSizing:
         except PositionsError as error:
             held = self._changed({"max_model_len": None}).plan().max_model_len
             longer = self._longer_positions(self.config.max_model_len or 1)
-            says = f"{error}; lower max_model_len to that, or {_extended(longer)}"
+            says = f"{error}; lower max_model_len to that{_extended(longer)}"
             fits = f"as things are, prompts of up to {held} tokens fit"
             raise ConfigError(f"{says}; {fits}", [{"max_model_len": held}, *longer]) from None
 
@@ -70,11 +75,58 @@ class KVSizing:
     def changes_for(self, tokens: int) -> list[dict[str, Any]]:
         """Sets of engine arguments that each make a sequence of `tokens` tokens fit, the smallest change first.
 
-        Block counts and memory shares are the smallest that suffice. Empty if the model's positions, also with YaRN, or
+        Block counts and memory shares are the smallest that suffice. Steps of fewer tokens come after what keeps the
+        speed, and K and V in 8 bits after all that keeps the bits. Empty if the model's positions, also with YaRN, or
         the memory do not allow such a sequence.
         """
         if tokens > self.model_max_len:
             return self._longer_positions(tokens)
+        return self._more_tokens(tokens) or self._smaller_steps(tokens) or self._eight_bits(tokens)
+
+    def obstacles(self, tokens: int) -> list[Advice]:
+        """All that keeps a sequence of `tokens` tokens from fitting, each as if the others were lifted."""
+        found: list[Advice] = []
+        free, limit = self, self.config.max_model_len
+        if tokens > self.model_max_len:
+            longer, reach = self._yarn(tokens) or ({}, tokens)
+            changes = [longer] if longer else []
+            way = ", and YaRN extends them at some cost of accuracy, of short prompts too" if longer else _extended([])
+            says = f"the model's positions end at {self.model_max_len:,}{way}"
+            found.append(Advice(says, changes))
+            free = replace(self, model_max_len=reach)
+        if limit is not None and limit < tokens:
+            found.append(Advice(f"max_model_len={limit:,} is given", [{"max_model_len": tokens}]))
+            free = free._changed({"max_model_len": None})
+        if not free._holds(tokens, {}):
+            counts = free._counts()
+            blocks = f"{counts.split.resident_blocks:,} on the device and {counts.num_cpu_blocks:,} on the host"
+            needs = f"{free.blocks_for(tokens):,} blocks of {free.layout.block_size:,} tokens"
+            takes = f"its KV cache takes {gib(tokens * free.layout.token_bytes)}"
+            found.append(Advice(f"{takes}: {needs}, and there are {blocks}", free.changes_for(tokens)))
+        return found
+
+    def blocks_for(self, tokens: int) -> int:
+        """The fewest blocks that a sequence of `tokens` tokens fits."""
+        block_size = self.layout.block_size
+        blocks = -(-tokens // block_size)
+        while longest_sequence(blocks, block_size, self.watermark) < tokens:
+            blocks += 1
+        return blocks
+
+    def host_memory_for(self, tokens: int) -> int | None:
+        """The bytes of host memory, in whole GB, with which offload holds `tokens` tokens; None if none do."""
+        offloaded = self._changed({"enable_cpu_offload": True, "max_model_len": None})
+        offloaded = replace(offloaded, model_max_len=max(tokens, self.model_max_len))
+
+        def holds(size: int) -> bool:
+            return replace(offloaded, memory=replace(self.memory, host_free=size * GB))._holds(tokens, {})
+
+        sizes = range(self.memory.host_free // GB, 4 * tokens * self.layout.token_bytes // GB + 2)
+        at = bisect_left(sizes, True, key=holds)
+        return sizes[at] * GB if at < len(sizes) and not self.memory.tiers_share_memory else None
+
+    def _more_tokens(self, tokens: int) -> list[dict[str, Any]]:
+        """Changes of lengths, blocks and memory shares."""
         limit = self.config.max_model_len
         lifted: dict[str, Any] = {} if limit is None or limit >= tokens else {"max_model_len": tokens}
         if lifted and self._holds(tokens, lifted):
@@ -82,13 +134,40 @@ class KVSizing:
         found = (lifted | change for change in self._changed(lifted)._larger_caches(tokens))
         return [change for change in found if self._holds(tokens, change)]
 
+    def _smaller_steps(self, tokens: int) -> list[dict[str, Any]]:
+        """The largest step, halved and halved again, whose activations leave enough memory."""
+        if self.memory_of_step is None:
+            return []
+        for halvings in range(1, 7):
+            change = {"max_num_batched_tokens": self.config.max_num_batched_tokens >> halvings}
+            if change["max_num_batched_tokens"] < LEAST_STEP:
+                break
+            if found := self._with(change, tokens):
+                return found[:1]
+        return []
+
+    def _eight_bits(self, tokens: int) -> list[dict[str, Any]]:
+        """K and V in one byte each."""
+        if self.layout.scale_bytes:
+            return []
+        return [change for dtype in ("int8", "fp8") for change in self._with({"kv_cache_dtype": dtype}, tokens)[:1]]
+
+    def _with(self, change: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+        """`change`, alone or with what else a sequence of `tokens` tokens then needs."""
+        if self._holds(tokens, change):
+            return [change]
+        try:
+            return [change | more for more in self._changed(change)._more_tokens(tokens)]
+        except ConfigError:
+            return []
+
     def advice(self, tokens: int) -> Advice:
         """What to do about a sequence of too many tokens, with the plan's numbers, as part of an error message."""
         plan, memory = self._plan(), self.memory
         fits = f"as things are, prompts of up to {plan.max_model_len} tokens fit"
         if tokens > self.model_max_len:
             longer, end = self._longer_positions(tokens), self.model_max_len
-            says = f"the model's positions end at {end}, so shorten the prompt, or {_extended(longer)}"
+            says = f"the model's positions end at {end}, so shorten the prompt{_extended(longer)}"
             return Advice(f"{says}; {fits}", longer)
         held = (
             f"its KV cache takes {gib(tokens * self.layout.token_bytes)}, and the engine has "
@@ -116,9 +195,14 @@ class KVSizing:
             return error.plan
 
     def _changed(self, arguments: Mapping[str, Any]) -> KVSizing:
-        config = replace(self.config, **arguments)
-        block_size = block_size_of(config, self.layout.token_layer_bytes, self.model_max_len)
-        return replace(self, config=config, layout=replace(self.layout, block_size=block_size))
+        config, old, memory = replace(self.config, **arguments), self.layout, self.memory
+        if config.kv_cache_dtype != self.config.kv_cache_dtype:
+            shape = (old.num_layers, old.num_kv_heads, old.head_dim, old.block_size, old.itemsize)
+            old = KVLayout.of(config.kv_cache_dtype, *shape)
+        if config.max_num_batched_tokens != self.config.max_num_batched_tokens and self.memory_of_step is not None:
+            memory = self.memory_of_step(config.max_num_batched_tokens)
+        block_size = block_size_of(config, old.token_layer_bytes, self.model_max_len)
+        return replace(self, config=config, layout=replace(old, block_size=block_size), memory=memory)
 
     def _holds(self, tokens: int, change: Mapping[str, Any]) -> bool:
         try:
@@ -126,18 +210,10 @@ class KVSizing:
         except ConfigError:
             return False
 
-    def _blocks_for(self, tokens: int) -> int:
-        """The fewest blocks that a sequence of `tokens` tokens fits."""
-        block_size = self.layout.block_size
-        blocks = -(-tokens // block_size)
-        while longest_sequence(blocks, block_size, self.watermark) < tokens:
-            blocks += 1
-        return blocks
-
-    def _longer_positions(self, tokens: int) -> list[dict[str, Any]]:
-        """YaRN for positions up to `tokens`, and what else such a sequence needs."""
+    def _yarn(self, tokens: int) -> tuple[dict[str, Any], int] | None:
+        """The argument that extends the positions to `tokens` with YaRN, and where they then end."""
         if self.yarn_positions is None or tokens > MOST_YARN * self.yarn_positions:
-            return []
+            return None
         factor = -(-tokens // self.yarn_positions)
         rope = {
             "rope_type": "yarn",
@@ -145,8 +221,15 @@ class KVSizing:
             "original_max_position_embeddings": self.yarn_positions,
         }
         others = {name: value for name, value in self.config.hf_overrides.items() if name != "rope_scaling"}
-        change: dict[str, Any] = {"hf_overrides": {**others, "rope_parameters": rope}}
-        longer = replace(self, model_max_len=factor * self.yarn_positions)
+        return {"hf_overrides": {**others, "rope_parameters": rope}}, factor * self.yarn_positions
+
+    def _longer_positions(self, tokens: int) -> list[dict[str, Any]]:
+        """YaRN for positions up to `tokens`, and what else such a sequence needs."""
+        found = self._yarn(tokens)
+        if found is None:
+            return []
+        change, reach = found
+        longer = replace(self, model_max_len=reach)
         if longer._holds(tokens, {}):
             return [change]
         return [change | more for more in longer.changes_for(tokens)]
@@ -157,7 +240,7 @@ class KVSizing:
         Raises a given block count, or the memory share of a tier that is sized from memory.
         """
         config, counts = self.config, self._counts()
-        lacking = self._blocks_for(tokens) - counts.num_sequence_blocks
+        lacking = self.blocks_for(tokens) - counts.num_sequence_blocks
         if not config.enable_cpu_offload:
             yield self._offload(tokens)
         elif config.num_cpu_blocks != -1 or config.kv_offloading_size is not None:
@@ -193,14 +276,14 @@ class KVSizing:
         if config.num_gpu_blocks == -1:
             return switch if self._holds(tokens, switch) else switch | {"kvcache_block_size": self.layout.block_size}
         resident = split_device(config.num_gpu_blocks, self.layout.num_layers).resident_blocks
-        counted = switch | {"num_cpu_blocks": self._blocks_for(tokens) - resident}
+        counted = switch | {"num_cpu_blocks": self.blocks_for(tokens) - resident}
         return counted if config.kvcache_block_size else counted | {"kvcache_block_size": self.layout.block_size}
 
 
 def _extended(longer: Sequence[Mapping[str, Any]]) -> str:
     if not longer:
-        return "give the model a RoPE scaling that reaches further"
-    return f"extend them at some cost of accuracy: {spelled(longer[0])}"
+        return ": the model's authors document no RoPE scaling that reaches further"
+    return f", or extend them at some cost of accuracy, of short prompts too: {spelled(longer[0])}"
 
 
 def spelled(change: Mapping[str, Any]) -> str:

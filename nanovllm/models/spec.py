@@ -316,10 +316,16 @@ class DecoderSpec:
 
     @property
     def yarn_positions(self) -> int | None:
-        """The trained length in tokens, which YaRN would extend; None if the model has another RoPE scaling, or two."""
+        """The trained length in tokens, which YaRN extends fourfold; None where the authors document no YaRN.
+
+        Qwen's model cards give factor 4 of 32,768. Qwen3's 40,960 positions are those and 8,192 for the output. Longer
+        models of Qwen's, and other families, have no such recipe; Llama 3.1 is trained with a scaling of its own.
+        """
         if self.rope.kind == "yarn":
             return self.rope.original_max_position
-        return self.max_position_embeddings if self.rope.kind == "default" and self.local_rope is None else None
+        if self.rope.kind != "default" or not self.architecture.startswith(("Qwen2For", "Qwen3For", "Qwen3MoeFor")):
+            return None
+        return min(self.max_position_embeddings, 32_768) if self.max_position_embeddings <= 40_960 else None
 
     @property
     def max_model_len(self) -> int:

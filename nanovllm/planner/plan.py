@@ -14,6 +14,7 @@ from nanovllm.models.spec import DecoderSpec
 from nanovllm.planner.machine import Rates
 from nanovllm.planner.network import Network
 from nanovllm.planner.predict import KVPlacement, Prediction, StepModel, total
+from nanovllm.side_modules import find_side
 
 MAX_DECODE_SAMPLES = 64  # contexts at which the decode time of a long output is computed
 
@@ -52,6 +53,11 @@ class Plan:
     sizing: KVSizing
     rates: Rates
     kv: KVPlan
+
+    def __str__(self) -> str:
+        """The report on the longest prompt, as `nanovllm plan` prints it."""
+        report: Any = find_side("nanovllm.planner.report")
+        return str(report.plan_table(self, self.kv.max_model_len, 1))
 
     @property
     def chunk(self) -> int:

@@ -45,6 +45,16 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
     return arguments
 
 
+def running_arguments(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
+    """Arguments to run a prompt as planned: those that decide where its KV cache is."""
+    names = ("enable_cpu_offload", "kvcache_block_size", "num_gpu_blocks", "num_cpu_blocks")
+    arguments = {name: value for name, value in engine_arguments(plan).items() if name in names}
+    if not plan.sizing.config.enable_cpu_offload:  # more blocks than it needs cost nothing
+        return arguments
+    needed = plan.sizing.blocks_for(min(prompt_len + output_len, plan.kv.max_model_len)) - plan.kv.split.resident_blocks
+    return arguments | {"num_cpu_blocks": min(plan.kv.num_cpu_blocks, max(needed, 0))}
+
+
 # ---- JSON
 
 
@@ -127,7 +137,7 @@ def plan_table(plan: Plan, prompt_len: int, output_len: int) -> str:
     if plan.fits(prompt_len):
         lines += _request(plan, plan.request(prompt_len, output_len), output_len)
     else:
-        lines += [_row("fits", "no"), f"  {plan.sizing.advice(prompt_len).text}"]
+        lines += [_row("fits", "no", f"prompts of up to {plan.kv.max_model_len:,} tokens do")]
     return "\n".join(lines)
 
 

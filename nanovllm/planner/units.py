@@ -8,12 +8,17 @@ import re
 SI = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("kmgtp", start=1)}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+MOST_BARE_GB = 1e5  # above that, somebody means bytes
 NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*"
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size: 80GB is 80 * 10^9, 80GiB is 80 * 2^30. All parsers here raise ValueError."""
-    return int(_parse(text, r"([kmgtp]i?)?b", SI | BINARY, "a size such as 80GB or 16GiB"))
+    """Bytes of a size: 80GB, 80G and 80 are 80 * 10^9, 80GiB and 80Gi are 80 * 2^30. All parsers raise ValueError."""
+    example = "a size such as 80GB or 16GiB"
+    number = re.fullmatch(NUMBER, text)
+    if number and float(number[1]) >= MOST_BARE_GB:
+        raise ValueError(f"{text!r} is not {example}: a number without a unit counts in GB")
+    return int(_parse(f"{text}G" if number else text, r"([kmgtp]i?|(?=b))b?", SI | BINARY, example))
 
 
 def parse_byte_rate(text: str) -> float:
