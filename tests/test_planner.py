@@ -290,7 +290,8 @@ def test_every_change_found_holds_the_tokens_and_none_is_found_in_vain(
 
     def held_with(change: dict[str, Any]) -> int:
         arguments = {"enable_cpu_offload": offload, "max_num_seqs": 1, **change}
-        return longest(sizing_for(network, gpu * GIB, host * GIB, **arguments))
+        stored = replace(network, kv_cache_dtype=change.get("kv_cache_dtype", "auto"))
+        return longest(sizing_for(stored, gpu * GIB, host * GIB, **arguments))
 
     assert all(held_with(change) >= tokens for change in changes)
     if not changes and tokens <= network.spec.max_model_len:

@@ -58,7 +58,7 @@ class KVSizing:
             ways += self.changes_for(wanted or 1)
             raise ConfigError(f"{error}; {' or '.join(map(spelled, ways)) or 'more memory'} would do", ways) from None
         except NoMemoryError as error:
-            raise ConfigError(str(error), list(self._larger_shares(1))) from None
+            raise ConfigError(str(error), [*self._larger_shares(1), *self._smaller_steps(1)]) from None
         except PositionsError as error:
             held = self._changed({"max_model_len": None}).plan().max_model_len
             longer = self._longer_positions(self.config.max_model_len or 1)
