@@ -287,7 +287,7 @@ class LLM:
     def close(self) -> None:
         """Release weights and KV memory and end the transfer streams. Safe to call twice.
 
-        Raises EngineError while another thread's call runs.
+        Raises EngineError while another thread's call runs. In a fork of the process that made it, it does nothing.
         """
         self.engine.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.config import EngineConfig
@@ -40,6 +41,14 @@ class MakesConfig(Protocol):
     """What `LLMEngine.from_engine_args` needs of EngineArgs."""
 
     def create_engine_config(self) -> EngineConfig: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """What programs written for vLLM ask the engine's `model_config`. max_model_len: tokens of the longest sequence."""
+
+    model: str
+    max_model_len: int
 
 
 class LLMEngine(llm_engine.LLMEngine):
@@ -142,6 +151,11 @@ class LLMEngine(llm_engine.LLMEngine):
         with self.guard.operation("check_health"):
             self.check_open()
             self.runner.check_health()
+
+    @property
+    def model_config(self) -> ModelView:
+        """The model and its longest sequence, under vLLM's names."""
+        return ModelView(str(self.config.model), self.runner.plan.max_model_len)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)

@@ -139,6 +139,7 @@ class RequestOutput:
     """The state of a request after a step, and its result once `finished`.
 
     error: what went wrong, if a sequence ended with finish_reason "error". lora_request: that the request came with.
+    step_failed: the error is that of a failed step and not the request's own.
 
     Lists and metrics belong to the engine, which does not copy long prompts: do not change them.
     """
@@ -153,3 +154,4 @@ class RequestOutput:
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     error: str | None = None
     lora_request: Any = None
+    step_failed: bool = False

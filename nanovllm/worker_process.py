@@ -44,7 +44,7 @@ class WorkerProcess:
                 self.running = self._start()
             except OSError as error:
                 raise RequestError(f"no process can be started {self._purpose}: {error.strerror}") from None
-            self._end = weakref.finalize(self, _end, self.running)
+            self._end = weakref.finalize(self, _end, os.getpid(), self.running)
         return self.running
 
     def close(self) -> None:
@@ -67,7 +67,9 @@ class WorkerProcess:
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes]) -> None:
+    if os.getpid() != owner:  # a fork that ends; the pipes close with it
+        return
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -51,10 +51,11 @@ def test_rows_have_the_answers_of_generate(model: str, tmp_path: Path, capsys: p
         {"id": "d", "prompt": "x" * 2000},
         {"custom_id": "e", "body": {"model": "tiny", "messages": conversation, "max_tokens": 4, "seed": 3}},
         {"id": "f", "prompt": f"{DOCUMENT} two", "temperature": 1.0, "error": "of an earlier run"},
+        b"null",
     ]
     assert batch(model, write_jsonl(tmp_path / "data.jsonl", *rows), tmp_path / "out") == 1
     found = results(tmp_path / "out")
-    assert sorted(found) == list(range(7)) and (tmp_path / "out" / "_SUCCESS").exists()
+    assert sorted(found) == list(range(8)) and (tmp_path / "out" / "_SUCCESS").exists()
 
     with LLM(model, device="cpu", kvcache_block_size=16, num_gpu_blocks=80) as llm:
         common: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
@@ -81,8 +82,9 @@ def test_rows_have_the_answers_of_generate(model: str, tmp_path: Path, capsys: p
         and found[6]["input.error"] == "of an earlier run"
     )
     assert found[3]["line"] == "{not JSON" and found[3]["error"].startswith("data.jsonl line 4: it is not JSON")
+    assert found[7]["error"] == "data.jsonl line 8: it must be a JSON object, got null"
     assert found[4]["id"] == "d" and "line 5: the prompt has 2000 tokens" in found[4]["error"]
-    assert "2 of 7 rows failed; the first: data.jsonl line" in capsys.readouterr().err
+    assert "3 of 8 rows failed; the first: data.jsonl line" in capsys.readouterr().err
 
 
 def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
@@ -114,6 +116,22 @@ def test_parquet_keeps_columns_and_types(model: str, tmp_path: Path) -> None:
     assert errors[0] is None and errors[1] is None and errors[3] is None
     assert errors[2].startswith("1.parquet row 3: it needs exactly one of the columns question,")
     assert len(found["outputs"][1].as_py()[0]["logprobs"]) == 6 and found["usage"][0].as_py()["prompt_tokens"] == 3
+
+
+def test_a_damaged_file_names_the_row_group(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": [f"row {i}" for i in range(9)]}), path, row_group_size=3, use_dictionary=False)
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    start = column.data_page_offset
+    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
+    assert batch(model, str(path), tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert "rows.parquet' is damaged in row group 1 (from 0) of 3, which has rows 4 to 6: " in said
 
 
 def test_a_job_goes_on_after_an_interrupt(
@@ -185,14 +203,22 @@ main(sys.argv[1:])
 
 @pytest.mark.slow
 def test_a_killed_process_goes_on(model: str, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"row {i}", "max_tokens": 50} for i in range(24)))
+    rows = [{"prompt": f"row {i}", "max_tokens": 50, "temperature": i % 2} for i in range(24)]
+    source = write_jsonl(tmp_path / "data.jsonl", *rows)
     options = ["batch", "--model", model, "--input", source, "--output", str(tmp_path / "out"), *SMALL_CACHE, *GREEDY]
     options += ["--max-num-seqs", "2"]
     done = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert 0 < len(results(tmp_path / "out")) < 24
+    first = results(tmp_path / "out")
+    assert 0 < len(first) < 24
     assert batch(model, source, tmp_path / "out", "--resume", "--max-num-seqs", "8") == 0
-    assert sorted(results(tmp_path / "out")) == list(range(24))
+    assert batch(model, source, tmp_path / "whole") == 0
+    found, whole = results(tmp_path / "out"), results(tmp_path / "whole")
+    answers = ("prompt", "generated_text", "finish_reason", "outputs", "error")
+    assert [[found[i][name] for name in answers] for i in range(24)] == [
+        [whole[i][name] for name in answers] for i in range(24)
+    ]
+    assert all(found[i] == row for i, row in first.items()), "what was written before stays"
 
 
 def test_rows_of_a_document_follow_each_other(model: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.cli.main import main
-from nanovllm.errors import ConfigError, ModelError
+from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.gguf import header
 from nanovllm.gguf.model import BY_NAME
 from nanovllm.gguf.weights import GgufWeight
@@ -345,3 +345,17 @@ def test_structured_outputs_read_the_tokenizer_of_the_file(tiny: Path) -> None:
     with LLM(tiny, **SMALL) as llm:
         (output,) = llm.generate(["th"], choice, use_tqdm=False)
     assert output.outputs[0].text == "ab 1"
+
+
+def test_four_blocks_on_the_device_give_the_same_tokens(tmp_path: Path) -> None:
+    """The smallest pool there is: offloaded, and resident with sequences that take turns in it."""
+    model = make_checkpoint(tmp_path / "model", "llama", vocab=VOCAB)
+    path = write_gguf(tmp_path / "model.gguf", model)
+    prompts = [random_prompt(length, VOCAB, seed=2) for length in (5, 30, 150)]
+    expected = [greedy_reference(model, prompt, 6) for prompt in prompts]
+    with LLM(path, dtype="float32", **offloaded(16, 4, 40)) as llm:
+        assert token_ids(llm, prompts, greedy(6)) == expected
+    with LLM(path, dtype="float32", kvcache_block_size=16, num_gpu_blocks=4) as llm:
+        assert token_ids(llm, prompts[:2], greedy(6)) == expected[:2]
+        with pytest.raises(RequestError, match="the prompt has 150 tokens and max_model_len is"):
+            token_ids(llm, prompts[2:], greedy(6))

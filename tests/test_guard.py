@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -253,3 +256,82 @@ def test_an_interrupt_anywhere_leaves_the_guard_free() -> None:
         with pytest.raises(EngineError, match="from a callback of step"), guard.call("chat"):
             pass
     assert in_thread(lambda: guard.operation("step").__enter__()) != [], "a suspended stream of this thread is left"
+
+
+def in_fork(work: Callable[[], object]) -> str:
+    """What `work` raises in a fork of this process, or its result."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            said = repr(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.parametrize("name", ["generate", "stream", "add_request", "step", "abort_request", "reset_prefix_cache"])
+def test_a_fork_is_refused(llm: LLM, name: str) -> None:
+    """Without the refusal it would wait for threads that it does not have."""
+    before = token_ids(llm, PROMPTS[:1], greedy(3))
+    said = in_fork(uses(llm)[name])
+    assert said.startswith(f"EngineError: {name}() was called in process ") and "make an LLM in the fork" in said
+    assert token_ids(llm, PROMPTS[:1], greedy(3)) == before
+
+
+def test_a_fork_may_close_and_read(llm: LLM) -> None:
+    """What the engine holds is the first process's, which goes on."""
+    before = token_ids(llm, PROMPTS[:1], greedy(3))
+    assert in_fork(uses(llm)["close"]) == "None" and in_fork(lambda: llm.max_model_len) == str(llm.max_model_len)
+    assert token_ids(llm, PROMPTS[:1], greedy(3)) == before
+
+
+FORKED = """
+import asyncio, os, sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.server.async_llm import AsyncLLM
+
+def tokens(llm):
+    return llm.generate([[5] * 90], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
+
+async def ask(engine):
+    return [output async for output in engine.generate([[5], [6]][0])]
+
+if __name__ == "__main__":
+    cache = dict(kvcache_block_size=16, num_gpu_blocks=4, num_cpu_blocks=40, enable_cpu_offload=True, dtype="float32")
+    ranks = dict(kvcache_block_size=16, num_gpu_blocks=40, dtype="float32", tensor_parallel_size=2)
+    with LLM(sys.argv[1], **cache) as llm, LLM(sys.argv[1], **ranks) as two, AsyncLLM(sys.argv[1], **cache) as engine:
+        before = tokens(llm), tokens(two)
+        begun = llm.stream([[7] * 9])
+        next(begun)
+        if not (child := os.fork()):
+            for use in (lambda: tokens(two), lambda: asyncio.run(ask(engine)), lambda: next(begun)):
+                try:
+                    use()
+                except Exception as error:
+                    print(f"{type(error).__name__}: {error}")
+            engine.close()
+            sys.exit(7)  # with all finalizers
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        begun.close()
+        assert (tokens(llm), tokens(two)) == before
+        assert asyncio.run(ask(engine))[-1].finished
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_ends_as_other_processes_do_and_harms_nothing(model_dir: Path, tmp_path: Path) -> None:
+    """Streams, ranks and the engine's thread go on after a fork that was refused and has run all finalizers."""
+    (tmp_path / "forked.py").write_text(FORKED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, str(tmp_path / "forked.py"), str(model_dir)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    refused = [line.partition(" was called in process ")[0] for line in done.stdout.splitlines()]
+    assert refused == ["EngineError: generate()", "EngineError: generate()", "EngineError: stream()"], done.stdout
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr

@@ -211,6 +211,7 @@ def test_the_checkpoint_recommends_default_parameters(tmp_path: Path) -> None:
 
 def test_the_engine_has_the_name_that_vllm_gives_it(llm: LLM) -> None:
     assert isinstance(llm.llm_engine, LLMEngine) and llm.llm_engine is llm.engine
+    assert llm.llm_engine.model_config.max_model_len == llm.max_model_len
 
 
 # ---- text

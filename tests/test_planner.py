@@ -424,3 +424,13 @@ def test_the_sizes_are_logged_and_nothing_is_measured(
     request = plan.request(plan.kv.max_model_len, 1)
     assert f"{request.resident_bytes / 2**20:,.1f} MiB stay on the device" in text
     assert f"{request.streamed_bytes / 2**20:,.1f} MiB are on the host" in text
+
+
+def test_a_prompt_that_only_max_model_len_refuses_hears_of_nothing_else(model_dir: Path) -> None:
+    arguments: dict[str, Any] = {"max_model_len": 1, "num_gpu_blocks": 40, "kvcache_block_size": BLOCK}
+    with LLM(model_dir, **arguments) as llm, pytest.raises(RequestError) as refusal:
+        llm.generate(random_prompt(200, VOCAB, 1), greedy(1), use_tqdm=False)
+    assert str(refusal.value) == (
+        "the prompt has 200 tokens and max_model_len is 1: shorten the prompt, or max_model_len=200 would make it fit; "
+        "as things are, prompts of up to 1 tokens fit"
+    )

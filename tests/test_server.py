@@ -22,7 +22,7 @@ from server_helpers import (
 )
 from test_async_llm import failing_steps
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch.openai_rows import SAME
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.protocol import SamplingFields
@@ -420,4 +420,29 @@ def test_a_failed_step_is_an_error_500_without_internals(model: str) -> None:
 
 def test_one_bad_prompt_of_several_refuses_the_request_and_leaves_nothing(engine: AsyncLLM) -> None:
     error(engine, COMPLETIONS, {"prompt": [[1], [2], [4000], [3]], "max_tokens": 500})
+    assert nothing_left(engine)
+
+
+# A grammar of so many readings that its matcher gives up after the first token.
+AMBIGUOUS = {"grammar": f'start: {"a? " * 4000}\na: "x"\n'}
+
+
+def test_a_requests_own_error_reaches_its_client_and_the_log(
+    engine: AsyncLLM, offline: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As 4xx, since clients send again by themselves what is answered 500."""
+    grammar = StructuredOutputsParams(**AMBIGUOUS)
+    params = SamplingParams(max_tokens=9, min_tokens=9, stop_token_ids=[1], structured_outputs=grammar)
+    (failed,) = offline.generate(["a"], params, use_tqdm=False)
+    assert failed.error is not None and "Parser Error: " in failed.error and not failed.step_failed
+    body = {"prompt": "a", "max_tokens": 9, "min_tokens": 9, "stop_token_ids": [1], "structured_outputs": AMBIGUOUS}
+    found = error(engine, COMPLETIONS, body)
+    assert failed.error in found["message"] and found["code"] == "request_failed"
+    chat = {"messages": HELLO, "max_tokens": 9, "min_tokens": 9, "stop_token_ids": [1], "structured_outputs": AMBIGUOUS}
+    assert "Parser Error: " in error(engine, CHAT, chat)["message"]
+    for path, streamed in ((COMPLETIONS, body), (CHAT, chat)):
+        *_, last = ok(engine, path, **streamed, stream=True)
+        assert "Parser Error: " in last["error"]["message"] and last["error"]["code"] == "request_failed"
+    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.server.generation"]
+    assert len(logged) == 4 and all("Parser Error: " in line for line in logged)
     assert nothing_left(engine)

@@ -174,6 +174,41 @@ def test_broken_requests_are_answered_or_closed(port: int) -> None:
     assert b" 200 " in raw(port, whole), "the server goes on"
 
 
+def head(*fields: str, method: str = "POST", path: str = "/v1/completions") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Authorization: Bearer key", *fields, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+@pytest.mark.parametrize("size", [70_000, 200_000, 3_000_000])
+def test_a_header_above_64_kib_is_answered_431(port: int, size: int) -> None:
+    """However it comes, and though the client sends all of it before it reads."""
+    for data in (
+        head("X: " + "a" * size, method="GET", path="/health"),
+        head(*(f"X-{i}: {'a' * 1000}" for i in range(size // 1000)), method="GET", path="/health"),
+        head(method="GET", path="/health?" + "a" * size),
+        b"GET /health HTTP/1.1\r\nX: " + b"a" * size,
+    ):
+        answer = raw(port, data)
+        assert answer.startswith(b"HTTP/1.1 431 ") and b"65,536 bytes" in answer and b"header_too_large" in answer
+    fits = head("Connection: close", "X: " + "a" * 60_000, method="GET", path="/health")
+    assert raw(port, fits).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("length", [10**9, 10**15, 10**19, 10**20, 10**40])
+def test_an_impossible_content_length_is_answered_413_at_once(engine: AsyncLLM, length: int) -> None:
+    with listening(engine, idle_timeout=3600.0) as (_, port):  # no other limit ends it
+        fields = ("Content-Type: application/json", f"Content-Length: {length}")
+        answer = raw(port, head(*fields) + b'{"prompt"')
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+
+
+def test_two_lengths_of_a_body_are_refused(port: int) -> None:
+    both = head("Content-Type: application/json", "Content-Length: 5", "Transfer-Encoding: chunked")
+    answer = raw(port, both + b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"both Content-Length and Transfer-Encoding" in answer
+    assert answer.count(b"HTTP/1.1") == 1, "what follows is not read as a request"
+
+
 @pytest.mark.parametrize("data", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
 def test_slow_headers_are_cut_off(data: bytes, engine: AsyncLLM) -> None:
     with listening(engine, header_timeout=0.3, idle_timeout=3600) as (server, port):
@@ -239,3 +274,36 @@ def test_what_does_not_end_in_time_is_aborted(model: str) -> None:
                 answer += part
         assert b'"finish_reason":"abort"' in answer and b"[DONE]" in answer
         assert nothing_left(engine)
+
+
+def test_a_second_signal_ends_every_stream_with_an_error(
+    model: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also those of clients that do not read, which are cut off."""
+    body = '{"prompt": "a", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
+    streams = [socket.socket() for _ in range(3)]
+    with AsyncLLM(model, **CACHE) as engine, listening(engine, shutdown_timeout=300.0) as (server, port):
+        caplog.clear()
+        with held_steps(engine):
+            for connection in streams:
+                connection.settimeout(60)
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(post(body))
+            waiting = socket.create_connection(("127.0.0.1", port), timeout=60)
+            waiting.sendall(post(body.replace(', "stream": true', "")))
+            assert eventually(lambda: len(engine._collectors) == 4)
+            server.handle_exit(15, None)
+            server.handle_exit(15, None)
+            answers = []
+            for connection in (*streams, waiting):
+                answer = b""
+                while part := connection.recv(65536):
+                    answer += part
+                answers.append(answer)
+                connection.close()
+        assert eventually(lambda: not server.server_state.tasks)
+    for answer in answers[:3]:
+        assert b'"error":' in answer and b"the server was stopped" in answer and b"[DONE]" not in answer
+    assert b" 503 " in answers[3] and b"the server was stopped" in answers[3]
+    logged = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    assert logged == ["stopping at once: 4 prompts are cut off"] and "Traceback" not in "".join(capfd.readouterr())

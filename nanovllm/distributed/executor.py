@@ -7,6 +7,7 @@ engine notices the end of a process at once, kills the others and raises the err
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import selectors
 import threading
@@ -98,7 +99,7 @@ class TensorParallelExecutor:
             self._selector.register(rank.channel.connection.fileno(), selectors.EVENT_READ, (rank, False))
             if rank.process is not None:
                 self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (rank, True))
-        self._end = weakref.finalize(self, _end_ranks, self._ranks, self._selector, started.store)
+        self._end = weakref.finalize(self, _end_ranks, os.getpid(), self._ranks, self._selector, started.store)
         try:
             self._wait_until_ready()
         except BaseException:
@@ -347,8 +348,10 @@ def _is_suspended(process: BaseProcess) -> bool:
     return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def _end_ranks(ranks: Sequence[Rank], selector: selectors.BaseSelector, store: list[Any]) -> None:
-    """Kill what still runs, and close the connections, which ends ranks on other machines."""
+def _end_ranks(owner: int, ranks: Sequence[Rank], selector: selectors.BaseSelector, store: list[Any]) -> None:
+    """Kill what still runs, and close the connections, which ends ranks on other machines. Forks of `owner` do not."""
+    if os.getpid() != owner:
+        return
     selector.close()
     for rank in ranks:
         if rank.process is not None:

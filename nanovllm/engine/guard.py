@@ -1,7 +1,8 @@
-"""The engine guard: one thread at a time may use an engine, and no callback may use it during a step."""
+"""The engine guard: one thread of one process may use an engine at a time, and no callback may during a step."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +31,28 @@ class EngineGuard:
     An *operation* changes the engine: until it ends, no other operation may begin, neither in another thread nor in a
     callback of the same thread. A *call*, such as generate(), consists of many operations: until it ends, other threads
     may begin no operation.
+
+    The engine belongs to the process that made it: a fork of that has its memory and none of its threads, so that
+    what waits for them would wait for ever.
     """
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._held: dict[str, EngineCall] = {}  # the operation in progress, under HOLDER
         self._calls: list[EngineCall] = []
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the engine's."""
+        return os.getpid() != self._process
+
+    def check_process(self, name: str) -> None:
+        """Raise EngineError in a fork of the engine's process. name: of the refused operation."""
+        if self.is_forked:
+            raise EngineError(
+                f"{name}() was called in process {os.getpid()}, a fork of process {self._process}, which made the "
+                "engine: a fork has none of its threads, so use the engine there, or make an LLM in the fork"
+            )
 
     @contextmanager
     def operation(
@@ -45,6 +63,7 @@ class EngineGuard:
         allow_suspended: suspended calls of other threads do not prevent it. resumes: the call that it continues, which
         prevents it only while it runs.
         """
+        self.check_process(name)
         caller = EngineCall(name)
         # `setdefault` acquires and records the holder in one atomic step. With a lock, an interrupt between acquiring
         # it and recording that would leave it held for good.

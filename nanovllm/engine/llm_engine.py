@@ -226,7 +226,12 @@ class LLMEngine:
     # ---- closing
 
     def close(self) -> None:
-        """Release what the executor holds. Safe to call twice. Raises EngineError while another thread's call runs."""
+        """Release what the executor holds. Safe to call twice. Raises EngineError while another thread's call runs.
+
+        In a fork of the engine's process it does nothing: what the executor holds belongs to that process.
+        """
+        if self.guard.is_forked:
+            return
         with self.guard.operation("close", allow_suspended=True):
             self.closed = True
             self.executor.close()

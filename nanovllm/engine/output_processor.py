@@ -152,6 +152,7 @@ class OutputProcessor:
             num_cached_tokens=request.metrics.cached_tokens,
             prompt_logprobs=None if request.params.prompt_logprobs is None else self._new_prompt_logprobs(),
             error=request.error,
+            step_failed=request.step_failed,
             lora_request=request.adapter.request if request.adapter is not None else None,
         )
 

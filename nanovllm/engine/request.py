@@ -66,7 +66,8 @@ class Request:
     """A prompt, its sampling parameters, and the sequence that answers it.
 
     `number` counts the engine's requests; `seq_ids` yields a unique id for every sequence of the engine. `error`: why
-    it ended with finish_reason "error". `prompt_logprobs`: from the second prompt token on, as far as computed.
+    it ended with finish_reason "error"; `step_failed`: a failed step ended it. `prompt_logprobs`: from the second
+    prompt token on, as far as computed.
     `rope_switch`: for models that use other angles for long sequences, while the request is not long.
     `num_overtaken`: later requests with adapters that were admitted while this one waited for its own.
     """
@@ -87,6 +88,7 @@ class Request:
     rope_switch: RopeSwitch | None = None
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     error: str | None = field(default=None, init=False)
+    step_failed: bool = field(default=False, init=False)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     num_overtaken: int = field(default=0, init=False)
 

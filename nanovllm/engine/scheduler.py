@@ -355,7 +355,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             _insert(self.waiting, request)
         for request in failed:
-            request.error = error
+            request.error, request.step_failed = error, True
             for seq in request.live:
                 seq.finish_reason = "error"
             self._end(request, now)

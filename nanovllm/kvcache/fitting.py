@@ -175,6 +175,8 @@ class KVSizing:
             f"{plan.num_cpu_blocks} on the host"
         )
         changes = self.changes_for(tokens)
+        if changes == [{"max_model_len": tokens}]:  # the memory is there
+            return Advice(f"shorten the prompt, or {spelled(changes[0])} would make it fit; {fits}", changes)
         if not changes:
             free = memory.device_free + (0 if memory.tiers_share_memory else memory.host_free)
             return Advice(

@@ -117,6 +117,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> RequestStream:
         """Start a request, and return its outputs as soon as the engine has taken it. See `generate`."""
+        self.llm.engine.guard.check_process("generate")
         (parts,) = prompt_parts([prompt])
         text, token_ids, salt = parts
         params = sampling_params if sampling_params is not None else self.llm.get_default_sampling_params()
@@ -152,6 +153,12 @@ class AsyncLLM:
         request_ids = None if request_id is None else [request_id]
         await self.call(lambda _: self._deliver(self._client.abort(request_ids)))
 
+    def fail(self, error: Exception) -> None:
+        """Have all unfinished requests raise `error` to their consumers, without waiting for the running step."""
+        for collector in (failed := list(self._collectors.values())):
+            collector.fail(error)
+        wake(failed)
+
     def drop(self, request_id: str, collector: OutputCollector | None = None) -> None:
         """Abort a request whose consumer has gone. Does not wait. collector: drop only a request that has this one."""
 
@@ -186,7 +193,8 @@ class AsyncLLM:
         return self._end
 
     async def check_health(self) -> None:
-        """Raise EngineError if the engine has ended."""
+        """Raise EngineError if the engine has ended, or belongs to the process of which this one is a fork."""
+        self.llm.engine.guard.check_process("check_health")
         if self._end is not None:
             raise self._end
 
@@ -194,7 +202,10 @@ class AsyncLLM:
         """Abort all requests, end the threads and release the model. Safe to call twice.
 
         A step that does not end within `seconds` is left to the end of the process, and so is the model's memory.
+        In a fork of the process that made it, it does nothing.
         """
+        if self.llm.engine.guard.is_forked:
+            return
         with self._lock:
             closes, self._closing = not self._closing, True
         if closes:
@@ -218,6 +229,11 @@ class AsyncLLM:
     def _submitted(self, function: Callable[[LLM], T]) -> Future[T]:
         """The result that `function(llm)` will have had in the engine's thread."""
         future: Future[T] = Future()
+        try:  # before the lock, which another thread may have held at the fork
+            self.llm.engine.guard.check_process("call")
+        except EngineError as error:
+            future.set_exception(error)
+            return future
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.errors import one_line, quoted
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import PromptParts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.async_llm import AsyncLLM, RequestStream
-from nanovllm.server.http_errors import SERVER, ApiError
+from nanovllm.server.http_errors import LONGEST, SERVER, ApiError, invalid
 
 if TYPE_CHECKING:  # for annotations only: LoRA is a side
     from nanovllm.lora.request import LoRARequest
+
+
+logger = logging.getLogger(__name__)
 
 
 class Generation:
@@ -87,10 +92,17 @@ class Generation:
         raise AssertionError("the last output of a request is its end")
 
     def _checked(self, output: RequestOutput) -> RequestOutput:
-        """The output. Raises ApiError for a request that the engine failed."""
-        if output.error is not None or any(completion.finish_reason == "error" for completion in output.outputs):
+        """The output. Raises ApiError for a request that has failed.
+
+        A failed step is the engine's own, and the request may be sent again. Every other error is the request's: it
+        would fail again, and clients repeat what is answered 500.
+        """
+        if output.step_failed:
             message = "the engine failed while it computed this answer, and goes on: send the request again"
             raise ApiError(500, message, kind=SERVER, code="engine_error")
+        if output.error is not None:
+            logger.warning("request %s failed: %s", quoted(output.request_id), one_line(output.error, LONGEST))
+            raise invalid(f"the request failed: {output.error}", code="request_failed")
         return output
 
 

@@ -16,12 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm.errors import quoted
 from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.http_errors import AUTHENTICATION, INVALID, RATE_LIMIT, SERVER, ApiError
+from nanovllm.server.http_errors import AUTHENTICATION, RATE_LIMIT, SERVER, ApiError
 from nanovllm.server.settings import LOOPBACK, ServerSettings
 
 FREE_PATHS = ("/health", "/")  # need no key; the page at / asks for one
 HOST = re.compile(r":\d*$")  # the port in a header Host
 RETRY_SECONDS = 5  # what refused clients are told to wait
+MOST_DIGITS = 20  # of a Content-Length; those that follow would change nothing
 DISCARD_SECONDS = 5.0  # how long an oversized body is read and discarded, so that its client reads the answer
 
 
@@ -110,7 +111,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         raise ApiError(415, "the header Content-Type must be application/json")
     length = request.headers.get("content-length", "0")
     parts: list[bytes] = []
-    size = int(length) if length.isdecimal() and len(length) < 20 else 0
+    size = int(length[:MOST_DIGITS]) if length.isdecimal() else 0
     stream = request.stream()
     if size <= settings.max_body_bytes:
         size = 0
@@ -124,12 +125,13 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     with suppress(ApiError):
         while time.monotonic() < until and await _next_part(stream, DISCARD_SECONDS) is not None:
             pass
-    raise ApiError(
-        413,
-        f"the body has more than the {settings.max_body_bytes:,} bytes that this server takes: send a shorter prompt",
-        kind=INVALID,
-        code="body_too_large",
-    )
+    raise body_too_large(settings.max_body_bytes)
+
+
+def body_too_large(most: int) -> ApiError:
+    """The refusal of a body of more than `most` bytes."""
+    message = f"the body has more than the {most:,} bytes that this server takes: send a shorter prompt"
+    return ApiError(413, message, code="body_too_large")
 
 
 async def _next_part(stream: AsyncIterator[bytes], seconds: float) -> bytes | None:

@@ -87,7 +87,7 @@ class SamplingFields(Body):
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     use_beam_search: bool | None = None

@@ -14,12 +14,14 @@ from nanovllm.errors import ConfigError
 from nanovllm.server.app import build_app
 from nanovllm.server.async_llm import AsyncLLM
 from nanovllm.server.connections import ConnectionConfig, usable_connections
-from nanovllm.server.limits import Admission
+from nanovllm.server.http_errors import SERVER, ApiError
+from nanovllm.server.limits import RETRY_SECONDS, Admission
 from nanovllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
 FORCED_CLOSE_SECONDS = 2.0
+ANSWER_SECONDS = 5.0  # in which clients read what is left of their answers
 BACKLOG = 2048
 
 
@@ -51,7 +53,7 @@ def serve(engine: AsyncLLM, settings: ServerSettings, opened: socket.socket) -> 
     try:
         server.run(sockets=[opened])
     finally:
-        engine.close(FORCED_CLOSE_SECONDS) if server.force_exit else engine.close()
+        engine.close(FORCED_CLOSE_SECONDS) if server.stops_now else engine.close()
     return 1 if server.engine_failed else 0
 
 
@@ -63,6 +65,7 @@ class Server(uvicorn.Server):
         self._admission = Admission(engine, settings.max_queue)
         self._shutdown_timeout = settings.shutdown_timeout
         self._deadline: float | None = None  # of draining
+        self.stops_now = False  # a second signal has come
         self.engine_failed = False
         app = build_app(engine, settings, self._admission)
         config = ConnectionConfig(app, settings, usable_connections(settings.max_connections))
@@ -71,16 +74,23 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's signal handler."""
-        if self._admission.draining:
-            self.force_exit = self.should_exit = True
+        self.stops_now = self._admission.draining
         self._admission.draining = True
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's: called every 0.1 s. Returns whether to stop listening."""
         self.engine_failed = self._engine.error is not None
-        if self._admission.draining:
+        if self._admission.draining and not self.stops_now:
             await self._drain()
-        return self.engine_failed or await super().on_tick(counter)
+        return self.engine_failed or self.stops_now or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's: stop listening, and wait until the answers have been read."""
+        cutting_off = asyncio.ensure_future(self._cut_off())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting_off.cancel()
 
     async def _drain(self) -> None:
         if self._deadline is None:
@@ -93,3 +103,20 @@ class Server(uvicorn.Server):
             self.should_exit = True
             aborting = asyncio.ensure_future(self._engine.abort())
             await asyncio.wait((aborting,), timeout=FORCED_CLOSE_SECONDS)
+
+    async def _cut_off(self) -> None:
+        """End the answers that do not end in time as if their clients had gone away; after a second signal all of them.
+
+        uvicorn would cancel them, with a traceback for each in the log.
+        """
+        until = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < until and not self.stops_now:
+            await asyncio.sleep(0.1)
+        if self.stops_now:
+            logger.warning("stopping at once: %d prompts are cut off", self._admission.num_prompts)
+            message = "the server was stopped while it computed this answer: send the request later"
+            self._engine.fail(ApiError(503, message, kind=SERVER, code="shutting_down", retry_after=RETRY_SECONDS))
+            if tasks := list(self.server_state.tasks):
+                await asyncio.wait(tasks, timeout=FORCED_CLOSE_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
