@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing.process
 import os
 import pickle
 import secrets
@@ -74,6 +75,9 @@ def _spawn(setup: RankSetup) -> tuple[Connection, BaseProcess]:
     own, other = context.Pipe()
     process = context.Process(target=run_rank, args=(other, setup), name=f"nanovllm-rank-{setup.rank}", daemon=True)
     process.start()
+    # At exit multiprocessing ends all daemons of its list, also in a fork, whose ranks these are not. The executor ends
+    # its ranks by itself.
+    vars(multiprocessing.process)["_children"].discard(process)
     other.close()
     return own, process
 
