@@ -23,12 +23,17 @@ HIDE = """
 import sys
 hidden = set(sys.argv[2].split(","))
 
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class Others:
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Hidden())
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else self.finder.find_spec(name, path, target)
+
+    def find_distributions(self, *given):
+        return getattr(self.finder, "find_distributions", lambda *_: ())(*given)
+
+sys.meta_path[:] = map(Others, sys.meta_path)
 model = sys.argv[1]
 cache = dict(device="cpu", kvcache_block_size=16, num_gpu_blocks=40)
 """
