@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from tokenizers import Tokenizer as Backend
 
 from nanovllm.errors import ModelError, RequestError, quoted, told
+from nanovllm.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, load_fast
 from nanovllm.model_files.gguf_side import NoTokenizerError, gguf_side, is_gguf
 from nanovllm.model_files.json_fields import (
     FLAG,
@@ -29,8 +31,7 @@ READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tok
 MAX_FILE_BYTES = 256 << 20  # of each file; the largest known ones have 60 MB
 _SIDE = one_of(("left", "right"))
 _TOKEN = TEXT | OBJECT | NULL
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(_SPECIAL_TOKENS, _TOKEN))
+SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(SPECIAL_TOKENS, _TOKEN))
 CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
         **SPECIAL_TOKEN_FIELDS,
@@ -63,31 +64,67 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A Transformers tokenizer. By default, encoding adds special tokens and decoding leaves them out.
+    """The tokenizer of a directory or GGUF file. By default, encoding adds special tokens and decoding leaves them out.
 
     `token_text` is the text of a single token, also of a special one, with U+FFFD for part of a character. `backend` is
     the object of the tokenizers library, or None for a slow tokenizer. `silent_ids` are the special tokens that the
-    backend leaves out of text.
+    backend leaves out of text. Where the library reads the files as Transformers would, Transformers is not imported
+    before somebody asks for its `tokenizer`.
     """
 
     def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
         """model_dir: a directory, or a GGUF file. model_type: the network's, in Transformers; it selects the tokenizer
         class if the directory's files name none."""
-        path = Path(model_dir)
-        if is_gguf(path):
-            self.tokenizer = gguf_side(path).load_tokenizer(path)
+        self._path, self._model_type = Path(model_dir), model_type
+        if is_gguf(self._path):
+            self._fast: FastTokenizer | None = gguf_side(self._path).load_tokenizer(self._path)
         else:
-            _refuse_own_code(path, _check_files(path))
-            self.tokenizer = _load(path, model_type)
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+            config = _check_files(self._path)
+            _refuse_own_code(self._path, config)
+            self._fast = load_fast(self._path, model_type)
+        backend = self.tokenizer.backend_tokenizer if self._fast is None else self._fast.backend
         self.backend = backend if isinstance(backend, Backend) else None
         added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
         self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Transformers' tokenizer, which is used from then on, with what the caller changes of it.
+
+        Raises ModelError if Transformers cannot read the files.
+        """
+        fast = self._fast
+        if fast is None or fast.as_transformers is None:
+            tokenizer = _load(self._path, self._model_type)
+        else:
+            tokenizer = fast.as_transformers()
+        if fast is not None:
+            self.backend, self._fast = tokenizer.backend_tokenizer, None
+        return tokenizer
+
+    @property
+    def chat_template(self) -> Any:
+        """The text of the template; several named ones as a mapping; None without one."""
+        fast = self._fast
+        return self.tokenizer.chat_template if fast is None else fast.chat_template
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, str]:
+        """The texts of the named special tokens, such as "eos_token"."""
+        fast = self._fast
+        found: Mapping[str, str] = self.tokenizer.special_tokens_map if fast is None else fast.special_tokens
+        return found
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return _guarded(lambda: list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+        fast = self._fast
+        if fast is None:
+            return _guarded(lambda: list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+        return _guarded(lambda: list(fast.backend.encode(text, add_special_tokens=add_special_tokens).ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        fast = self._fast
+        if fast is not None:
+            return _guarded(lambda: str(fast.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)))
         # Cleaning up spaces could change earlier text when a token is appended.
         return _guarded(
             lambda: str(
@@ -98,6 +135,8 @@ class HuggingFaceTokenizer:
         )
 
     def token_text(self, token_id: int) -> str:
+        if self._fast is not None:
+            return self.decode([token_id], skip_special_tokens=False)
         return _guarded(lambda: str(self.tokenizer.decode([token_id], skip_special_tokens=False)))
 
 
@@ -134,11 +173,13 @@ def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
 
 def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError for a tokenizer class that only code in the directory defines."""
-    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-
     auto_map, name = config.get("auto_map"), config.get("tokenizer_class")
     has_code = "AutoTokenizer" in auto_map if isinstance(auto_map, Mapping) else bool(auto_map)
-    if has_code and name and not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
+    if not (has_code and name):
+        return
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
         raise ModelError(
             f"the tokenizer in {directory} needs code of its own (tokenizer_config.json: tokenizer_class={quoted(name)}"
             ", auto_map), which is never run; use a checkpoint whose tokenizer Transformers itself has"

@@ -35,6 +35,7 @@ TORCH_FREE = (
     "nanovllm.cli.plan",
     "nanovllm.config",
     "nanovllm.errors",
+    "nanovllm.fast_tokenizer",
     "nanovllm.memory_checks",
     "nanovllm.model_files.json_fields",
     "nanovllm.outputs",
@@ -61,6 +62,7 @@ TORCH_FREE = (
 )
 NEEDS_TORCH = {
     "nanovllm.engine.execution_order",
+    "nanovllm.engine.meta_results",
     "nanovllm.engine.model_runner",
     "nanovllm.engine.profiling",
     "nanovllm.engine.scoring",
@@ -69,7 +71,7 @@ NEEDS_TORCH = {
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
     {"errors", "side_modules"},
-    {"memory_checks", "model_files", "vllm_arguments", "worker_process"},
+    {"fast_tokenizer", "memory_checks", "model_files", "vllm_arguments", "worker_process"},
     {"config", "outputs", "tokenizer", "vllm_names"},
     {"sampling_rules"},
     {"sampling_params"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,14 @@ from nanovllm.sampling_rules import check_characters
 from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Arguments of Transformers' apply_chat_template, which no template may take for variables of its own.
+NOT_VARIABLES = frozenset(
+    {
+        *("conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"),
+    }
+)
 MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to continue
 
 
@@ -43,7 +50,7 @@ class ChatTemplate:
             )
         if template is not None and not isinstance(template, str):
             raise RequestError(f"chat_template={quoted(template)}: must be the text of a Jinja template")
-        if template is None and not tokenizer.tokenizer.chat_template:
+        if template is None and not tokenizer.chat_template:
             raise RequestError(
                 "the tokenizer has no chat template, which says how messages become a prompt: give one as "
                 "chat_template, or the finished prompt to generate"
@@ -60,12 +67,12 @@ class ChatTemplate:
         self._continues = continue_final_message
         self._template = _named_template(tokenizer, template, tools is not None)
         variables = dict(template_kwargs or {})
-        for name in inspect.signature(tokenizer.tokenizer.apply_chat_template).parameters:
-            if name in variables and name != "documents":
+        for name in variables:
+            if name in NOT_VARIABLES:
                 raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
         self._variables = {
             "documents": None,
-            **tokenizer.tokenizer.special_tokens_map,
+            **tokenizer.special_tokens_map,
             **variables,
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
@@ -112,7 +119,7 @@ def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:
     """The text of the template to use; a tokenizer may have several named ones."""
-    own = tokenizer.tokenizer.chat_template
+    own = tokenizer.chat_template
     named = own if isinstance(own, Mapping) else {"default": own}
     if template is not None:
         found = named.get(template, template) if isinstance(own, Mapping) else template

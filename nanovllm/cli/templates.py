@@ -35,7 +35,7 @@ def chat_template(llm: LLM, text: str | None) -> ChatTemplate:
             "messages need nanovllm.chat_template, which this installation does not have: give finished prompts to "
             "nanovllm generate"
         )
-    if text is None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.tokenizer.chat_template:
+    if text is None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.chat_template:
         raise RequestError(
             f"the tokenizer in {llm.config.model} has no chat template, which says how messages become a prompt: "
             "name a Jinja template with --chat-template FILE"

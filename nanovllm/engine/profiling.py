@@ -19,6 +19,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
+from nanovllm.engine.meta_results import meta_result
 from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
@@ -72,8 +73,15 @@ class _LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._references: dict[int, int] = {}  # storage -> tensors on it
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. Otherwise torch imports its compiler, which takes over a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = meta_result(func, args, kwargs or {})
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._track(tensor)

@@ -1,17 +1,18 @@
-"""The tokenizer that a GGUF file describes, as a tokenizer of Transformers with its chat template.
+"""The tokenizer that a GGUF file describes, with its chat template.
 
 Two kinds: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, whose merges follow from scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nanovllm.errors import ModelError, quoted, told
+from nanovllm.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer
 from nanovllm.gguf.fields import Metadata
 from nanovllm.gguf.header import read_header
 from nanovllm.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -28,10 +29,8 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> FastTokenizer:
     """See `model_files.gguf_side.GgufSide`. Raises ModelError for a tokenizer that is not supported."""
-    from transformers import PreTrainedTokenizerFast  # slow to import, and not needed for token-id prompts
-
     metadata = Metadata(path, read_header(path).metadata)
     kind = metadata.get(f"{PREFIX}model", TEXT)
     remedy = f"supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
@@ -47,20 +46,41 @@ def load_tokenizer(path: Path) -> Any:
             [_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL)]
         )
         special = {name: tokens[i] for name, key in SPECIAL.items() if (i := token_id(metadata, key)) is not None}
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            clean_up_tokenization_spaces=False,
-            add_bos_token=_adds(metadata, "bos", kind) and "bos_token" in special,
-            add_eos_token=_adds(metadata, "eos", kind) and "eos_token" in special,
-            chat_template=_chat_template(metadata),
-            **special,
-        )
+        adds = {name: _adds(metadata, name, kind) and f"{name}_token" in special for name in ("bos", "eos")}
+        _add_special_(backend, special, adds)
+        template = _chat_template(metadata)
+        return FastTokenizer(backend, template, special, lambda: _as_transformers(backend, special, adds, template))
     except ModelError:
         raise
     except BaseException as error:  # the library raises many types on damaged vocabularies, also panics
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise ModelError(f"the tokenizer in {path} cannot be read: {told(error)}") from error
+
+
+def _add_special_(backend: Tokenizer, special: Mapping[str, str], adds: Mapping[str, bool]) -> None:
+    """Make the named tokens special, and let encoding add those that `adds` names, as Transformers does."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    texts = dict.fromkeys(special[name] for name in SPECIAL_TOKENS if name in special)
+    backend.add_tokens([AddedToken(text, special=True) for text in texts if text not in known])
+    bos, eos = (f"{special[f'{name}_token']}:0" if adds[name] else "" for name in ("bos", "eos"))
+    added = [special[f"{name}_token"] for name in ("bos", "eos") if adds[name]]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A:0 {eos}".strip(), special_tokens=[(text, backend.token_to_id(text)) for text in set(added)]
+    )
+
+
+def _as_transformers(backend: Tokenizer, special: Mapping[str, str], adds: Mapping[str, bool], template: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=adds["bos"],
+        add_eos_token=adds["eos"],
+        chat_template=template,
+        **special,
+    )
 
 
 def end_token_ids(metadata: Metadata) -> list[int]:
@@ -135,15 +155,13 @@ def _pair(metadata: Metadata, merge: str) -> tuple[str, str]:
 
 def _sentence_piece(metadata: Metadata, tokens: list[str], types: list[int]) -> Tokenizer:
     """BPE over characters, with bytes for those that the vocabulary lacks, as Llama 2 and Mistral have it."""
-    from transformers.convert_slow_tokenizer import generate_merges
-
     metadata.refuse_true(f"{PREFIX}remove_extra_whitespaces")
     if f"{PREFIX}precompiled_charsmap" in metadata:
         raise ModelError(f"{metadata.path}: {PREFIX}precompiled_charsmap is not supported; use tokenizer=.")
     vocab, unknown = _vocab(metadata, tokens), token_id(metadata, "unknown")
     scores = metadata.numbers(f"{PREFIX}scores", len(tokens), default=None)
     special = {text for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL, BYTE)}
-    merges = generate_merges(vocab, dict(zip(tokens, map(float, scores), strict=True)), special)
+    merges = merges_by_score(vocab, dict(zip(tokens, map(float, scores), strict=True)), special)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -162,6 +180,25 @@ def _sentence_piece(metadata: Metadata, tokens: list[str], types: list[int]) -> 
         tokenizer.normalizer = mark_spaces
         tokenizer.decoder = decoders.Sequence(show)
     return tokenizer
+
+
+def merges_by_score(
+    vocab: Mapping[str, int], scores: Mapping[str, float], special: Collection[str]
+) -> list[tuple[str, str]]:
+    """The merges of a vocabulary whose tokens have scores: all pairs whose union is a token, that of the best first.
+
+    Of equal scores, the pair with the longer first part comes first, then that with the lower ids.
+    """
+    pairs: list[tuple[float, int, int, str, str]] = []
+    for text, score in scores.items():
+        if text in special:
+            continue
+        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        known = [(a, b) for a, b in splits if a in vocab and b in vocab and a not in special and b not in special]
+        known.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        pairs.extend((score, len(a), len(b), a, b) for a, b in known)
+    pairs.sort(key=lambda pair: pair[:3], reverse=True)
+    return [(a, b) for *_, a, b in pairs]
 
 
 _KINDS: Mapping[str, Callable[[Metadata, list[str], list[int]], Tokenizer]] = {

@@ -35,7 +35,7 @@ class GgufSide(Protocol):
     def read_config(self, path: Path) -> GgufConfig: ...
 
     def load_tokenizer(self, path: Path) -> Any:
-        """The tokenizer, as one of Transformers. Raises NoTokenizerError if the file describes none."""
+        """The tokenizer, a `fast_tokenizer.FastTokenizer`. Raises NoTokenizerError if the file describes none."""
         ...
 
     def list_tensors(self, path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ _THETA = number(1, 1e15, above=True)
 _POSITIVE = number(1e-6, 1e6) | NULL  # powers and logarithms of these, and of theta, are finite
 _TOKEN_IDS = integer(0) | list_of(integer(0), 1024) | NULL
 
-# Fields of the network, which Transformers' config class reads.
+# Fields of the network.
 NETWORK_FIELDS: Mapping[str, Field] = MappingProxyType(
     {
         "vocab_size": integer(1),
@@ -148,6 +148,14 @@ FIELDS_WITHOUT_EFFECT = frozenset(
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_attn_implementation_internal",
+        "_output_attentions",
+        "_post_init_done",
+        "base_model_ep_plan",
+        "base_model_fsdp_plan",
+        "base_model_pp_plan",
+        "base_model_tp_plan",
+        "keys_to_ignore_at_inference",
+        "use_return_dict",
         "_flash_attn_2_enabled",
         "output_attentions",
         "output_hidden_states",
@@ -204,6 +212,8 @@ OFF_VALUES: Mapping[str, object] = MappingProxyType(
         "rope_interleaved": False,
         "add_cross_attention": False,
         "is_encoder_decoder": False,
+        "is_heterogeneous": False,
+        "use_bidirectional_attention": False,
         "pruned_heads": {},
         "embedding_multiplier": 1,
         "residual_multiplier": 1,

@@ -148,7 +148,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
-    """One entry per layer, from `layer_types`, which Transformers derives from use_sliding_window if absent."""
+    """One entry per layer, from `layer_types`, which a config may leave out."""
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(windows))
     if unknown:
@@ -172,7 +172,7 @@ def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: 
 
 
 def decoder_spec(family: Family, config: Any) -> DecoderSpec:
-    """The network that Transformers' `config` describes. Raises ModelError, which names the field."""
+    """The network that a config with its defaults describes. Raises ModelError, which names the field."""
     activation = getattr(config, family.activation)
     if activation not in ACTIVATIONS:
         raise ModelError(f"Activation {quoted(activation)} is not supported; supported: {', '.join(ACTIVATIONS)}.")

@@ -1,8 +1,8 @@
 """Reading the config of a Hugging Face model directory or GGUF file: which network it is, where its sequences end.
 
-Nothing in the directory is trusted. Transformers' config class supplies the family's defaults. It sees only fields that
-`config_fields.py` lists, after they were checked. Fields that a family does not read are refused if they may have an
-effect.
+Nothing in the directory is trusted. Only fields that `config_fields.py` lists are read, after they were checked;
+`family_defaults.py` has those that a config leaves out. Fields that a family does not read are refused if they may have
+an effect.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from transformers import CONFIG_MAPPING
-
-from nanovllm.errors import ConfigError, ModelError, quoted, told, unknown_name_message
+from nanovllm.errors import ConfigError, ModelError, quoted, unknown_name_message
 from nanovllm.layers.linear_method import LinearMethod
 from nanovllm.model_files.gguf_side import GgufConfig, gguf_side, is_gguf
 from nanovllm.model_files.json_fields import checked_fields, read_json_object
@@ -29,6 +27,7 @@ from nanovllm.models.config_fields import (
     OTHER_FIELDS,
 )
 from nanovllm.models.families import FAMILIES, Family, decoder_spec
+from nanovllm.models.family_defaults import DEFAULTS, complete_config
 from nanovllm.models.rope_config import rope_by_layer_type, rope_parameters
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 from nanovllm.models.text_models import TEXT_MODELS, text_fields
@@ -44,7 +43,6 @@ SAMPLING_DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
-_NO_DEFAULT = object()
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # Qwen's name and Mixtral's, which Transformers 5 writes for both
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
 
@@ -98,7 +96,7 @@ class ModelConfig:
         """
         sources = [_network_fields(self._config, self._family), self._generation]
         if not any("eos_token_id" in source for source in sources):
-            sources = [{"eos_token_id": CONFIG_MAPPING[self.model_type]().eos_token_id}]
+            sources = [{"eos_token_id": DEFAULTS[self.model_type]["eos_token_id"]}]
         ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
         return tuple(dict.fromkeys(ids))
 
@@ -192,10 +190,10 @@ def _spec(config: _Config, family: Family) -> DecoderSpec:
     fields = _network_fields(config, family)
     _refuse_unread(config, family)
     try:
-        defaults = _with_defaults(family, fields)
-        _set_rope_parameters(defaults, family, config.fields)
-        defaults.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        spec, quantization = decoder_spec(family, defaults), config.fields.get("quantization_config")
+        complete = complete_config(family.model_type, fields)
+        _set_rope_parameters(complete, family, config.fields)
+        complete.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
+        spec, quantization = decoder_spec(family, complete), config.fields.get("quantization_config")
         if config.gguf is not None:
             return _gguf_spec(spec, quantization, config.gguf)
         return _with_quantization(spec, quantization)
@@ -203,16 +201,16 @@ def _spec(config: _Config, family: Family) -> DecoderSpec:
         raise ModelError(f"{config.where}: {error}") from None
 
 
-def _set_rope_parameters(defaults: Any, family: Family, fields: Mapping[str, Any]) -> None:
-    """Give Transformers' config the checked RoPE parameters of the config's fields."""
-    positions, theta = defaults.max_position_embeddings, defaults.default_theta
+def _set_rope_parameters(complete: Any, family: Family, fields: Mapping[str, Any]) -> None:
+    """Give the config the checked RoPE parameters of its fields."""
+    positions, theta = complete.max_position_embeddings, complete.default_theta
     if family.local_rope:
         full, local = rope_by_layer_type(fields)
-        defaults.rope_parameters = rope_parameters(full, positions, theta["global"])
-        defaults.local_rope_parameters = rope_parameters(local, positions, theta["local"])
+        complete.rope_parameters = rope_parameters(full, positions, theta["global"])
+        complete.local_rope_parameters = rope_parameters(local, positions, theta["local"])
     else:
-        trained = getattr(defaults, "original_max_position_embeddings", None)
-        defaults.rope_parameters = rope_parameters(fields, positions, theta, trained)
+        trained = getattr(complete, "original_max_position_embeddings", None)
+        complete.rope_parameters = rope_parameters(fields, positions, theta, trained)
 
 
 def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
@@ -242,14 +240,10 @@ def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
 
 def _refuse_unread(config: _Config, family: Family) -> None:
     """Raise ModelError for a field that may change the network and that the family does not read, unless it is off."""
-    defaults: Any = None
     for name, value in config.fields.items():
         if family.reads(name) or name in FIELDS_WITHOUT_EFFECT or value is None:
             continue
-        if name in OFF_VALUES and value == OFF_VALUES[name]:
-            continue
-        defaults = defaults or CONFIG_MAPPING[family.model_type]()
-        if value != getattr(defaults, name, _NO_DEFAULT):
+        if name not in OFF_VALUES or value != OFF_VALUES[name]:
             raise ModelError(
                 f"{config.where}: {quoted(name)}: {quoted(value)} is a field that a {family.architecture} does not "
                 "have, and it may change what the model computes. If it does not, leave it out with "
@@ -302,16 +296,6 @@ def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None) -> D
         except ModelError as error:
             raise ModelError(f"{module} cannot be stored as {quantization.name}: {error}") from None
     return replace(spec, quantization=quantization)
-
-
-def _with_defaults(family: Family, fields: dict[str, Any]) -> Any:
-    """Transformers' config with all defaults, except of RoPE and the dtype, which it does not read."""
-    given = {name: value for name, value in fields.items() if name not in _DTYPES}
-    try:
-        return CONFIG_MAPPING[family.model_type](**given)
-    # Its validators raise many unrelated types.
-    except Exception as error:
-        raise ModelError(f"it is not valid for a {family.architecture}: {told(error)}.") from error
 
 
 def _token_ids(value: Any) -> list[int]:

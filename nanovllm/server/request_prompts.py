@@ -85,7 +85,7 @@ def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list
 def template_text(serving: Serving) -> str:
     """The text of all chat templates that answers may be made with."""
     tokenizer = serving.engine.llm.engine.tokenizer
-    own = tokenizer.tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
     texts = own.values() if isinstance(own, Mapping) else [own or ""]
     return serving.settings.chat_template or "\n".join(map(str, texts))
 
