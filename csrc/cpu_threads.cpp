@@ -55,7 +55,7 @@ long times_preempted() {
     return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
 }
 
-// Pieces [begin, end) that nobody has taken yet, as one word.
+// Pieces [begin, end) that no thread has taken yet, as one word.
 class alignas(64) Run {
   public:
     void set(uint32_t begin, uint32_t end) { word_.store(pack(begin, end), std::memory_order_relaxed); }
@@ -90,7 +90,7 @@ class alignas(64) Run {
 };
 
 // One call of run_pieces. Regions live as long as the process: a thread may look at one that is over, and it is used
-// again only when nobody is inside.
+// again only when no thread is inside.
 class Region {
   public:
     bool reserve() {
@@ -112,7 +112,7 @@ class Region {
         open_.store(true);
     }
 
-    // What the caller does: its share and what nobody else has begun. Returns when all pieces are done.
+    // What the caller does: its share and what no other thread has begun. Returns when all pieces are done.
     void finish() {
         take_part(0);
         const Clock::time_point give_up = Clock::now() + kWaitForPieces;
@@ -210,7 +210,7 @@ class Pool {
         }
     }
 
-    bool help_anybody(int first) {
+    bool help_any_region(int first) {
         bool helped = false;
         for (int i = 0; i < kRegions; ++i) helped |= regions_[(first + i) % kRegions].help();
         return helped;
@@ -221,7 +221,7 @@ class Pool {
         Clock::time_point free_again = Clock::now();  // of processes that want the core
         for (;;) {
             const uint32_t seen = regions_begun_.load();
-            if (help_anybody(first)) continue;
+            if (help_any_region(first)) continue;
             const Clock::time_point begin = Clock::now();
             if (const long now = times_preempted(); now != preempted) preempted = now, free_again = begin + kContended;
             const auto patience = begin < free_again ? kBriefWait : kWaitForWork;

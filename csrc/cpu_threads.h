@@ -1,5 +1,5 @@
 // Threads that share the pieces of a region. A piece is taken by whichever thread is free, so a thread that the system
-// does not run holds nobody up, and at the end only pieces that somebody has begun are waited for.
+// does not run delays no other, and at the end only pieces that have been begun are waited for.
 #pragma once
 
 #include <cstdint>

@@ -32,6 +32,7 @@ class SlowestFirst:
     def __init__(self) -> None:
         self.tokenizer = object()
         self.progress = Progress
+        self.sampling_defaults: dict[str, Any] = {}
         self.waiting: dict[str, str] = {}
         self.most = 0
         self.random = random.Random(0)

@@ -246,7 +246,7 @@ QWEN_YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_m
 
 def test_every_obstacle_is_named_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     """The positions, a limit and the memory; the flags together make the prompt fit."""
-    options = ["--model", "qwen3-8b", "--prompt-len", "128K", "--gpu-mem", "24G", "--host-mem", "64"]
+    options = ["--model", "qwen3-8b", "--prompt-len", "128k", "--gpu-mem", "24G", "--host-mem", "64"]
     assert main(["plan", *options, "--max-model-len", "9000", "--num-gpu-blocks", "40", "--num-cpu-blocks", "9"]) == 1
     table = capsys.readouterr().out
     assert "positions end at 40,960" in table and "accuracy, of short prompts too" in table
@@ -259,8 +259,8 @@ def test_every_obstacle_is_named_with_its_flags(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("positions", [[], ["--hf-overrides", '{"max_position_embeddings": 1048576}']])
 def test_8_bits_are_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[str], positions: list[str]) -> None:
-    """800K tokens of 128 KiB are 98 GiB; in int8 with scales they are 50 GiB. The authors name no longer RoPE."""
-    options = ["--model", "llama-3.1-8b", "--prompt-len", "800K", "--gpu-mem", "24GB", "--host-mem", "64GB", *positions]
+    """800,000 tokens of 128 KiB are 98 GiB; in int8 with scales they are 50 GiB. The authors name no longer RoPE."""
+    options = ["--model", "llama-3.1-8b", "--prompt-len", "800k", "--gpu-mem", "24GB", "--host-mem", "64GB", *positions]
     assert main(["plan", *options]) == 1
     table = capsys.readouterr().out
     assert "\n    --kv-cache-dtype int8\n" in table and "--host-mem 114GB" in table
@@ -279,10 +279,10 @@ def test_shorter_steps_are_found_where_activations_are_in_the_way(capsys: pytest
     assert run_json(capsys, *options, "--max-num-batched-tokens", "16384")["fits"]
 
 
-@pytest.mark.parametrize("prompt", ["20K", "128K"])
+@pytest.mark.parametrize("prompt", ["20k", "128k"])
 def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixture[str], prompt: str) -> None:
     """The engine's parser reads them back, and with them the plan is the same."""
-    overrides = ["--hf-overrides", json.dumps(QWEN_YARN)] if prompt == "128K" else []
+    overrides = ["--hf-overrides", json.dumps(QWEN_YARN)] if prompt == "128k" else []
     options = ["--model", "qwen3-8b", "--prompt-len", prompt, "--gpu", "RTX 4090", "--host-mem", "64GB", *overrides]
     assert main(["plan", *options]) == 0
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])

@@ -152,7 +152,7 @@ def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     unknown = sorted(set(config.layer_types) - set(windows))
     if unknown:
-        raise ModelError(f"layer_types holds {', '.join(unknown)}; supported: {', '.join(windows)}.")
+        raise ModelError(f"layer_types holds {quoted(', '.join(unknown))}; supported: {', '.join(windows)}.")
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise ModelError("layer_types asks for sliding_attention, but sliding_window or use_sliding_window is not set.")
     return tuple(windows[kind] for kind in config.layer_types)

@@ -157,7 +157,7 @@ def complete_config(model_type: str, fields: Mapping[str, Any]) -> SimpleNamespa
         config.sliding_window = None
     if getattr(config, "mlp_only_layers", 0) is None:
         config.mlp_only_layers = []
-    if getattr(config, "layer_types", 0) is None:
+    if "layer_types" in DEFAULTS[model_type] and config.layer_types is None:
         config.layer_types = _layer_types(config)
     _check_layer_types(config)
     return config
