@@ -132,6 +132,6 @@ def test_every_engine_runs_under_limits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ulimit", ["-v 1500000", "-v 1000000", "-d 500000"])
+@pytest.mark.parametrize("ulimit", ["-v 1200000", "-v 1000000", "-d 500000"])
 def test_too_little_is_refused_in_one_sentence(ulimit: str, model: str, question: str) -> None:
     assert "GiB" in refused(run(model, question, ulimit=ulimit))
