@@ -105,6 +105,14 @@ struct Draw {
     int64_t rows, size;
 };
 
+// The index of each row's largest element, the first of equal ones; -1 if the row holds NaN or infinity.
+template <class T>
+struct Likeliest {
+    Rows<const T> logits;
+    int64_t* tokens;  // [rows]
+    int64_t rows, size;
+};
+
 // Bytes of K and V of each token into its slot of a pool [blocks, 2, kv_heads, block_size, head]; slot -1: nowhere.
 struct Store {
     char* pool;
@@ -127,6 +135,8 @@ void cos_sin(const Angles& angles, int threads);
 void powers(const Powers& powers, int threads);
 void softmax(const Softmax& softmax, int threads);
 void draw(const Draw& draw, int threads);
+template <class T>
+void likeliest(const Likeliest<T>& likeliest, int threads);
 void store_kv(const Store& store, int threads);
 
 }  // namespace nanovllm::rows

@@ -206,6 +206,38 @@ void softmax_row(const float* x, float* y, int64_t size, bool log) {
     }
 }
 
+template <class T>
+INLINE int64_t likeliest_element(const T* x, int64_t size) {
+    float most[kLanes];
+    uint32_t beyond[kLanes] = {};  // not 0: a lane has met NaN or infinity, whose exponents have all bits set
+    for (int lane = 0; lane < kLanes; ++lane) most[lane] = -INFINITY;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const float value = widen_scalar(x[i + lane]);
+            most[lane] = value > most[lane] ? value : most[lane];
+            beyond[lane] |= uint32_t((bits_of(value) & 0x7f800000u) == 0x7f800000u);
+        }
+    float found = -INFINITY;
+    uint32_t any_beyond = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        found = most[lane] > found ? most[lane] : found;
+        any_beyond |= beyond[lane];
+    }
+    for (; i < size; ++i) {
+        const float value = widen_scalar(x[i]);
+        found = value > found ? value : found;
+        any_beyond |= uint32_t((bits_of(value) & 0x7f800000u) == 0x7f800000u);
+    }
+    if (any_beyond) return -1;
+    for (i = 0; i < size && widen_scalar(x[i]) != found;) ++i;
+    return i;
+}
+
+FOR_EACH_ISA int64_t likeliest_of(const Bf16* x, int64_t size) { return likeliest_element(x, size); }
+FOR_EACH_ISA int64_t likeliest_of(const Fp16* x, int64_t size) { return likeliest_element(x, size); }
+FOR_EACH_ISA int64_t likeliest_of(const float* x, int64_t size) { return likeliest_element(x, size); }
+
 // SplitMix64's mixing of a 64-bit state (Steele, Lea and Flood, 2014).
 uint64_t mixed(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -279,11 +311,17 @@ void add(const Sum<T>& s, int threads) {
     for_each(s.rows, s.size, threads, [&](int64_t row) { add_row(s.x.at(row), s.addend.at(row), s.size); });
 }
 
+template <class T>
+void likeliest(const Likeliest<T>& l, int threads) {
+    for_each(l.rows, l.size, threads, [&](int64_t row) { l.tokens[row] = likeliest_of(l.logits.at(row), l.size); });
+}
+
 #define INSTANTIATE(T)                                    \
     template void rms_norm<T>(const Norm<T>&, int);       \
     template void place_heads<T>(const Heads<T>&, int);   \
     template void gated_unit<T>(const GatedUnit<T>&, int); \
-    template void add<T>(const Sum<T>&, int);
+    template void add<T>(const Sum<T>&, int);             \
+    template void likeliest<T>(const Likeliest<T>&, int);
 INSTANTIATE(Bf16)
 INSTANTIATE(Fp16)
 INSTANTIATE(float)

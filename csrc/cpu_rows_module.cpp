@@ -90,6 +90,18 @@ void softmax(const Address& x, const Address& y, int64_t count, int64_t size, bo
     rows::softmax(all, threads);
 }
 
+void likeliest(const std::string& dtype, const Address& logits, uintptr_t tokens, int64_t count, int64_t size,
+               int threads) {
+    check_threads(threads);
+    if (size < 1) throw std::invalid_argument("A row must not be empty.");
+    with_element(dtype, [&](auto element) {
+        using T = decltype(element);
+        const rows::Likeliest<T> all{rows_at<const T>(logits), pointer<int64_t>(tokens), count, size};
+        const py::gil_scoped_release release;
+        rows::likeliest(all, threads);
+    });
+}
+
 void draw(const Address& scores, const Address& tokens, uintptr_t starts, uintptr_t drawn, int64_t count, int64_t size,
           int threads) {
     check_threads(threads);
@@ -134,6 +146,8 @@ void define_rows(py::module_& m) {
           py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("softmax", &softmax, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("size"),
           py::arg("log"), py::arg("threads"));
+    m.def("likeliest", &likeliest, py::kw_only(), py::arg("dtype"), py::arg("logits"), py::arg("tokens"),
+          py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("draw", &draw, py::kw_only(), py::arg("scores"), py::arg("tokens"), py::arg("starts"), py::arg("drawn"),
           py::arg("rows"), py::arg("size"), py::arg("threads"));
     m.def("store_kv", &store_kv, py::kw_only(), py::arg("pool"), py::arg("block_stride"), py::arg("blocks"),

@@ -483,3 +483,17 @@ def test_refuses_what_does_not_fit(name: str, changed: dict[str, Any], message: 
     with pytest.raises(ValueError) as refused:
         function(**(good | changed))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 5000])
+def test_likeliest_is_the_first_largest_logit_of_a_finite_row(dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.randn(12, vocab).to(dtype)
+    logits[3] = logits[4, -1]  # equal ones
+    logits[5] = -torch.finfo(dtype).max
+    for row, value in ((6, math.nan), (7, math.inf), (8, -math.inf)):
+        logits[row, row * 977 % vocab] = value
+    found = cpu_kernels.likeliest(logits)
+    rows = logits.tolist()
+    assert found.tolist() == [-1 if 6 <= i <= 8 else row.index(max(row)) for i, row in enumerate(rows)]
+    assert torch_rows.likeliest(logits).tolist() == found.tolist()

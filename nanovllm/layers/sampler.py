@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, TokenMask, adjust_, mask_
 from nanovllm.ops import torch_rows
-from nanovllm.ops.row_kernels import draw, softmax
+from nanovllm.ops.row_kernels import draw, likeliest, softmax
 from nanovllm.ops.torch_rows import GOLDEN_GAMMA, as_int64, splitmix64
 from nanovllm.ops.upload import upload
 
@@ -60,9 +60,8 @@ def sample(
     copied nor sorted; rows with top_k or top_p sort their largest logits only.
     """
     choices = [_choice(row, index in processed) for index, row in enumerate(rows)]
-    # NaN if any logit is NaN. On the CPU, the two calls take a fifth of the time of aminmax.
-    is_finite = logits.amin(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()
-    tokens = torch.argmax(logits, dim=-1) if None in choices else logits.new_zeros(len(rows), dtype=torch.int64)
+    tokens = likeliest(logits)
+    is_finite = tokens != NOT_FINITE
     for choose in {choice for choice in choices if choice is not None}:
         chosen = [i for i, choice in enumerate(choices) if choice is choose]
         at_once = rows_at_once(logits.shape[1], logits.device)

@@ -279,6 +279,17 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     return y
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    if not takes(logits, 2) or not logits.shape[1]:
+        raise _misfit("likeliest takes logits [rows, vocab] on the CPU, each row dense", logits=logits)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    _cpu_kernels.likeliest(
+        dtype=KERNEL_DTYPES[logits.dtype], logits=address(logits), tokens=tokens.data_ptr(), rows=logits.shape[0],
+        size=logits.shape[1], threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens
+
+
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
     if not (takes(scores, 2) and scores.dtype == torch.float32):
         raise _misfit("draw takes fp32 scores [rows, width] on the CPU, each row dense", scores=scores)

@@ -117,6 +117,15 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     return kernels_for(x, 2).softmax(x, log=log)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The token with the largest logit in each row, the first of equal ones, or -1 if the row holds NaN or infinity.
+
+    logits: floating [rows, vocab] -> int64 [rows]. One pass on the CPU, where torch's three reductions take longer, and
+    would wake threads of their own in each step.
+    """
+    return (cpu_kernels if cpu_kernels.takes(logits, 2) else torch_rows).likeliest(logits)
+
+
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
     """The column with the largest score plus Gumbel noise in each row, the first of equal ones: int64 [rows].
 

@@ -71,6 +71,12 @@ def softmax(x: Tensor, *, log: bool = False) -> Tensor:
     return torch.log_softmax(x, dim=-1) if log else torch.softmax(x, dim=-1)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    # NaN if any logit is NaN. The two calls take less time than aminmax.
+    is_finite = logits.amin(dim=-1).isfinite() & logits.amax(dim=-1).isfinite()
+    return torch.argmax(logits, dim=-1).masked_fill_(~is_finite, -1)
+
+
 def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
     return torch.argmax(scores + gumbel_noise(tokens, starts), dim=-1)
 
