@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,11 @@ class Tree:
 
     def __init__(self, path: Path, arguments: list[str]) -> None:
         command = [sys.executable, "-c", WORKER, json.dumps(arguments)]
-        self._process = subprocess.Popen(command, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # This tree's package sets the variable for its own process; each tree is to choose for itself.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        self._process = subprocess.Popen(
+            command, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.commit = commit_of(path) or str(path)
         self._path = path
         self._line()

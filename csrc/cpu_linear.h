@@ -93,4 +93,14 @@ void run(const Problem& problem, const Kernel& kernel, int threads);
 // Weights [out, in] from row by row to interleaved, in place, or back.
 void interleave(DType dtype, void* weight, int64_t out, int64_t in, bool back, int threads);
 
+// Rows of weights [out, in], which are interleaved or not: y [count, in], dense. Indices must be in [0, out).
+struct Gather {
+    const void* weight;
+    void* y;
+    const int64_t* indices;
+    int64_t count, in, out;
+    bool interleaved;
+};
+void gather(DType dtype, const Gather& gather, int threads);
+
 }  // namespace nanovllm::linear

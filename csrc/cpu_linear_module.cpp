@@ -58,6 +58,19 @@ void interleave(const std::string& dtype, uintptr_t weight, int64_t out_features
                        threads);
 }
 
+void gather(const std::string& dtype, uintptr_t weight, uintptr_t y, uintptr_t indices, int64_t count,
+            int64_t in_features, int64_t out_features, bool interleaved, int threads) {
+    refuse_misfit(interleaved, in_features);
+    const int64_t* const rows = reinterpret_cast<const int64_t*>(indices);
+    for (int64_t i = 0; i < count; ++i)
+        if (rows[i] < 0 || rows[i] >= out_features)
+            throw py::index_error("Row " + std::to_string(rows[i]) + " is not one of " + std::to_string(out_features) + ".");
+    const linear::Gather all{reinterpret_cast<const void*>(weight), reinterpret_cast<void*>(y), rows, count,
+                             in_features, out_features, interleaved};
+    const py::gil_scoped_release release;
+    linear::gather(nanovllm::dtype_of(dtype), all, threads);
+}
+
 // Asks for huge pages behind memory that has not been touched yet: with small ones, every second row of weights costs a
 // walk through the page tables. Where the system has none, nothing changes.
 void use_huge_pages(uintptr_t address, int64_t bytes) {
@@ -80,6 +93,8 @@ void define_linear(py::module_& m) {
           py::arg("in_features"), py::arg("out_features"), py::arg("interleaved") = false, py::arg("threads"));
     m.def("interleave", &interleave, py::kw_only(), py::arg("dtype"), py::arg("weight"), py::arg("out_features"),
           py::arg("in_features"), py::arg("back"), py::arg("threads"));
+    m.def("gather", &gather, py::kw_only(), py::arg("dtype"), py::arg("weight"), py::arg("y"), py::arg("indices"),
+          py::arg("count"), py::arg("in_features"), py::arg("out_features"), py::arg("interleaved"), py::arg("threads"));
     m.attr("INTERLEAVED_ROWS") = linear::kGroup;
     m.attr("INTERLEAVED_INPUTS") = linear::kInterleavedInputs;
     m.def("use_huge_pages", &use_huge_pages, py::arg("address"), py::arg("bytes"));

@@ -35,7 +35,8 @@ void run_few(const Problem& p, const Kernel& k, int threads) {
     for (int64_t row = 0; row < p.rows; row += most)
         k.pack_rows(row_of_x(p, k, row, 0), p.x_stride, std::min(most, p.rows - row), p.in, words + row * row_words);
     // The next panel's weights are fetched meanwhile, or the next inputs' where the core could not keep a panel.
-    const int64_t read = std::max(kGroup, kPieceBytes / (p.in * k.element_bytes) / kGroup * kGroup);
+    const int64_t most_outputs = kPieceBytes / (p.in * k.element_bytes) / kInterleavedOutputs * kInterleavedOutputs;
+    const int64_t read = std::max(kInterleavedOutputs, most_outputs);
     const int64_t outputs = !p.interleaved ? k.pass_outputs : passes > 1 ? kInterleavedOutputs : read;
     const bool fetch_panel = !p.interleaved && outputs * p.in * k.element_bytes <= kOwnCacheBytes;
     const int64_t near = (p.interleaved ? kInterleavedBytes : kNearBytes) / k.element_bytes;
@@ -149,7 +150,33 @@ void interleave_units(void* weight, int64_t groups, int64_t units, bool back, in
     });
 }
 
+template <class Unit>
+void gather_units(const Gather& g, int64_t units, int threads) {
+    const Unit* const weight = static_cast<const Unit*>(g.weight);
+    const int64_t grouped = g.interleaved ? g.out / kGroup * kGroup : 0;
+    const int used = int(std::min<int64_t>(threads, 1 + g.count * units / kThreadElements));
+    for_pieces(g.count, used, Order::runs, [&](int64_t i, int) {
+        const int64_t row = g.indices[i];
+        Unit* const y = static_cast<Unit*>(g.y) + i * units;
+        if (row >= grouped) {
+            std::copy_n(weight + row * units, units, y);
+            return;
+        }
+        const Unit* const first = weight + row / kGroup * kGroup * units + row % kGroup;
+        for (int64_t unit = 0; unit < units; ++unit) y[unit] = first[unit * kGroup];
+    });
+}
+
 }  // namespace
+
+void gather(DType dtype, const Gather& g, int threads) {
+    if (dtype == DType::fp32)
+        gather_units<uint32_t>(g, g.in, threads);
+    else if (dtype == DType::bf16 && g.interleaved)
+        gather_units<uint32_t>(g, g.in / 2, threads);
+    else
+        gather_units<uint16_t>(g, g.in, threads);
+}
 
 void interleave(DType dtype, void* weight, int64_t out, int64_t in, bool back, int threads) {
     const int64_t groups = out / kGroup;

@@ -73,6 +73,22 @@ struct Sum {
     int64_t rows, size;
 };
 
+// y = x in the type of y, rounded to the nearest.
+template <class T>
+struct Narrowed {
+    Rows<const float> x;
+    Rows<T> y;
+    int64_t rows, size;
+};
+
+// y = x, exactly.
+template <class T>
+struct Widened {
+    Rows<const T> x;
+    Rows<float> y;
+    int64_t rows, size;
+};
+
 // cos and sin of `size` angles a row, times `factor`; cos stands twice, for the first and the second of a pair.
 struct Angles {
     Rows<const float> angles;
@@ -131,6 +147,12 @@ template <class T>
 void gated_unit(const GatedUnit<T>& gated, int threads);
 template <class T>
 void add(const Sum<T>& sum, int threads);
+template <class T>
+void narrow(const Narrowed<T>& narrowed, int threads);
+template <class T>
+void widen(const Widened<T>& widened, int threads);
+void fill(float* x, int64_t size, float value, int threads);
+void copy(Rows<const char> x, Rows<char> y, int64_t rows, int64_t row_bytes, int threads);
 void cos_sin(const Angles& angles, int threads);
 void powers(const Powers& powers, int threads);
 void softmax(const Softmax& softmax, int threads);

@@ -135,9 +135,21 @@ INLINE void gate(const T* __restrict__ gate, const T* __restrict__ up, T* __rest
     }
 }
 
+template <class T>
+INLINE void widen_elements(const T* __restrict__ x, float* __restrict__ y, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) y[i] = widen_scalar(x[i]);
+}
+
+template <class T>
+INLINE void narrow_elements(const float* __restrict__ x, T* __restrict__ y, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) y[i] = narrow_scalar<T>(x[i]);
+}
+
 // target_clones takes no templates: one function for each element type.
 #define ROW_FUNCTIONS(T)                                                                                        \
     FOR_EACH_ISA void add_row(T* x, const T* addend, int64_t size) { add_elements<T>(x, addend, size); }        \
+    FOR_EACH_ISA void widen_row(const T* x, float* y, int64_t size) { widen_elements<T>(x, y, size); }          \
+    FOR_EACH_ISA void narrow_row(const float* x, T* y, int64_t size) { narrow_elements<T>(x, y, size); }        \
     FOR_EACH_ISA void turn_head(const T* x, const float* cos, const float* sin, T* y, int64_t half) {           \
         turn<T>(x, cos, sin, y, half);                                                                          \
     }                                                                                                           \
@@ -312,6 +324,23 @@ void add(const Sum<T>& s, int threads) {
 }
 
 template <class T>
+void narrow(const Narrowed<T>& n, int threads) {
+    for_each(n.rows, n.size, threads, [&](int64_t row) { narrow_row(n.x.at(row), n.y.at(row), n.size); });
+}
+
+template <class T>
+void widen(const Widened<T>& w, int threads) {
+    for_each(w.rows, w.size, threads, [&](int64_t row) { widen_row(w.x.at(row), w.y.at(row), w.size); });
+}
+
+void fill(float* x, int64_t size, float value, int threads) {
+    constexpr int64_t kTogether = kElementsOfPiece;
+    for_each((size + kTogether - 1) / kTogether, kTogether, threads, [&](int64_t piece) {
+        std::fill_n(x + piece * kTogether, std::min(kTogether, size - piece * kTogether), value);
+    });
+}
+
+template <class T>
 void likeliest(const Likeliest<T>& l, int threads) {
     for_each(l.rows, l.size, threads, [&](int64_t row) { l.tokens[row] = likeliest_of(l.logits.at(row), l.size); });
 }
@@ -321,10 +350,16 @@ void likeliest(const Likeliest<T>& l, int threads) {
     template void place_heads<T>(const Heads<T>&, int);   \
     template void gated_unit<T>(const GatedUnit<T>&, int); \
     template void add<T>(const Sum<T>&, int);             \
+    template void narrow<T>(const Narrowed<T>&, int);     \
+    template void widen<T>(const Widened<T>&, int);       \
     template void likeliest<T>(const Likeliest<T>&, int);
 INSTANTIATE(Bf16)
 INSTANTIATE(Fp16)
 INSTANTIATE(float)
+
+void copy(Rows<const char> x, Rows<char> y, int64_t rows, int64_t row_bytes, int threads) {
+    for_each(rows, row_bytes, threads, [&](int64_t row) { std::memcpy(y.at(row), x.at(row), size_t(row_bytes)); });
+}
 
 // libm's functions of one number: those of whole vectors would take another way at the end of a row.
 void cos_sin(const Angles& a, int threads) {

@@ -66,6 +66,50 @@ void gated_unit(const std::string& dtype, const std::string& activation, const A
     });
 }
 
+void add(const std::string& dtype, const Address& x, const Address& addend, int64_t count, int64_t size, int threads) {
+    check_threads(threads);
+    with_element(dtype, [&](auto element) {
+        using T = decltype(element);
+        const rows::Sum<T> sum{rows_at<T>(x), rows_at<const T>(addend), count, size};
+        const py::gil_scoped_release release;
+        rows::add(sum, threads);
+    });
+}
+
+void narrow(const std::string& dtype, const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
+    check_threads(threads);
+    with_element(dtype, [&](auto element) {
+        using T = decltype(element);
+        const rows::Narrowed<T> narrowed{rows_at<const float>(x), rows_at<T>(y), count, size};
+        const py::gil_scoped_release release;
+        rows::narrow(narrowed, threads);
+    });
+}
+
+void widen(const std::string& dtype, const Address& x, const Address& y, int64_t count, int64_t size, int threads) {
+    check_threads(threads);
+    with_element(dtype, [&](auto element) {
+        using T = decltype(element);
+        const rows::Widened<T> widened{rows_at<const T>(x), rows_at<float>(y), count, size};
+        const py::gil_scoped_release release;
+        rows::widen(widened, threads);
+    });
+}
+
+void copy(const Address& x, const Address& y, int64_t count, int64_t row_bytes, int threads) {
+    check_threads(threads);
+    const rows::Rows<const char> source = rows_at<const char>(x);
+    const rows::Rows<char> target = rows_at<char>(y);
+    const py::gil_scoped_release release;
+    rows::copy(source, target, count, row_bytes, threads);
+}
+
+void fill(uintptr_t x, int64_t size, float value, int threads) {
+    check_threads(threads);
+    const py::gil_scoped_release release;
+    rows::fill(pointer<float>(x), size, value, threads);
+}
+
 void cos_sin(const Address& angles, const Address& cos, const Address& sin, int64_t count, int64_t size, float factor,
              int threads) {
     check_threads(threads);
@@ -140,6 +184,15 @@ void define_rows(py::module_& m) {
           py::arg("q_heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("eps"), py::arg("threads"));
     m.def("gated_unit", &gated_unit, py::kw_only(), py::arg("dtype"), py::arg("activation"), py::arg("gate_up"),
           py::arg("y"), py::arg("rows"), py::arg("size"), py::arg("threads"));
+    m.def("add", &add, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("addend"), py::arg("rows"),
+          py::arg("size"), py::arg("threads"));
+    m.def("narrow", &narrow, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("rows"),
+          py::arg("size"), py::arg("threads"));
+    m.def("widen", &widen, py::kw_only(), py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("rows"),
+          py::arg("size"), py::arg("threads"));
+    m.def("copy", &copy, py::kw_only(), py::arg("x"), py::arg("y"), py::arg("rows"), py::arg("row_bytes"),
+          py::arg("threads"));
+    m.def("fill", &fill, py::kw_only(), py::arg("x"), py::arg("size"), py::arg("value"), py::arg("threads"));
     m.def("cos_sin", &cos_sin, py::kw_only(), py::arg("angles"), py::arg("cos"), py::arg("sin"), py::arg("rows"),
           py::arg("size"), py::arg("factor"), py::arg("threads"));
     m.def("powers", &powers, py::kw_only(), py::arg("bases"), py::arg("exponents"), py::arg("results"),

@@ -41,6 +41,11 @@ void pause_core() {
 #endif
 }
 
+// Some pauses, fewer if the word changes.
+void pause_while(const std::atomic<uint32_t>& word, uint32_t value) {
+    for (int i = 0; i < kPauses && word.load(std::memory_order_relaxed) == value; ++i) pause_core();
+}
+
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
@@ -122,7 +127,7 @@ class Region {
                 if (left_.load() == left) sleep_while(left_, left);
                 asleep_.store(false, std::memory_order_relaxed);
             } else {
-                for (int i = 0; i < kPauses; ++i) pause_core();
+                pause_while(left_, left);
             }
         }
         open_.store(false);
@@ -216,6 +221,13 @@ class Pool {
         return helped;
     }
 
+    // Returns whether a region has begun.
+    bool wait_for_work(uint32_t seen, Clock::time_point end) {
+        do pause_while(regions_begun_, seen);
+        while (regions_begun_.load(std::memory_order_relaxed) == seen && Clock::now() < end);
+        return regions_begun_.load(std::memory_order_relaxed) != seen;
+    }
+
     void work_for_ever(int first) {
         long preempted = times_preempted();
         Clock::time_point free_again = Clock::now();  // of processes that want the core
@@ -223,11 +235,9 @@ class Pool {
             const uint32_t seen = regions_begun_.load();
             if (help_any_region(first)) continue;
             const Clock::time_point begin = Clock::now();
+            if (wait_for_work(seen, begin + kBriefWait)) continue;
             if (const long now = times_preempted(); now != preempted) preempted = now, free_again = begin + kContended;
-            const auto patience = begin < free_again ? kBriefWait : kWaitForWork;
-            while (regions_begun_.load(std::memory_order_relaxed) == seen && Clock::now() < begin + patience)
-                for (int i = 0; i < kPauses; ++i) pause_core();
-            if (regions_begun_.load() != seen) continue;
+            if (begin > free_again && wait_for_work(seen, begin + kWaitForWork)) continue;
             asleep_.fetch_add(1);
             sleep_while(regions_begun_, seen);
             asleep_.fetch_sub(1);

@@ -497,3 +497,16 @@ def test_likeliest_is_the_first_largest_logit_of_a_finite_row(dtype: torch.dtype
     rows = logits.tolist()
     assert found.tolist() == [-1 if 6 <= i <= 8 else row.index(max(row)) for i, row in enumerate(rows)]
     assert torch_rows.likeliest(logits).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_additions_and_narrowing_are_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    wide = torch.randn(70, 3, 40) * 10.0 ** torch.randint(-9, 9, (70, 3, 40))
+    wide[0, 0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    target = torch.zeros(70, 5, 40, dtype=dtype)[:, 1:4]
+    assert torch.equal(cpu_kernels.narrow_(target, wide).nan_to_num(7.0), wide.to(dtype).nan_to_num(7.0))
+    x, addend = (torch.randn(70, 240).to(dtype)[:, 20:220] for _ in range(2))
+    expected = x + addend
+    assert torch.equal(cpu_kernels.add_(x, addend), expected) and torch.equal(x, expected)
+    assert torch.equal(cpu_kernels.widened(x), x.float())
+    assert cpu_kernels.filled((70, 333), -math.inf).eq(-math.inf).all()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.ops import cpu_kernels
-from nanovllm.ops.cpu_kernels import can_interleave, cpu_linear, interleave_, rows_of_interleaved
+from nanovllm.ops.cpu_kernels import can_interleave, cpu_linear, interleave_, rows_of
 
 
 def interleaved(weight: Tensor, offset: int = 0) -> Tensor:
@@ -44,8 +44,12 @@ def test_rows_and_the_way_back(dtype: torch.dtype, outputs: int) -> None:
     weight = torch.randn(outputs, 96).to(dtype)
     other, indices = interleaved(weight), torch.randint(0, outputs, (50,))
     assert not torch.equal(other, weight)
-    assert torch.equal(rows_of_interleaved(other, indices), weight[indices])
-    assert rows_of_interleaved(other, indices[:0]).shape == (0, 96)
+    assert torch.equal(rows_of(other, indices, interleaved=True), weight[indices])
+    assert torch.equal(rows_of(weight, indices), weight[indices])
+    assert rows_of(other, indices[:0], interleaved=True).shape == (0, 96)
+    for outside in (-1, outputs):
+        with pytest.raises(IndexError, match=f"Row {outside} is not one of {outputs}"):
+            rows_of(weight, torch.tensor([0, outside]))
     interleave_(other, back=True)
     assert torch.equal(other, weight)
 

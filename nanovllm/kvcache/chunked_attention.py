@@ -30,7 +30,7 @@ from nanovllm.kvcache.step_plan import (
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales
 from nanovllm.ops.merge import merge_states_
-from nanovllm.ops.row_kernels import as_stored
+from nanovllm.ops.row_kernels import as_stored, narrow_
 from nanovllm.ops.triton_support import use_triton
 
 
@@ -146,7 +146,7 @@ class OffloadedKVCache(KVCacheBase):
                 self.engine.release()
         if cpu_attention is not None:
             cpu_attention.merge(plan, state)
-        return q.copy_(state.out)
+        return narrow_(q, state.out)
 
     def end_step(self) -> None:
         if self.cpu_attention is not None:

@@ -16,7 +16,7 @@ from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
-from nanovllm.ops.row_kernels import store_kv
+from nanovllm.ops.row_kernels import narrow_, store_kv
 from nanovllm.ops.upload import upload
 
 
@@ -65,7 +65,7 @@ class PagedKVCache(KVCacheBase):
         self._device.declare_kernel("attend", reads=self._blocks(layer))
         self._backend.attend(q, pool, self._tables[window], state, self._geometry.scale, window)
         self._device.end_kernel()
-        return q.copy_(state.out)
+        return narrow_(q, state.out)
 
     def _make_tables(self) -> Tensor:
         """Build the slot mapping and the attention metadata of the current step."""

@@ -69,8 +69,8 @@ class DenseWeight:
         return self._product(x, self._matrix, bias)
 
     def rows(self, indices: Tensor) -> Tensor:
-        if self._interleaved:
-            return cpu_kernels.rows_of_interleaved(self._matrix, indices)
+        if self._matrix.is_cpu and self._matrix.dtype in cpu_kernels.KERNEL_DTYPES:
+            return cpu_kernels.rows_of(self._matrix, indices, interleaved=self._interleaved)
         return F.embedding(indices, self._matrix)
 
     def slots(self) -> NamedSlots:

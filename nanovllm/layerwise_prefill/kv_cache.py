@@ -24,7 +24,7 @@ from nanovllm.ops.attention import (
     SequenceMetadata,
     first_visible_block,
 )
-from nanovllm.ops.row_kernels import as_stored
+from nanovllm.ops.row_kernels import as_stored, narrow_
 
 
 class LayerwiseKVCache:
@@ -80,7 +80,7 @@ class LayerwiseKVCache:
         self._engine.device.end_kernel()
         if total_len == self._part.layerwise.end:
             self._end_layer(layer)
-        return q.copy_(state.out)
+        return narrow_(q, state.out)
 
     def end_part(self) -> None:
         """Release the buffer if the part ends within a layer. Call it after the last layer chunk of the part."""

@@ -17,7 +17,7 @@ from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
-from nanovllm.ops.row_kernels import kernels_on
+from nanovllm.ops.row_kernels import kernels_on, widened
 
 CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
 DEVICE_CHUNK_ROWS = 8192
@@ -99,7 +99,7 @@ class DecoderLayer:
         else:
             attended = self._normed(self._summed(self.o(attended, adapters)), self.attention_output_norm)
             normed = self._kernels.add_rms_norm_(x, attended, self.mlp_norm, self.spec.rms_norm_eps)
-            x += self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm)
+            self._kernels.add_(x, self._normed(self._summed(self.mlp(normed, adapters)), self.mlp_output_norm))
 
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks, each of which has multiplied with its columns of o or down."""
@@ -251,7 +251,7 @@ class Decoder:
     def normalize_(self, x: Tensor) -> Tensor:
         """The final norm, in place: [tokens, hidden]."""
         for (rows,) in row_parts(self.chunk_rows, x):
-            rows.copy_(self._kernels.rms_norm(rows, self.norm, self.spec.rms_norm_eps))
+            self._kernels.copy_(rows, self._kernels.rms_norm(rows, self.norm, self.spec.rms_norm_eps))
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Decoder:
         if self.group is not None and self.spec.sharding is not None:
             collected = self.group.gather_columns(logits, self.spec.sharding.vocab_widths)
             logits = logits.new_empty(0, self.spec.vocab_size) if collected is None else collected
-        return logits.float()
+        return widened(logits)
 
     @property
     def has_logits(self) -> bool:

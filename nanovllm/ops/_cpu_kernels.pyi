@@ -34,6 +34,23 @@ INTERLEAVED_INPUTS: int
 def interleave(*, dtype: str, weight: int, out_features: int, in_features: int, back: bool, threads: int) -> None:
     """Reorder a weight in place for `interleaved=True`, or back. Raises ValueError for sizes that do not fit."""
 
+def gather(
+    *,
+    dtype: str,
+    weight: int,
+    y: int,
+    indices: int,
+    count: int,
+    in_features: int,
+    out_features: int,
+    interleaved: bool,
+    threads: int,
+) -> None:
+    """Rows of a dense weight. Raises IndexError for an index outside of it."""
+
+def copy(*, x: _Address, y: _Address, rows: int, row_bytes: int, threads: int) -> None:
+    """Strides are in bytes."""
+
 def use_huge_pages(address: int, bytes: int) -> None:
     """Ask for huge pages behind this memory, all pages that it touches; where there are none, nothing changes."""
 
@@ -73,6 +90,16 @@ def place_heads(
 def gated_unit(
     *, dtype: str, activation: str, gate_up: _Address, y: _Address, rows: int, size: int, threads: int
 ) -> None: ...
+def add(*, dtype: str, x: _Address, addend: _Address, rows: int, size: int, threads: int) -> None: ...
+def narrow(*, dtype: str, x: _Address, y: _Address, rows: int, size: int, threads: int) -> None:
+    """x is fp32; dtype is that of y."""
+
+def widen(*, dtype: str, x: _Address, y: _Address, rows: int, size: int, threads: int) -> None:
+    """y is fp32; dtype is that of x."""
+
+def fill(*, x: int, size: int, value: float, threads: int) -> None:
+    """fp32."""
+
 def cos_sin(
     *, angles: _Address, cos: _Address, sin: _Address, rows: int, size: int, factor: float, threads: int
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from nanovllm.ops.row_kernels import filled
 from nanovllm.ops.upload import upload
 
 METADATA_FIELDS = 8  # of a sequence in a GPU's memory
@@ -165,8 +166,8 @@ class AttentionState:
     @classmethod
     def empty(cls, q: Tensor) -> AttentionState:
         """The state of queries q `[tokens, heads, head_dim]` before any key: output 0, LSE -inf."""
-        lse = torch.full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32, device=q.device)
-        return cls(torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse)
+        lse = filled((q.shape[1], q.shape[0]), float("-inf"), q.device)
+        return cls(filled(q.shape, 0.0, q.device), lse)
 
 
 class AttentionBackend(Protocol):

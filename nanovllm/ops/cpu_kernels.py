@@ -136,16 +136,19 @@ def interleave_(weight: Tensor, *, back: bool = False) -> None:
     )  # fmt: skip
 
 
-def rows_of_interleaved(weight: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a weight [out, in] that `interleave_` has reordered: int64 [n] -> [n, in]."""
-    (out_features, in_features), group = weight.shape, _cpu_kernels.INTERLEAVED_ROWS
-    unit, grouped = 2 if weight.dtype == torch.bfloat16 else 1, out_features // group * group
-    groups = weight[:grouped].view(-1, in_features // unit, group, unit)
-    if grouped == out_features:
-        return groups[indices // group, :, indices % group].reshape(-1, in_features)
-    inside = indices.clamp(max=grouped - 1)
-    rows = groups[inside // group, :, inside % group].reshape(-1, in_features)
-    return torch.where((indices < grouped)[:, None], rows, weight[indices])
+def rows_of(weight: Tensor, indices: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rows of a contiguous weight [out, in], as it is or as `interleave_` leaves it: int64 [n] -> [n, in].
+
+    Raises IndexError for an index outside of the weight.
+    """
+    (out_features, in_features), indices = weight.shape, indices.contiguous()
+    rows = weight.new_empty(indices.shape[0], in_features)
+    _cpu_kernels.gather(
+        dtype=KERNEL_DTYPES[weight.dtype], weight=weight.data_ptr(), y=rows.data_ptr(), indices=indices.data_ptr(),
+        count=indices.shape[0], in_features=in_features, out_features=out_features, interleaved=interleaved,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return rows
 
 
 def use_huge_pages(weight: Tensor) -> None:
@@ -172,6 +175,57 @@ def takes(x: Tensor, dims: int) -> bool:
 
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(residual, weight, eps, x)
+
+
+def add_(x: Tensor, addend: Tensor) -> Tensor:
+    if not (takes(x, 2) and takes(addend, 2) and addend.shape == x.shape and addend.dtype == x.dtype):
+        raise _misfit("add_ takes x and what is added to it, [rows, size] of one dtype", x=x, addend=addend)
+    _cpu_kernels.add(
+        dtype=KERNEL_DTYPES[x.dtype], x=address(x), addend=address(addend), rows=x.shape[0], size=x.shape[1],
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return x
+
+
+def copy_(target: Tensor, source: Tensor) -> Tensor:
+    fits = takes(target, 2) and takes(source, 2) and source.shape == target.shape and source.dtype == target.dtype
+    if not fits:
+        raise _misfit("copy_ takes a target and a source [rows, size] of one dtype", target=target, source=source)
+    size = target.element_size()
+    (x, x_stride), (y, y_stride) = address(source), address(target)
+    _cpu_kernels.copy(
+        x=(x, x_stride * size), y=(y, y_stride * size), rows=target.shape[0], row_bytes=target.shape[1] * size,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return target
+
+
+def narrow_(target: Tensor, wide: Tensor) -> Tensor:
+    if not (takes(target, 3) and takes(wide, 3) and wide.dtype == torch.float32 and wide.shape == target.shape):
+        raise _misfit("narrow_ takes a target and fp32 elements [tokens, heads, head_dim]", target=target, wide=wide)
+    tokens, heads, head_dim = target.shape
+    _cpu_kernels.narrow(
+        dtype=KERNEL_DTYPES[target.dtype], x=address(wide), y=address(target), rows=tokens, size=heads * head_dim,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return target
+
+
+def widened(x: Tensor) -> Tensor:
+    if not takes(x, 2):
+        raise _misfit("widened takes x [rows, size] on the CPU, each row dense", x=x)
+    y = torch.empty(x.shape, dtype=torch.float32)
+    _cpu_kernels.widen(
+        dtype=KERNEL_DTYPES[x.dtype], x=address(x), y=address(y), rows=x.shape[0], size=x.shape[1],
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def filled(shape: Sequence[int], value: float) -> Tensor:
+    x = torch.empty(shape, dtype=torch.float32)
+    _cpu_kernels.fill(x=x.data_ptr(), size=x.numel(), value=value, threads=torch.get_num_threads())
+    return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, addend: Tensor | None = None) -> Tensor:

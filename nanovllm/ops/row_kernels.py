@@ -8,7 +8,7 @@ exponential function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Protocol
@@ -35,6 +35,14 @@ class RowKernels(Protocol):
 
     def add_rms_norm_(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place and rounded to its dtype; returns `rms_norm` of the sum. Both [rows, size]."""
+        ...
+
+    def add_(self, x: Tensor, addend: Tensor) -> Tensor:
+        """Add to x in place and return it: both [rows, size] of one dtype."""
+        ...
+
+    def copy_(self, target: Tensor, source: Tensor) -> Tensor:
+        """Copy the source to the target and return it: both [rows, size] of one dtype."""
         ...
 
     def place_heads(
@@ -133,6 +141,26 @@ def draw(scores: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
     scores. `torch_rows.gumbel_noise` gives the formula of the noise.
     """
     return kernels_for(scores, 2).draw(scores, tokens, starts)
+
+
+def narrow_(target: Tensor, wide: Tensor) -> Tensor:
+    """Write fp32 elements into a target of another dtype, both [tokens, heads, head_dim], and return the target."""
+    on_cpu = cpu_kernels.takes(target, 3) and cpu_kernels.takes(wide, 3)
+    return (cpu_kernels if on_cpu else torch_rows).narrow_(target, wide)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x [rows, size] in fp32: x itself if that is its dtype."""
+    if x.dtype == torch.float32 or not cpu_kernels.takes(x, 2):
+        return x.float()
+    return cpu_kernels.widened(x)
+
+
+def filled(shape: Sequence[int], value: float, device: torch.device) -> Tensor:
+    """An fp32 tensor with the same value everywhere."""
+    if device.type == "cpu":
+        return cpu_kernels.filled(shape, value)
+    return torch.full(tuple(shape), value, dtype=torch.float32, device=device)
 
 
 def as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.to(weight.dtype).mul_(weight).to(x.dtype)
 
 
+def add_(x: Tensor, addend: Tensor) -> Tensor:
+    return x.add_(addend)
+
+
+def copy_(target: Tensor, source: Tensor) -> Tensor:
+    return target.copy_(source)
+
+
+def narrow_(target: Tensor, wide: Tensor) -> Tensor:
+    return target.copy_(wide)
+
+
 def add_rms_norm_(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     residual += x
     return rms_norm(residual, weight, eps)

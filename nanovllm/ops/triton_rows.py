@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops.torch_rows import cos_sin, softmax
+from nanovllm.ops.torch_rows import add_, copy_, cos_sin, softmax
 
 __all__ = [
+    "add_",
     "add_rms_norm_",
+    "copy_",
     "cos_sin",
     "draw",
     "gelu_tanh_and_mul",
