@@ -19,7 +19,7 @@ from plans import parameter_bytes
 
 import nanovllm
 from nanovllm import LLM
-from nanovllm.cli import planning
+from nanovllm.cli import local_machine
 from nanovllm.cli.arguments import engine_arguments
 from nanovllm.cli.main import _parse, main
 from nanovllm.config import engine_config
@@ -315,13 +315,36 @@ def test_given_rates_come_before_those_of_the_card(capsys: pytest.CaptureFixture
     assert find_link("pcie 5.0 x8") == find_link("PCIe 4") == 31.5e9 and find_link("50GB/s") is None
 
 
+WITHOUT_TORCH = """
+import sys
+from nanovllm.cli.main import main
+status = main(sys.argv[1:])
+found = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+assert not found, found
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_plan_for_another_machine_imports_no_torch(ranks: str) -> None:
+    """Nor is anything measured: rates that are not given stay unknown."""
+    machine = ["--gpu", "RTX 4090", "--host-mem", "64GB", "--tensor-parallel-size", ranks]
+    options = ["qwen3-8b", *machine, "--prompt-len", "128k", "--hf-overrides", json.dumps(QWEN_YARN), "--json"]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "plan", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["fits"] and report["memory"]["activation_peak"] > 10**8
+    assert report["rates"]["host_bandwidth"] is None and report["rates"]["link"]["h2d"] == 31.5e9
+
+
 # ---- this machine
 
 
 def test_this_machine_is_planned_as_the_engine_runs(
     model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "ProbeSizes", lambda: SMALL)
+    monkeypatch.setattr(local_machine, "ProbeSizes", lambda: SMALL)
     arguments = offloaded(16, 5, 9, max_num_batched_tokens=50)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items() if value is not True]
     report = run_json(capsys, "--model", str(model_dir), "--prompt-len", "150", *options)

@@ -58,7 +58,7 @@ def test_a_step_stays_within_the_predicted_memory(name: str, tmp_path: Path, mon
 
 
 def test_the_prediction_grows_with_what_is_scored_at_once(tmp_path: Path) -> None:
-    """Logits of a prompt never exist at once: from MAX_ROWS on, a larger step needs no more of them."""
+    """Logits of a prompt never exist at once: from LOGPROB_ROWS on, a larger step needs no more of them."""
     make_checkpoint(tmp_path, vocab=VOCAB)
 
     def peak(tokens: int) -> int:

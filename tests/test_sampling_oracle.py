@@ -215,7 +215,7 @@ def test_logprobs_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.Monke
         alone += token_logprobs(logits[row : row + 1], token_ids[row : row + 1], counts[row : row + 1])
     assert token_logprobs(logits, token_ids, counts) == alone
     assert token_logprobs(logits.flip(0), token_ids[::-1], counts[::-1]) == alone[::-1]
-    monkeypatch.setattr("nanovllm.layers.logprobs.MAX_ROWS", 5)
+    monkeypatch.setattr("nanovllm.layers.logprobs.LOGPROB_ROWS", 5)
     assert token_logprobs(logits, token_ids, counts) == alone
 
 

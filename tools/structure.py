@@ -15,7 +15,7 @@ SIDES: dict[str, tuple[str, ...]] = {
     "groups of sequences": ("sequence_groups",),
     "tensor parallelism": ("distributed",),
     "chat templates": ("chat_template",),
-    "planner": ("planner", "cli/plan.py", "cli/planning.py"),
+    "planner": ("planner", "cli/plan.py", "cli/planning.py", "cli/local_machine.py"),
     "quantized weights": ("quantization",),
     "GGUF": ("gguf",),
     "structured outputs": ("structured_outputs",),

@@ -28,7 +28,9 @@ ENGINE_OPTIONS = (  # engine arguments that are flags of this command
     "max_num_batched_tokens",
     "max_num_seqs",
     "num_gpu_blocks",
+    "kv_cache_memory_bytes",
     "num_cpu_blocks",
+    "kv_offloading_size",
     "cpu_attention",
     "gpu_memory_utilization",
     "enable_lora",
@@ -86,7 +88,7 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    from nanovllm.cli.planning import cpu_kernels_line, plan_of  # imports torch, which takes seconds
+    from nanovllm.cli.planning import plan_of
     from nanovllm.planner.report import plan_json, plan_table, running_arguments
 
     _take_rates_of_card(args)
@@ -97,7 +99,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
     else:
         print(plan_table(plan, prompt_len, args.output_len))
-        print(cpu_kernels_line(args), end="")
+        if args.gpu_mem is None:
+            from nanovllm.cli.local_machine import cpu_kernels_line
+
+            print(cpu_kernels_line(), end="")
         if plan.fits(prompt_len):
             room = max(1, plan.kv.max_model_len - prompt_len)
             arguments = engine_arguments(args) | running_arguments(plan, prompt_len, args.output_len)

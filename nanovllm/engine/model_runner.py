@@ -15,8 +15,9 @@ from nanovllm.engine import sides
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
-from nanovllm.engine.profiling import measure_memory, reserve_for_adapters
+from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import explain_non_finite_logits, score
+from nanovllm.engine.step_memory import reserve_for_adapters
 from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
 from nanovllm.kvcache.block_size import layout_of

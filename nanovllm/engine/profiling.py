@@ -20,15 +20,15 @@ from nanovllm.device import Device
 from nanovllm.engine import sides
 from nanovllm.engine.batch import SamplingRow
 from nanovllm.engine.meta_results import meta_result
+from nanovllm.engine.step_memory import check_step_fits, layerwise_sizing, needs_activation_peak, sized_from_memory
 from nanovllm.forward_context import ForwardContext, KVCache
 from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.layerwise import LayerwiseSizing
 from nanovllm.kvcache.sizing import MemoryFacts
 from nanovllm.layers import logprobs, sampler
 from nanovllm.layers.parallel import MetaRanks
-from nanovllm.memory_checks import check_fits
+from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.kv_quantization import stored_dtype
@@ -111,14 +111,14 @@ def measure_memory(
 
     to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run.
     """
-    check_step_fits(model, config, device.free_memory() - to_load)
+    check_step_fits(model.spec, model.dtype.itemsize, config, device.free_memory() - to_load)
     # Before free memory is read: kernels and libraries that this pass loads stay loaded.
     if sized_from_memory(config):
         graphs = sides.cuda_graphs()
         peak = _peak(device, model, backend, config)
         peak += graphs.graph_bytes(device, model, backend, config) if graphs is not None else 0
     else:
-        peak = step_bytes(model, config)
+        peak = activation_peak(model, config) if needs_activation_peak(config) else 0
     shared = device.torch_device.type == "cpu"
     return MemoryFacts(
         device_total=device.total_memory(),
@@ -127,59 +127,13 @@ def measure_memory(
         tiers_share_memory=shared,
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
-        layerwise=layerwise_sizing(model, backend, config),
+        layerwise=_layerwise_sizing(model, backend, config),
     )
 
 
-def reserve_for_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
-    """What LoRA adapters leave of the memory; itemsize: bytes of an element of theirs. Raises ConfigError."""
-    lora = sides.lora() if config.enable_lora else None
-    return memory if lora is None else lora.reserved(memory, config, spec, itemsize)
-
-
-def check_step_fits(model: Decoder, config: EngineConfig, free: int) -> None:
-    """Raise ConfigError if the largest step alone takes more than the `free` bytes that the weights leave.
-
-    Called before that step is run to measure it.
-    """
-    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    if not sized_from_memory(config):  # no step has more than all blocks hold
-        blocks = config.num_gpu_blocks + max(config.num_cpu_blocks, 0)
-        block_size = layout_of(config, model.spec, model.dtype.itemsize).block_size
-        tokens, seqs = min(tokens, blocks * block_size), min(seqs, blocks)
-    what = f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: a step takes"
-    check_fits(what, least_step_bytes(model, tokens, seqs), free, "next to the weights the device has", "lower them")
-
-
-def least_step_bytes(model: Decoder, tokens: int, seqs: int) -> int:
-    """A lower bound in bytes of a step of `tokens` tokens that samples for `seqs` sequences.
-
-    For each token its residual stream, q, k, v and ids; for each sequence its logits.
-    """
-    spec = model.spec
-    row = (spec.hidden_size + spec.q_size + 2 * spec.kv_size) * model.dtype.itemsize + 2 * torch.int64.itemsize
-    return tokens * row + min(seqs, tokens) * spec.vocab_size * torch.float32.itemsize
-
-
-def sized_from_memory(config: EngineConfig) -> bool:
-    """Whether either tier has no given number of blocks, but what memory or a size in bytes holds."""
-    return config.num_gpu_blocks == -1 or (config.enable_cpu_offload and config.num_cpu_blocks == -1)
-
-
-def step_bytes(model: Decoder, config: EngineConfig) -> int:
-    """The activation peak of the largest batch if a tier or layer-by-layer prefill is sized from memory, else 0."""
-    return activation_peak(model, config) if sized_from_memory(config) or config.enable_cpu_offload else 0
-
-
-def layerwise_sizing(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> LayerwiseSizing | None:
-    """The sizes of layer-by-layer prefill; None if no prompt goes that way.
-
-    None does with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows.
-    """
-    layerwise = sides.layerwise_prefill()
-    if not config.enable_cpu_offload or not is_chunk_invariant(backend) or layerwise is None:
-        return None
-    return layerwise.Sizing(model.spec.hidden_size * model.dtype.itemsize + torch.int64.itemsize)
+def _layerwise_sizing(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> LayerwiseSizing | None:
+    """None with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows."""
+    return layerwise_sizing(model.spec, model.dtype.itemsize, config) if is_chunk_invariant(backend) else None
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
@@ -213,14 +167,14 @@ def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> Non
     zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
     sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
     hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
-    prompt_logits = model.compute_logits(hidden[: logprobs.MAX_ROWS])
+    prompt_logits = model.compute_logits(hidden[:LOGPROB_ROWS])
     if model.has_logits:
         _score(prompt_logits, config.max_logprobs)
     del prompt_logits
     logits = model.compute_logits(hidden[:rows])
     if not model.has_logits:
         return
-    _score(logits[: logprobs.MAX_ROWS].clone(), config.max_logprobs)
+    _score(logits[:LOGPROB_ROWS].clone(), config.max_logprobs)
     _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
 
 

@@ -11,7 +11,8 @@ from nanovllm.engine.batch import Sample, SamplingRow, StepResult, TokenLogprobs
 from nanovllm.engine.execution_order import ComputedRows
 from nanovllm.errors import told
 from nanovllm.layers.logits import process
-from nanovllm.layers.logprobs import MAX_ROWS, token_logprobs
+from nanovllm.layers.logprobs import token_logprobs
+from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.layers.sampler import NOT_FINITE, sample
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.upload import upload
@@ -87,14 +88,14 @@ def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[Toke
     """Append the log-probabilities of each sequence's `prompt_targets`. Returns the indices of sequences whose logits
     are not finite.
 
-    Computes the logits of MAX_ROWS rows at a time, to bound their memory.
+    Computes the logits of LOGPROB_ROWS rows at a time, to bound their memory.
     """
     failed: set[int] = set()
     for i, (seq, start) in enumerate(zip(rows.sequences, rows.starts, strict=True)):
         targets = seq.prompt_targets
-        for begin in range(0, len(targets.token_ids) if targets is not None else 0, MAX_ROWS):
+        for begin in range(0, len(targets.token_ids) if targets is not None else 0, LOGPROB_ROWS):
             assert targets is not None
-            token_ids, first = targets.token_ids[begin : begin + MAX_ROWS], start + targets.first_row + begin
+            token_ids, first = targets.token_ids[begin : begin + LOGPROB_ROWS], start + targets.first_row + begin
             logits = model.compute_logits(rows.hidden[first : first + len(token_ids)])
             if not model.has_logits:
                 continue

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.ops.row_kernels import softmax
 from nanovllm.ops.upload import upload
-
-MAX_ROWS = 256  # rows at a time, which bounds the memory
 
 
 class RowLogprobs(NamedTuple):
@@ -32,8 +31,8 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
     """
     found: list[RowLogprobs | None] = [None] * len(counts)
     asked = [row for row, count in enumerate(counts) if count is not None]
-    for start in range(0, len(asked), MAX_ROWS):
-        rows = asked[start : start + MAX_ROWS]
+    for start in range(0, len(asked), LOGPROB_ROWS):
+        rows = asked[start : start + LOGPROB_ROWS]
         of_rows = logits if len(rows) == len(counts) else logits[rows]
         measured = _measure(of_rows, [token_ids[row] for row in rows], [counts[row] or 0 for row in rows])
         for row, measures in zip(rows, measured, strict=True):

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.logits import LogitAdjustments, TokenMask, adjust_, mask_
+from nanovllm.layers.row_limits import CPU_PIECE, DEVICE_PIECE
 from nanovllm.ops import torch_rows
 from nanovllm.ops.row_kernels import draw, likeliest, softmax
 from nanovllm.ops.torch_rows import GOLDEN_GAMMA, as_int64, splitmix64
 from nanovllm.ops.upload import upload
 
-# Logits per draw, which takes about twelve times their memory; on the CPU that should fit the cache.
-CPU_PIECE = 2**18
-DEVICE_PIECE = 2**23
 WINDOW = 1024  # number of largest logits of a row that are sorted first
 # Returned instead of a token: the logits of the row hold NaN or infinity; all tokens of the row are banned.
 NOT_FINITE, ALL_BANNED = -1, -2

@@ -15,12 +15,10 @@ from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import RankGroup, embedding
 from nanovllm.layers.rotary import RotaryEmbedding, rotated_order
+from nanovllm.layers.row_limits import CPU_CHUNK_ROWS, DEVICE_CHUNK_ROWS
 from nanovllm.models.spec import EMBEDDING_MODULE, HEAD_MODULE, DecoderSpec
 from nanovllm.ops.cpu_kernels import FewRowLayer, LayerNorms, few_row_layer
 from nanovllm.ops.row_kernels import kernels_on, widened
-
-CPU_CHUNK_ROWS = 1024  # rows per product; 256 to 4,096 are as fast, and temporaries grow with it
-DEVICE_CHUNK_ROWS = 8192
 
 
 def row_parts(size: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
