@@ -20,7 +20,7 @@ from plans import parameter_bytes
 import nanovllm
 from nanovllm import LLM
 from nanovllm.cli import local_machine
-from nanovllm.cli.arguments import engine_arguments
+from nanovllm.cli.arguments import as_flags, engine_arguments
 from nanovllm.cli.main import _parse, main
 from nanovllm.config import engine_config
 from nanovllm.device import create_device
@@ -279,6 +279,65 @@ def test_shorter_steps_are_found_where_activations_are_in_the_way(capsys: pytest
     assert run_json(capsys, *options, "--max-num-batched-tokens", "16384")["fits"]
 
 
+LARGE_STEPS = ["--max-num-batched-tokens", "32768", "--gpu-memory-utilization", "1"]
+SMALL_STEPS = ["--max-num-batched-tokens", "4096"]
+# What is given, and the arguments that fit it together; none can be left out.
+COMBINED: dict[str, tuple[list[str], set[str]]] = {
+    "8 bits and shorter steps": (["--prompt-len", "30000", *LARGE_STEPS], {"kv_cache_dtype", "max_num_batched_tokens"}),
+    "8 bits and a larger share": (["--prompt-len", "34k", *SMALL_STEPS], {"kv_cache_dtype", "gpu_memory_utilization"}),
+    "offload in 8 bits": (
+        ["--prompt-len", "39k", *SMALL_STEPS, "--host-mem", "2GB", "--no-enable-cpu-offload"],
+        {"enable_cpu_offload", "kv_cache_dtype"},
+    ),
+    "offload and a larger share": (
+        ["--prompt-len", "36k", *SMALL_STEPS, "--host-mem", "4GB", "--no-enable-cpu-offload"],
+        {"enable_cpu_offload", "gpu_memory_utilization"},
+    ),
+    "blocks on both": (
+        ["--prompt-len", "39k", *SMALL_STEPS, "--host-mem", "3GB", "--num-gpu-blocks", "40", "--num-cpu-blocks", "9"],
+        {"num_cpu_blocks", "num_gpu_blocks"},
+    ),
+    "bytes on both": (
+        ["--prompt-len", "39k", *SMALL_STEPS, "--host-mem", "3GB", "--kv-cache-memory-bytes", "1G",
+         "--kv-offloading-size", "1"],
+        {"kv_offloading_size", "kv_cache_memory_bytes"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMBINED)
+def test_changes_are_combined_where_one_does_not_suffice(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given, expected = COMBINED[case]
+    options = ["--model", "qwen3-8b", "--gpu-mem", "20GB", *given]
+    change = run_json(capsys, *options, status=1)["changes_that_fit"][0]
+    assert change.keys() - {"kvcache_block_size"} == expected
+    kept = [option for option in options if option != "--no-enable-cpu-offload"]
+    assert run_json(capsys, *kept, *shlex.split(as_flags(change)))["fits"]
+    for name in expected:
+        less = {other: value for other, value in change.items() if other != name}
+        off = [] if "enable_cpu_offload" in less else ["--no-enable-cpu-offload"]
+        rest = kept if "--num-cpu-blocks" in kept or "--kv-offloading-size" in kept else [*kept, *off]
+        assert not run_json(capsys, *rest, *shlex.split(as_flags(less)), status=1)["fits"]
+
+
+@pytest.mark.parametrize("sizes", [("40", None), ("40", "3G"), (None, "3G")])
+def test_sizes_in_bytes_stay_in_the_command_to_run(
+    sizes: tuple[str | None, str | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine refuses a size next to a number of blocks, so that the command has one of them for each tier."""
+    host, device = sizes
+    given = ["--kv-offloading-size", host] if host else []
+    given += ["--kv-cache-memory-bytes", device] if device else []
+    options = ["qwen3-8b", "--gpu", "RTX 4090", "--host-mem", "64GB", "--prompt-len", "40k", *given]
+    assert main(["plan", *options]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    config = engine_config(CONFIGS, engine_arguments(_parse(command[1:])))
+    assert config.enable_cpu_offload and (config.kv_offloading_size is None) == (config.num_cpu_blocks != -1) == (
+        not host
+    )
+    assert (config.kv_cache_memory_bytes is None) == (config.num_gpu_blocks != -1) == (not device)
+
+
 @pytest.mark.parametrize("prompt", ["20k", "128k"])
 def test_the_command_to_run_has_the_flags_of_the_plan(capsys: pytest.CaptureFixture[str], prompt: str) -> None:
     """The engine's parser reads them back, and with them the plan is the same."""
@@ -392,6 +451,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "weights beyond the memory": (["plan", *QWEN_1M, "--gpu-mem", "8GB"], "weights alone take 15.2 GB"),
     "host memory alone": (["plan", *QWEN_1M, "--host-mem", "8GB"], "--host-mem needs --gpu-mem"),
     "offload without a host": (["plan", *QWEN_1M, "--gpu-mem", "24GB", "--enable-cpu-offload"], "--host-mem"),
+    "a host size without offload": (
+        ["plan", *QWEN_1M, *GIVEN, "--kv-offloading-size", "9", "--no-enable-cpu-offload"],
+        "--kv-offloading-size is the memory of offloaded KV: leave one out",
+    ),
     "host blocks without offload": (
         ["plan", *QWEN_1M, *GIVEN, "--num-cpu-blocks", "9", "--no-enable-cpu-offload"],
         "num_cpu_blocks=9: needs enable_cpu_offload=True",

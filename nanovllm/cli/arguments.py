@@ -196,9 +196,14 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def checked_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The configuration that LLM would have, without creating one. Raises ConfigError."""
     given = engine_arguments(args)
-    if given.get("enable_cpu_offload") is False and given.get("kv_offloading_size") is not None:
-        raise ConfigError("--no-enable-cpu-offload: --kv-offloading-size is the memory of offloaded KV: leave one out")
+    check_offload_flags(given.get("enable_cpu_offload"), given)
     return engine_config(args.model, defaults | given)
+
+
+def check_offload_flags(enable_cpu_offload: bool | None, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if offload is both switched off and given memory. None: the switch is not given."""
+    if enable_cpu_offload is False and given.get("kv_offloading_size") is not None:
+        raise ConfigError("--no-enable-cpu-offload: --kv-offloading-size is the memory of offloaded KV: leave one out")
 
 
 def flag_name(kind: str, field: str) -> str:

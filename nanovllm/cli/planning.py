@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.arguments import engine_arguments
+from nanovllm.cli.arguments import check_offload_flags, engine_arguments
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.step_memory import check_step_fits, layerwise_sizing, needs_activation_peak, reserve_for_adapters
@@ -60,9 +60,11 @@ def _plan(args: argparse.Namespace, network: Network, machine: LocalMachine | No
 
 def _choose(args: argparse.Namespace, network: Network, machine: LocalMachine | None) -> KVSizing:
     """With or without offload: as requested, else with it if the prompt does not fit the device."""
+    given = engine_arguments(args)
+    check_offload_flags(args.enable_cpu_offload, given)
     if args.enable_cpu_offload is not None:
         return _sizing(args, network, machine, args.enable_cpu_offload)
-    if any(name in engine_arguments(args) for name in HOST_SIZES):
+    if any(name in given for name in HOST_SIZES):
         return _sizing(args, network, machine, offload=True)
     wanted = args.prompt_len + args.output_len if args.prompt_len else network.spec.max_model_len
     resident = _sizing(args, network, machine, offload=False)
@@ -95,15 +97,14 @@ def _sizing(args: argparse.Namespace, network: Network, machine: LocalMachine | 
             "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
         )
 
-    def memory_of(tokens: int) -> MemoryFacts:
-        stepped = replace(config, max_num_batched_tokens=tokens)
+    def memory_of(config: EngineConfig) -> MemoryFacts:
         if machine is None:
-            memory = _given_memory(network, stepped, args.gpu_mem, args.host_mem or 0)
+            memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
         else:
-            memory = machine.memory(stepped)
-        return reserve_for_adapters(smallest([memory], network.num_ranks), stepped, network.spec, network.itemsize)
+            memory = machine.memory(config)
+        return reserve_for_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
 
-    memory = memory_of(config.max_num_batched_tokens)
+    memory = memory_of(config)
     layout = network.layout(network.block_size(config))
     spec = network.spec
     return KVSizing(

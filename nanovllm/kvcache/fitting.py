@@ -29,6 +29,7 @@ from nanovllm.memory_checks import gib
 
 GB = 10**9
 LEAST_STEP = 256  # tokens; the weights would be read too often
+MEMORY_TAKERS = ("max_num_batched_tokens", "enable_cpu_offload")  # arguments that decide what else takes memory
 MOST_YARN = 4  # times the trained length; what Qwen's model cards recommend
 
 
@@ -37,7 +38,7 @@ class KVSizing:
     """The inputs of the KV cache's sizes. `watermark`: the share of the blocks that stays free.
 
     yarn_positions: the trained length in tokens, if YaRN can extend it; see `DecoderSpec.yarn_positions`.
-    memory_of_step: the memory with another max_num_batched_tokens, where that can be told.
+    memory_of: the memory with other engine arguments, where that can be told.
     """
 
     config: EngineConfig
@@ -46,7 +47,7 @@ class KVSizing:
     memory: MemoryFacts
     watermark: float
     yarn_positions: int | None = None
-    memory_of_step: Callable[[int], MemoryFacts] | None = None
+    memory_of: Callable[[EngineConfig], MemoryFacts] | None = None
 
     def plan(self) -> KVPlan:
         """Size the KV cache. Raises ConfigError, with numbers and what to change, if that is impossible."""
@@ -75,9 +76,9 @@ class KVSizing:
     def changes_for(self, tokens: int) -> list[dict[str, Any]]:
         """Sets of engine arguments that each make a sequence of `tokens` tokens fit, the smallest change first.
 
-        Block counts and memory shares are the smallest that suffice. Steps of fewer tokens come after what keeps the
-        speed, and K and V in 8 bits after all that keeps the bits. Empty if the model's positions, also with YaRN, or
-        the memory do not allow such a sequence.
+        Block counts and memory shares are the smallest that suffice. In the order of what they cost: more memory, on
+        one tier or on both; with it steps of fewer tokens; K and V in 8 bits, with more memory, and with shorter steps
+        too. Empty if the model's positions, also with YaRN, or the memory do not allow such a sequence.
         """
         if tokens > self.model_max_len:
             return self._longer_positions(tokens)
@@ -131,12 +132,30 @@ class KVSizing:
         lifted: dict[str, Any] = {} if limit is None or limit >= tokens else {"max_model_len": tokens}
         if lifted and self._holds(tokens, lifted):
             return [lifted]
-        found = (lifted | change for change in self._changed(lifted)._larger_caches(tokens))
-        return [change for change in found if self._holds(tokens, change)]
+        free = self._changed(lifted)
+        found = (lifted | change for change in free._larger_caches(tokens))
+        fitting = [change for change in found if self._holds(tokens, change)]
+        return fitting or [lifted | change for change in free._both_tiers(tokens)]
+
+    def _both_tiers(self, tokens: int) -> list[dict[str, Any]]:
+        """As much on the host as it holds, and more on the device, where neither suffices alone."""
+        config, host_free = self.config, self.memory.host_free
+        if self.memory.tiers_share_memory or not host_free:
+            return []
+        first = {} if config.enable_cpu_offload else self._offload(tokens)
+        try:
+            on = self._changed(first)
+            if on.config.num_cpu_blocks != -1 or on.config.kv_offloading_size is not None:
+                first |= host_size(on.config, on.layout, host_free // on.layout.block_bytes)
+            with_host = self._changed(first)
+            found = list(with_host._larger_caches(tokens)) if first else []  # else the host has all that there is
+        except ConfigError:
+            return []
+        return [first | more for more in found if with_host._holds(tokens, more)]
 
     def _smaller_steps(self, tokens: int) -> list[dict[str, Any]]:
         """The largest step, halved and halved again, whose activations leave enough memory."""
-        if self.memory_of_step is None:
+        if self.memory_of is None:
             return []
         for halvings in range(1, 7):
             change = {"max_num_batched_tokens": self.config.max_num_batched_tokens >> halvings}
@@ -147,13 +166,17 @@ class KVSizing:
         return []
 
     def _eight_bits(self, tokens: int) -> list[dict[str, Any]]:
-        """K and V in one byte each."""
+        """K and V in one byte each, if need be with shorter steps."""
         if self.layout.scale_bytes:
             return []
-        return [change for dtype in ("int8", "fp8") for change in self._with({"kv_cache_dtype": dtype}, tokens)[:1]]
+        changes = [{"kv_cache_dtype": dtype} for dtype in ("int8", "fp8")]
+        found = [each for change in changes for each in self._with(change, tokens)[:1]]
+        return found or [
+            change | steps for change in changes for steps in self._changed(change)._smaller_steps(tokens)[:1]
+        ]
 
     def _with(self, change: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-        """`change`, alone or with what else a sequence of `tokens` tokens then needs."""
+        """`change`, alone or with the memory that a sequence of `tokens` tokens then needs."""
         if self._holds(tokens, change):
             return [change]
         try:
@@ -201,8 +224,8 @@ class KVSizing:
         if config.kv_cache_dtype != self.config.kv_cache_dtype:
             shape = (old.num_layers, old.num_kv_heads, old.head_dim, old.block_size, old.itemsize)
             old = KVLayout.of(config.kv_cache_dtype, *shape)
-        if config.max_num_batched_tokens != self.config.max_num_batched_tokens and self.memory_of_step is not None:
-            memory = self.memory_of_step(config.max_num_batched_tokens)
+        if self.memory_of is not None and any(name in arguments for name in MEMORY_TAKERS):
+            memory = self.memory_of(config)
         block_size = block_size_of(config, old.token_layer_bytes, self.model_max_len)
         return replace(self, config=config, layout=replace(old, block_size=block_size), memory=memory)
 

@@ -46,10 +46,12 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def running_arguments(plan: Plan, prompt_len: int, output_len: int) -> dict[str, Any]:
-    """Arguments to run a prompt as planned: those that decide where its KV cache is."""
-    names = ("enable_cpu_offload", "kvcache_block_size", "num_gpu_blocks", "num_cpu_blocks")
+    """Arguments to run a prompt as planned: those that decide where its KV cache is, unless its bytes are given."""
+    config, names = plan.sizing.config, ["enable_cpu_offload", "kvcache_block_size"]
+    names += ["num_gpu_blocks"] * (config.kv_cache_memory_bytes is None)
+    names += ["num_cpu_blocks"] * (config.kv_offloading_size is None)
     arguments = {name: value for name, value in engine_arguments(plan).items() if name in names}
-    if not plan.sizing.config.enable_cpu_offload:  # more blocks than it needs cost nothing
+    if "num_cpu_blocks" not in arguments:  # more blocks than it needs cost nothing
         return arguments
     needed = plan.sizing.blocks_for(min(prompt_len + output_len, plan.kv.max_model_len)) - plan.kv.split.resident_blocks
     return arguments | {"num_cpu_blocks": min(plan.kv.num_cpu_blocks, max(needed, 0))}
