@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
+from nanovllm.layers.linear_method import WeightSlot
+from nanovllm.models import checkpoint
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -71,6 +75,44 @@ def test_every_tensor_lands_in_its_place(originals: Path, name: str) -> None:
     for tensor_name, slot in slots.items():
         assert torch.equal(slot.view, stored[tensor_name].expand(slot.view.shape)), tensor_name
     assert (decoder.lm_head is decoder.embedding) == (name == "tied")
+
+
+def _mapped_bytes(file: Path) -> int:
+    """The bytes of a file that are in this process's memory."""
+    parts = Path("/proc/self/smaps").read_text().split(str(file))[1:]
+    return sum(int(re.search(r"^Rss: +(\d+) kB", part, re.MULTILINE)[1]) << 10 for part in parts)  # type: ignore[index]
+
+
+def test_a_file_is_opened_anew_only_after_some_of_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few openings, and what stays mapped of the file is no second copy of the weights."""
+    make_checkpoint(tmp_path, hidden=256, intermediate=512, layers=6, vocab=300)
+    file = tmp_path / "model.safetensors"
+    sizes = [tensor.nbytes for tensor in load_file(file).values()]
+    opened: list[Path] = []
+    mapped: list[int] = []
+
+    def opens(path: Path, **options: Any) -> Any:
+        if options["framework"] == "pt":
+            opened.append(path)
+        return safe_open(path, **options)
+
+    def writes(slot: WeightSlot, tensor: Tensor) -> None:
+        write(slot, tensor)
+        mapped.append(_mapped_bytes(file))
+
+    write = WeightSlot.write
+    monkeypatch.setattr(checkpoint, "safe_open", opens)
+    monkeypatch.setattr(WeightSlot, "write", writes)
+    expected = dict(load(tmp_path).slots())
+    assert opened == [file] and max(mapped) > 0.9 * sum(sizes)
+    opened.clear()
+    mapped.clear()
+    limit = sum(sizes) // 6
+    monkeypatch.setattr(checkpoint, "REOPEN_BYTES", limit)
+    again = dict(load(tmp_path).slots())
+    assert 6 <= len(opened) <= (sum(sizes) + len(sizes) * checkpoint.READ_AROUND) // limit + 1
+    assert max(mapped) <= limit + max(sizes) + checkpoint.READ_AROUND
+    assert all(torch.equal(again[name].view, slot.view) for name, slot in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

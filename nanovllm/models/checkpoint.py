@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,9 @@ SINGLE = "model.safetensors"
 MAX_NAME = 255  # bytes, of a file
 MAPPINGS = 2  # of one file at the same time: by the safetensors library and by torch
 QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
+# What is read of a file before it is opened anew: pages that stay mapped would add up to a second copy of the weights.
+REOPEN_BYTES = 64 << 20
+READ_AROUND = 128 << 10  # bytes that Linux maps beside those of a tensor, at both ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +36,26 @@ class StoredTensor:
     """A tensor as its file's header describes it, without its data.
 
     dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, or what slices of the
-    first axes give of it; None for safetensors.
+    first axes give of it; None for safetensors. whole: the name of the tensor of the file of which it is a part, and
+    one number or range for each first axis there; None if it is a tensor of the file.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[tuple[slice, ...]], Tensor] | None = None
+    whole: tuple[str, Sequence[int | range]] | None = None
+
+    def slices(self, part: tuple[slice, ...]) -> tuple[int | slice, ...]:
+        """What slices of the first axes select, as an index of the tensor of the file."""
+        kept = iter(part)
+        index = () if self.whole is None else self.whole[1]
+        chosen = [each if isinstance(each, int) else _as_slice(each[next(kept, slice(None))]) for each in index]
+        return (*chosen, *kept)
+
+
+def _as_slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
@@ -66,14 +83,42 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     return {name: found[shard][name] for name, shard in index.items()}
 
 
-@contextmanager
-def open_tensor(name: str, stored: StoredTensor, part: Part = ()) -> Iterator[Tensor]:
-    """The tensor's data, or a part of it. Raises as `open_file`."""
-    if stored.read is not None:
-        yield joined(stored.read, part)
-        return
-    with open_file(stored.file) as tensors:
-        yield joined(lambda slices: tensors.get_slice(name)[slices], part) if part else tensors.get_tensor(name)
+class TensorReader:
+    """Reads tensors one after the other. Close it at the end.
+
+    A safetensors file stays open for the next tensors, until REOPEN_BYTES of it have been read.
+    """
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._file: Path | None = None
+        self._tensors: Any = None
+        self._num_read = 0  # bytes, since the file was opened
+
+    def read(self, name: str, stored: StoredTensor, part: Part = ()) -> Tensor:
+        """The tensor's data, or a part of it. Raises as `open_file`."""
+        if stored.read is not None:
+            return joined(stored.read, part)
+        if stored.file != self._file or self._num_read >= REOPEN_BYTES:
+            self.close()
+            self._tensors = self._open.enter_context(open_file(stored.file))
+            self._file = stored.file
+        with _file_errors(stored.file):
+            found = self._selected(name, stored, part)
+        # A part may be of every page.
+        self._num_read += math.prod(stored.shape) * found.element_size() + READ_AROUND
+        return found
+
+    def _selected(self, name: str, stored: StoredTensor, part: Part) -> Tensor:
+        if stored.whole is None and not part:
+            whole: Tensor = self._tensors.get_tensor(name)
+            return whole
+        view = self._tensors.get_slice(name if stored.whole is None else stored.whole[0])
+        return joined(lambda slices: view[stored.slices(slices)], part)
+
+    def close(self) -> None:
+        self._open.close()
+        self._file, self._tensors, self._num_read = None, None, 0
 
 
 def joined(read: Callable[[tuple[slice, ...]], Tensor], part: Part) -> Tensor:
@@ -97,9 +142,14 @@ def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
     if left is not None:
         what, size = f"{path} is mapped to be read, which takes", MAPPINGS * _size(path)
         check_fits(what, size, left, "ulimit -v leaves", "raise it, or split the checkpoint into smaller files")
+    with _file_errors(path), safe_open(path, framework=framework, device="cpu") as file:
+        yield file
+
+
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework=framework, device="cpu") as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is truncated or damaged ({told(error)}); copy it again.") from error
     except RuntimeError as error:  # torch's

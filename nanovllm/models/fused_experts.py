@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-
-from torch import Tensor
-
 from nanovllm.errors import ModelError
-from nanovllm.models.checkpoint import StoredTensor, open_file
+from nanovllm.models.checkpoint import StoredTensor
 from nanovllm.models.spec import DecoderSpec
 
 
@@ -62,17 +57,4 @@ def part_of(tensor: StoredTensor, name: str, *index: int | slice) -> StoredTenso
     ]
     kept = [each for each in found if isinstance(each, range)]
     shape = (*map(len, kept), *tensor.shape[len(index) :])
-    return StoredTensor(tensor.file, shape, tensor.dtype, partial(_read, tensor.file, name, found))
-
-
-def _read(file: Path, name: str, index: list[int | range], part: tuple[slice, ...]) -> Tensor:
-    """What slices of the remaining axes select of the tensor at `index`, one number or range for each first axis."""
-    slices = iter(part)
-    chosen = [each if isinstance(each, int) else _as_slice(each[next(slices, slice(None))]) for each in index]
-    with open_file(file) as tensors:
-        found: Tensor = tensors.get_slice(name)[(*chosen, *slices)]
-        return found.clone()  # before the file is closed
-
-
-def _as_slice(indices: range) -> slice:
-    return slice(indices.start, indices.stop)
+    return StoredTensor(tensor.file, shape, tensor.dtype, whole=(name, found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory_checks import check_fits
 from nanovllm.model_files.gguf_side import is_gguf
-from nanovllm.models.checkpoint import StoredTensor, list_tensors, open_tensor, some_of
+from nanovllm.models.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.fused_experts import part_of, with_single_experts
 from nanovllm.models.sharding import Part
@@ -121,9 +122,10 @@ def load_model(
     stored = {} if load_format == "dummy" else _of_text_model(with_single_experts(list_tensors(directory), spec), spec)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
-    for name, stored_as in names.items():
-        if (check := tensors[name].check) is not None:
-            _use(check, stored_as, stored[stored_as])
+    with closing(TensorReader()) as reader:
+        for name, stored_as in names.items():
+            if (check := tensors[name].check) is not None:
+                _use(check, reader, stored_as, stored[stored_as])
     own = spec if group is None else spec.of_rank(group.rank, group.size)
     if free_bytes is not None:
         where, remedy = "the device has", "free memory, or take a smaller model or dtype"
@@ -137,14 +139,15 @@ def load_model(
         fill_with_random_weights(decoder, seed, own.whole)
         decoder.finish_loading()
         return decoder
-    # The largest first: what is read of a tensor should not come on top of all weights.
-    for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
-        if name in names:
-            stored_as = names[name]
-            part = _part(own, stored_as, tensors[name], stored[stored_as])
-            _use(slot.write, stored_as, stored[stored_as], part)
-    _check_tied(directory, spec, stored, decoder)
-    _check_unused_biases(spec, stored)
+    with closing(TensorReader()) as reader:
+        # The largest first: what is read of a tensor should not come on top of all weights.
+        for name, slot in sorted(decoder.slots(), key=lambda named: -named[1].view.nbytes):
+            if name in names:
+                stored_as = names[name]
+                part = _part(own, stored_as, tensors[name], stored[stored_as])
+                _use(slot.write, reader, stored_as, stored[stored_as], part)
+        _check_tied(directory, reader, spec, stored, decoder)
+        _check_unused_biases(reader, spec, stored)
     decoder.finish_loading()
     return decoder
 
@@ -166,14 +169,15 @@ def _part(spec: DecoderSpec, name: str, tensor: CheckpointTensor, stored: Stored
     return () if spec.sharding is None else spec.sharding.part(name.rpartition(".")[0], tensor.axes, stored.shape)
 
 
-def _use(use: Callable[[Tensor], None], name: str, stored: StoredTensor, part: Part = ()) -> None:
+def _use(
+    use: Callable[[Tensor], None], reader: TensorReader, name: str, stored: StoredTensor, part: Part = ()
+) -> None:
     """Call a function with a part of a file's tensor. Raises ModelError for values that cannot be used."""
-    # Opened anew for each tensor: pages that stay mapped would add up to a second copy of the weights.
-    with open_tensor(name, stored, part) as tensor:
-        try:
-            use(tensor)
-        except ModelError as error:
-            raise ModelError(f"{stored.file}: {name}: {error}") from None
+    tensor = reader.read(name, stored, part)
+    try:
+        use(tensor)
+    except ModelError as error:
+        raise ModelError(f"{stored.file}: {name}: {error}") from None
 
 
 def _stored_names(
@@ -222,25 +226,23 @@ def _check_headers(directory: Path, stored: dict[str, StoredTensor], expected: d
         )
 
 
-def _check_unused_biases(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
+def _check_unused_biases(reader: TensorReader, spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
     """Raise ModelError if a bias that the network does not have holds anything but zeros."""
     used = dict(spec.tensors())
     for name, tensor in stored.items():
-        if name.endswith(".bias") and name not in used:
-            with open_tensor(name, tensor) as bias:
-                if bool(bias.any()):
-                    raise ModelError(f"{tensor.file}: {name} is not zero, but a {spec.architecture} has no such bias.")
+        if name.endswith(".bias") and name not in used and bool(reader.read(name, tensor).any()):
+            raise ModelError(f"{tensor.file}: {name} is not zero, but a {spec.architecture} has no such bias.")
 
 
-def _check_tied(directory: Path, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder) -> None:
+def _check_tied(
+    directory: Path, reader: TensorReader, spec: DecoderSpec, stored: dict[str, StoredTensor], decoder: Decoder
+) -> None:
     """Raise ModelError if a tied checkpoint holds an output projection that differs from the embedding."""
     if not (spec.tie_word_embeddings and EMBEDDING in stored and LM_HEAD in stored):
         return
     part = _part(decoder.spec, LM_HEAD, CheckpointTensor(()), stored[LM_HEAD])
-    with open_tensor(LM_HEAD, stored[LM_HEAD], part) as head:
-        embedding = decoder.embedding.dense
-        same = embedding is not None and torch.equal(head.to(decoder.dtype), embedding.cpu())
-    if not same:
+    head, embedding = reader.read(LM_HEAD, stored[LM_HEAD], part), decoder.embedding.dense
+    if embedding is None or not torch.equal(head.to(decoder.dtype), embedding.cpu()):
         raise ModelError(
             f"{directory}: {LM_HEAD} differs from {EMBEDDING}, but the config says that they are tied; "
             "set tie_word_embeddings to false in config.json."
