@@ -36,6 +36,7 @@ TORCH_FREE = (
     "nanovllm.config",
     "nanovllm.errors",
     "nanovllm.fast_tokenizer",
+    "nanovllm.tokenizer_classes",
     "nanovllm.memory_checks",
     "nanovllm.model_files.json_fields",
     "nanovllm.outputs",
@@ -73,7 +74,7 @@ NEEDS_TORCH = {
 
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
-    {"errors", "side_modules"},
+    {"errors", "side_modules", "tokenizer_classes"},
     {"fast_tokenizer", "memory_checks", "model_files", "vllm_arguments", "worker_process"},
     {"config", "outputs", "tokenizer", "vllm_names"},
     {"sampling_rules"},

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from cli_helpers import GREEDY, SMALL_CACHE, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from text_cases import QUICK, TEXTS
-from tokenizer_files import END, write_byte_fallback, write_byte_level
+from tokenizer_files import END, write_by_class, write_byte_fallback, write_byte_level
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import generate_merges
+from transformers.models.auto import tokenization_auto
 
-from nanovllm import EngineArgs
+from nanovllm import EngineArgs, tokenizer_classes
 from nanovllm.chat_template.template import NOT_VARIABLES
 from nanovllm.engine import profiling
 from nanovllm.errors import ModelError
@@ -116,7 +120,41 @@ KINDS: dict[str, Any] = {
 }
 
 
+def _as_published(path: Path, name: str) -> None:
+    """As checkpoints on the hub have them: what else their files hold has no effect, or repeats tokenizer.json."""
+    own = {"boi_token": END, "extra_special_tokens": {"image_token": END}} if name == "GemmaTokenizer" else {}
+    write_by_class(path, name)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    parts = (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", [tokenizer["pre_tokenizer"]])
+    for part in (*parts, tokenizer["decoder"]):
+        if part["type"] == "ByteLevel":
+            part["trim_offsets"] = False
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    edit_config(
+        path,
+        "tokenizer_config.json",
+        **{"added_tokens_decoder": {str(token.pop("id")): token for token in tokenizer["added_tokens"]}},
+        **{"add_bos_token": True, "legacy": False, "processor_class": "Processor", "sp_model_kwargs": None},
+        **({} if own else {"additional_special_tokens": [END]}),
+        **own,
+    )
+
+
+def _legacy(path: Path) -> None:
+    write_by_class(path, "LlamaTokenizer", legacy=True)
+    edit_config(path, "tokenizer_config.json", legacy=True)
+
+
+CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer", "LlamaTokenizer", "GemmaTokenizer")
+KINDS |= {name: partial(write_by_class, name=name) for name in CLASSES}
+KINDS |= {f"{name}Fast as published": partial(_as_published, name=name) for name in CLASSES}
+KINDS |= {
+    "LlamaTokenizer without a prefix": partial(write_by_class, name="LlamaTokenizer", add_prefix_space=False),
+    "LlamaTokenizer as it was": _legacy,
+}
 PAIRS = [(kind, model_type) for kind in KINDS for model_type in (None, "llama")]
+PAIRS += [("Qwen2Tokenizer", name) for name in ("qwen2", "qwen3", "qwen3_moe")]
+PAIRS += [("GemmaTokenizer", "gemma3_text"), ("LlamaTokenizer", "mistral"), ("LlamaTokenizer", "phi3")]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)
@@ -127,7 +165,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     KINDS[kind](path)
     own = HuggingFaceTokenizer(path, model_type)
     assert own._fast is not None
-    return own, AutoTokenizer.from_pretrained(path)
+    config = {} if model_type is None else {"config": CONFIG_MAPPING[model_type]()}
+    return own, AutoTokenizer.from_pretrained(path, **config)
 
 
 @given(text=TEXTS, bos=st.booleans(), skip=st.booleans())
@@ -136,7 +175,7 @@ def test_tokenizers_are_those_of_transformers(
     pair: tuple[HuggingFaceTokenizer, Any], text: str, bos: bool, skip: bool
 ) -> None:
     own, theirs = pair
-    for each in (text, f"in {text}{END} a . b n't  the</s>"):
+    for each in (text, f"in {text}{END} a . b n't  the</s> <tool> in<s>\r\n <|endoftext|><unk>"):
         ids = theirs.encode(each, add_special_tokens=bos)
         assert own.encode(each, add_special_tokens=bos) == ids
         assert own.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
@@ -172,6 +211,74 @@ def test_what_a_configuration_changes_is_read_by_transformers(change: str, tmp_p
     assert own._fast is None
     text = f"in <more> <image>  {END} a"
     assert own.encode(text) == theirs.encode(text)
+
+
+def _edit_tokenizer(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    change(tokenizer)
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def _swap_last(file: dict[str, Any]) -> None:
+    first, last = len(file["model"]["vocab"]), file["added_tokens"][-1]
+    file["added_tokens"].append({**last, "content": "<new>", "id": first})
+    last["id"] = first + 1
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}
+BUILT_OTHERWISE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "normalizer": lambda file: file.update(normalizer={"type": "Lowercase"}),
+    "pre-tokenizer": lambda file: file.update(
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [DIGITS, file["pre_tokenizer"]]}
+    ),
+    "decoder": lambda file: file.update(decoder={"type": "Fuse"}),
+    "merges are ignored": lambda file: file["model"].update(ignore_merges=True),
+    "unknown token": lambda file: file["model"].update(unk_token="in"),
+    "a named token is no special one": lambda file: file["added_tokens"][0].update(special=False),
+    "added tokens in another order": _swap_last,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("change", BUILT_OTHERWISE)
+def test_a_file_that_its_class_would_change_is_read_by_transformers(name: str, change: str, tmp_path: Path) -> None:
+    write_by_class(tmp_path, name)
+    assert HuggingFaceTokenizer(tmp_path)._fast is not None
+    _edit_tokenizer(tmp_path, BUILT_OTHERWISE[change])
+    own, theirs = HuggingFaceTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert own._fast is None
+    text = "A the 12 <tool> <new><s>~<|endoftext|> in"
+    assert own.encode(text) == theirs.encode(text)
+
+
+def test_a_token_that_the_configuration_lacks_is_left_out_by_the_class(tmp_path: Path) -> None:
+    _as_published(tmp_path, "Qwen2Tokenizer")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    listed = config["added_tokens_decoder"]
+    listed.popitem()
+    edit_config(tmp_path, "tokenizer_config.json", added_tokens_decoder=listed)
+    own, theirs = HuggingFaceTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert own._fast is None
+    assert own.encode("a <tool>") == theirs.encode("a <tool>")
+
+
+def test_classes_of_models_are_those_of_transformers() -> None:
+    for family in families.FAMILIES.values():
+        theirs = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(family.model_type)
+        own = tokenizer_classes.CLASSES[family.model_type]
+        assert own == (tokenizer_classes.GENERIC if theirs == "MistralCommonBackend" else theirs), family.model_type
+        overridden = family.model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        assert tokenizer_classes.class_name({"tokenizer_class": "X"}, family.model_type, "") == (
+            own if overridden or own == tokenizer_classes.GENERIC else "X"
+        )
+
+
+def test_a_llama_class_is_not_taken_for_bytes(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    edit_config(tmp_path, "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    own, theirs = HuggingFaceTokenizer(tmp_path, "llama"), AutoTokenizer.from_pretrained(tmp_path)
+    assert own._fast is not None
+    assert own.encode("in the é") == theirs.encode("in the é")
 
 
 def test_a_generic_class_is_not_what_qwen2_gets(tmp_path: Path) -> None:

@@ -63,6 +63,26 @@ def write_byte_fallback(path: Path) -> None:
     _save(tokenizer, path, None)
 
 
+def write_by_class(path: Path, name: str, **options: Any) -> None:
+    """A tokenizer as one of Transformers' classes builds and saves it. options: of the class."""
+    import transformers
+
+    symbols = list(byte_symbols().values())
+    end = "<|endoftext|>"
+    if name in ("Qwen2Tokenizer", "GPT2Tokenizer"):
+        words = [*symbols, "th", "the", "Ġa", "in", end, "<|end|>"]
+        merges = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("i", "n")]
+    else:
+        marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<s>", "</s>", "<|end|>"]
+        words = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghinost.日é", "▁a", "in", "▁in"]
+        merges = [("▁", "a"), ("i", "n"), ("▁", "in")]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    tokenizer = getattr(transformers, name)(vocab=vocab, merges=merges, **options)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False), AddedToken(END, special=True)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+
+
 def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     config: dict[str, Any] = {

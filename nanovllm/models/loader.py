@@ -169,9 +169,7 @@ def _part(spec: DecoderSpec, name: str, tensor: CheckpointTensor, stored: Stored
     return () if spec.sharding is None else spec.sharding.part(name.rpartition(".")[0], tensor.axes, stored.shape)
 
 
-def _use(
-    use: Callable[[Tensor], None], reader: TensorReader, name: str, stored: StoredTensor, part: Part = ()
-) -> None:
+def _use(use: Callable[[Tensor], None], reader: TensorReader, name: str, stored: StoredTensor, part: Part = ()) -> None:
     """Call a function with a part of a file's tensor. Raises ModelError for values that cannot be used."""
     tensor = reader.read(name, stored, part)
     try:
