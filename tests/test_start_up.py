@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import subprocess
@@ -25,6 +26,7 @@ from transformers.models.auto import tokenization_auto
 
 from nanovllm import EngineArgs, tokenizer_classes
 from nanovllm.chat_template.template import NOT_VARIABLES
+from nanovllm.cli.main import main
 from nanovllm.engine import profiling
 from nanovllm.errors import ModelError
 from nanovllm.gguf.tokenizer import merges_by_score
@@ -60,6 +62,13 @@ def test_an_answer_needs_no_slow_import(kind: str, options: tuple[str, ...], tmp
     command = [sys.executable, "-c", GENERATE, "generate", "--model", model, *SMALL_CACHE, *options, *GREEDY, "a b"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_start_rarely_looks_for_garbage(tmp_path: Path) -> None:
+    model, before, runs = make_model(tmp_path), gc.get_threshold(), gc.get_stats()[0]["collections"]
+    assert main(["generate", "--model", model, *SMALL_CACHE, *GREEDY, "a b"]) == 0
+    assert gc.get_stats()[0]["collections"] - runs <= 3
+    assert gc.get_threshold() == before
 
 
 # ---- defaults of configs
