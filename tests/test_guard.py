@@ -16,10 +16,12 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
+from nanovllm.chat_template import worker as chat_template_worker
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
+from nanovllm.worker_process import WorkerProcess
 
 VOCAB = 97
 PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
@@ -291,6 +293,15 @@ def test_a_fork_may_close_and_read(llm: LLM) -> None:
     assert token_ids(llm, PROMPTS[:1], greedy(3)) == before
 
 
+def test_a_fork_leaves_the_worker_process() -> None:
+    """Which renders the chat templates, or compiles the grammars, of the first process."""
+    worker = WorkerProcess(chat_template_worker.__file__, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
+    process = worker.started()
+    assert in_fork(worker.close) == "None" and process.poll() is None
+    worker.close()
+    assert process.poll() is not None
+
+
 FORKED = """
 import asyncio, os, sys
 from nanovllm import LLM, SamplingParams
@@ -310,7 +321,9 @@ if __name__ == "__main__":
         begun = llm.stream([[7] * 9])
         next(begun)
         if not (child := os.fork()):
-            for use in (lambda: tokens(two), lambda: asyncio.run(ask(engine)), lambda: next(begun)):
+            uses = [lambda: tokens(two), lambda: asyncio.run(ask(engine)), lambda: next(begun)]
+            uses += [lambda: asyncio.run(engine.call(tokens)), lambda: asyncio.run(engine.check_health())]
+            for use in uses:
                 try:
                     use()
                 except Exception as error:
@@ -333,5 +346,6 @@ def test_a_fork_ends_as_other_processes_do_and_harms_nothing(model_dir: Path, tm
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     refused = [line.partition(" was called in process ")[0] for line in done.stdout.splitlines()]
-    assert refused == ["EngineError: generate()", "EngineError: generate()", "EngineError: stream()"], done.stdout
+    names = ("generate", "generate", "stream", "call", "check_health")
+    assert refused == [f"EngineError: {name}()" for name in names], done.stdout
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
