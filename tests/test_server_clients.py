@@ -231,7 +231,7 @@ def test_inspect_ai(engine: AsyncLLM, base: str, tmp_path: Path) -> None:
 def test_guidellm(engine: AsyncLLM, base: str, tmp_path: Path, path: str) -> None:
     """Its synthetic prompts, with the tokenizer of the model's directory: every answer is that of the engine alone."""
     if importlib.util.find_spec("guidellm") is None:
-        pytest.skip("needs guidellm: pip install guidellm==0.8.1")
+        pytest.skip("needs the extra server-test")
     backend = {"kind": "openai_http", "target": base, "model": NAME, "request_format": path}
     report = tmp_path / "report.json"
     options = {

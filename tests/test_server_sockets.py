@@ -23,6 +23,7 @@ from server_helpers import (
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.server import connections
 from nanovllm.server.async_llm import AsyncLLM
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -200,6 +201,19 @@ def test_an_impossible_content_length_is_answered_413_at_once(engine: AsyncLLM, 
         fields = ("Content-Type: application/json", f"Content-Length: {length}")
         answer = raw(port, head(*fields) + b'{"prompt"')
         assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+
+
+def test_a_refused_client_may_send_on(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets one whole refusal and an end, and what else it sends is read, so that no client fails while it sends."""
+    monkeypatch.setattr(connections, "DISCARD_SECONDS", 3600.0)
+    with listening(engine) as (server, port), socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(head("X: " + "a" * 70_000, method="GET", path="/health"))
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 431 ") and answer.count(b"HTTP/1.1") == 1
+        connection.sendall(b"a" * 20_000_000)
+        assert server.server_state.connections
 
 
 def test_two_lengths_of_a_body_are_refused(port: int) -> None:

@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
+from nanovllm.server.protocol import SamplingFields
 from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
 from nanovllm.vllm_names import ENGINE_ARGUMENTS, EVERYWHERE, LLM_METHODS, SAMPLING_PARAMETERS
 
@@ -63,6 +64,13 @@ def test_values_that_mean_what_the_engine_does_anyway_are_accepted(tmp_path: Pat
         assert engine_config(tmp_path, {name: value}) == plain, name
     for name, value in accepted(SAMPLING_PARAMETERS):
         assert SamplingParams(**{name: value}) == plain_params, name
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_both_values_of_spaces_between_special_tokens_are_accepted(value: bool) -> None:
+    """Clients pass either; tokenizers decide about spaces."""
+    assert SamplingParams(spaces_between_special_tokens=value) == SamplingParams()
+    assert SamplingFields(spaces_between_special_tokens=value).spaces_between_special_tokens is value
 
 
 def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
