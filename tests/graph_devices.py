@@ -157,6 +157,7 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
     """Puts the calls of the C++ kernels between two attentions on the tape, which sees torch's operators by itself."""
     norm, angles = cpu_kernels.rms_norm, cpu_kernels.cos_sin
     power, product = cpu_kernels.powers, cpu_kernels.cpu_linear
+    fill, gather, widen = cpu_kernels.filled, cpu_kernels.rows_of, cpu_kernels.widened
 
     def into(function: Callable[..., Any]) -> Callable[..., None]:
         """`function` with its results written into tensors that are given first."""
@@ -196,6 +197,34 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
         into(partial(product, interleaved=interleaved))((y,), x, weight, bias)
         return y
 
+    def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        recorded = device.kernel(function)
+
+        def changed(target: Tensor, source: Tensor) -> Tensor:
+            recorded(target, source)
+            return target
+
+        return changed
+
+    def filled(shape: Sequence[int], value: float) -> Tensor:
+        y = torch.empty(tuple(shape), dtype=torch.float32)
+        into(fill)((y,), shape, value)
+        return y
+
+    def rows_of(weight: Tensor, indices: Tensor, *, interleaved: bool = False) -> Tensor:
+        y = weight.new_empty(indices.shape[0], weight.shape[1])
+        into(partial(gather, interleaved=interleaved))((y,), weight, indices)
+        return y
+
+    def widened(x: Tensor) -> Tensor:
+        y = torch.empty(x.shape, dtype=torch.float32)
+        into(widen)((y,), x)
+        return y
+
+    for name in ("add_", "copy_", "narrow_"):
+        monkeypatch.setattr(cpu_kernels, name, in_place(getattr(cpu_kernels, name)))
+    for name, recorded_kernel in (("filled", filled), ("rows_of", rows_of), ("widened", widened)):
+        monkeypatch.setattr(cpu_kernels, name, recorded_kernel)
     monkeypatch.setattr(cpu_kernels, "rms_norm", normed)  # which `add_rms_norm_` calls
     for name in ("silu_and_mul", "gelu_tanh_and_mul"):
         monkeypatch.setattr(cpu_kernels, name, recorded_unit(getattr(cpu_kernels, name)))

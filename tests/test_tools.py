@@ -63,7 +63,7 @@ def test_the_way_of_a_decode_step_stays_short(tmp_path: Path) -> None:
         counted.pop(of_tests, None)
     assert {"llm.py", "kvcache/offload_engine.py"} <= counted.keys()
     assert "nanovllm.ops._cpu_attention.attend" in walk.kernels
-    assert len(counted) <= 25 and sum(map(len, counted.values())) <= 110
+    assert len(counted) <= 30 and sum(map(len, counted.values())) <= 115
 
 
 def test_the_drawing_has_each_package_and_the_fewest_arrows(tmp_path: Path) -> None:
