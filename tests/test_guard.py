@@ -16,12 +16,10 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
-from nanovllm.chat_template import worker as chat_template_worker
 from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import EngineError
 from nanovllm.outputs import RequestOutput
-from nanovllm.worker_process import WorkerProcess
 
 VOCAB = 97
 PROMPTS = [random_prompt(length, VOCAB, length) for length in (40, 90, 7)]
@@ -295,7 +293,9 @@ def test_a_fork_may_close_and_read(llm: LLM) -> None:
 
 def test_a_fork_leaves_the_worker_process() -> None:
     """Which renders the chat templates, or compiles the grammars, of the first process."""
-    worker = WorkerProcess(chat_template_worker.__file__, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
+    script = pytest.importorskip("nanovllm.chat_template.worker").__file__
+    worker_process = pytest.importorskip("nanovllm.worker_process")
+    worker = worker_process.WorkerProcess(script, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
     process = worker.started()
     assert in_fork(worker.close) == "None" and process.poll() is None
     worker.close()
