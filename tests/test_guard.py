@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -262,6 +263,7 @@ def in_fork(work: Callable[[], object]) -> str:
     """What `work` raises in a fork of this process, or its result."""
     reading, writing = os.pipe()
     if not (pid := os.fork()):
+        signal.alarm(60)  # ends a fork that hangs
         try:
             said = repr(work())
         except BaseException as error:
@@ -298,12 +300,14 @@ def test_a_fork_leaves_the_worker_process() -> None:
     worker = worker_process.WorkerProcess(script, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
     process = worker.started()
     assert in_fork(worker.close) == "None" and process.poll() is None
+    worker_process._end(os.getpid() + 1, process)
+    assert process.poll() is None, "another process made it"
     worker.close()
     assert process.poll() is not None
 
 
 FORKED = """
-import asyncio, os, sys
+import asyncio, os, signal, sys
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.async_llm import AsyncLLM
 
@@ -320,7 +324,9 @@ if __name__ == "__main__":
         before = tokens(llm), tokens(two)
         begun = llm.stream([[7] * 9])
         next(begun)
+        engine._lock.acquire()  # as another thread may at that moment
         if not (child := os.fork()):
+            signal.alarm(60)  # ends a fork that waits for the lock
             uses = [lambda: tokens(two), lambda: asyncio.run(ask(engine)), lambda: next(begun)]
             uses += [lambda: asyncio.run(engine.call(tokens)), lambda: asyncio.run(engine.check_health())]
             for use in uses:
@@ -330,6 +336,7 @@ if __name__ == "__main__":
                     print(f"{type(error).__name__}: {error}")
             engine.close()
             sys.exit(7)  # with all finalizers
+        engine._lock.release()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         begun.close()
         assert (tokens(llm), tokens(two)) == before

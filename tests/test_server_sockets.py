@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import openai
 import pytest
 from server_helpers import (
@@ -193,6 +194,15 @@ def test_a_header_above_64_kib_is_answered_431(port: int, size: int) -> None:
         assert answer.startswith(b"HTTP/1.1 431 ") and b"65,536 bytes" in answer and b"header_too_large" in answer
     fits = head("Connection: close", "X: " + "a" * 60_000, method="GET", path="/health")
     assert raw(port, fits).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_header_may_come_in_pieces() -> None:
+    whole = head("X: " + "a" * 60_000, method="GET", path="/health")
+    connection = connections.CheckedConnection(10)
+    for i in range(0, len(whole), 20_000):
+        assert i == 0 or connection.next_event() is h11.NEED_DATA
+        connection.receive_data(whole[i : i + 20_000])
+    assert isinstance(connection.next_event(), h11.Request)
 
 
 @pytest.mark.parametrize("length", [10**9, 10**15, 10**19, 10**20, 10**40])

@@ -22,7 +22,6 @@ from nanovllm.server.settings import LOOPBACK, ServerSettings
 FREE_PATHS = ("/health", "/")  # need no key; the page at / asks for one
 HOST = re.compile(r":\d*$")  # the port in a header Host
 RETRY_SECONDS = 5  # what refused clients are told to wait
-MOST_DIGITS = 20  # of a Content-Length; those that follow would change nothing
 DISCARD_SECONDS = 5.0  # how long an oversized body is read and discarded, so that its client reads the answer
 
 
@@ -109,15 +108,12 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "the header Content-Type must be application/json")
-    length = request.headers.get("content-length", "0")
     parts: list[bytes] = []
-    size = int(length[:MOST_DIGITS]) if length.isdecimal() else 0
+    size = 0  # what Content-Length announces was checked with the header
     stream = request.stream()
-    if size <= settings.max_body_bytes:
-        size = 0
-        while (part := await _next_part(stream, settings.idle_timeout)) is not None and size <= settings.max_body_bytes:
-            parts.append(part)
-            size += len(part)
+    while (part := await _next_part(stream, settings.idle_timeout)) is not None and size <= settings.max_body_bytes:
+        parts.append(part)
+        size += len(part)
     if size <= settings.max_body_bytes:
         return b"".join(parts)
     parts.clear()
