@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from server_helpers import make_served_model
 from test_packaging import ROOT, tomllib
+from tiny_gguf import write_tiny_gguf
 
 pytestmark = pytest.mark.slow
 
@@ -75,13 +77,52 @@ command = ["batch", "--model", model, "--input", f"{folder}/in.parquet", "--outp
 assert main(command) == 0
 assert pq.read_table(f"{folder}/out/part-000000.parquet").num_rows == 2
 """
-FEATURES = {"structured": STRUCTURED, "server": SERVER, "parquet": PARQUET}
+RAY = """
+import os
+from nanovllm.cli.main import main
+folder = os.path.dirname(model)
+open(f"{folder}/in.jsonl", "w").write('{"prompt": "a"}\\n{"prompt": "b"}\\n')
+flags = ["--device=cpu", "--kvcache-block-size=16", "--num-gpu-blocks=40", "--max-tokens=3", "--ignore-eos"]
+command = ["batch", "--model", model, "--input", f"{folder}/in.jsonl", "--output", f"{folder}/by-ray", *flags]
+assert main([*command, "--num-replicas=2"]) == 0
+"""
+GGUF = """
+import os
+from pathlib import Path
+from nanovllm import LLM, SamplingParams
+from nanovllm.smollm2.gguf_checkpoint import convert_gguf
+folder = Path(model).parent
+convert_gguf(folder / "tiny.gguf", folder / "converted")
+with LLM(str(folder / "converted"), **cache) as llm:
+    (output,) = llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 2
+"""
+PLOT = """
+from pathlib import Path
+from benchmarks import offload_plot
+results = Path(offload_plot.__file__).parent / "results" / "offload-2layers.json"
+picture = Path(model).parent / "plot.png"
+assert offload_plot.main([str(results), str(picture)]) == 0 and picture.read_bytes().startswith(b"\\x89PNG")
+"""
+FEATURES = {
+    "structured": STRUCTURED,
+    "server": SERVER,
+    "parquet": PARQUET,
+    "ray": RAY,
+    "gguf": GGUF,
+    "plot": PLOT,
+}
 
 
 def brought(extra: str | None) -> set[str]:
     """The distributions that the project brings with one extra, with all that they need. Skips if one is missing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
+    for line in extras[extra] if extra else ():
+        with suppress(PackageNotFoundError):
+            version(Requirement(line).name)
+            continue
+        pytest.skip(f"{line} is not installed: pip install 'nanovllm[{extra}]'")
     found: set[tuple[str, frozenset[str]]] = set()
     waiting = [Requirement(line) for line in (*project["dependencies"], *(extras[extra] if extra else ()))]
     while waiting:
@@ -105,12 +146,16 @@ def brought(extra: str | None) -> set[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_served_model(tmp_path_factory.mktemp("extras") / "model")
+    folder = tmp_path_factory.mktemp("extras")
+    write_tiny_gguf(folder / "tiny.gguf")
+    return make_served_model(folder / "model")
 
 
 def run(extra: str | None, feature: str, model: str) -> subprocess.CompletedProcess[str]:
     """The feature in a process that has the packages of one extra, or of none."""
     own = brought(extra) | {"nanovllm"}
+    if "ray" in own:
+        own |= {"psutil", "colorama"}  # Ray has copies of both in its own folder
     hidden = [
         module
         for module, names in packages_distributions().items()
