@@ -226,6 +226,17 @@ def test_a_refused_client_may_send_on(engine: AsyncLLM, monkeypatch: pytest.Monk
         assert server.server_state.connections
 
 
+def test_the_server_ends_beside_a_refused_client(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request was read and refused: h11 cannot close such a connection as it closes others."""
+    monkeypatch.setattr(connections, "DISCARD_SECONDS", 3600.0)
+    with listening(engine) as (server, port), socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(head("Content-Type: application/json", f"Content-Length: {10**15}"))
+        while connection.recv(65536):
+            pass
+        server.should_exit = True
+        assert eventually(lambda: not server.server_state.connections)
+
+
 def test_two_lengths_of_a_body_are_refused(port: int) -> None:
     both = head("Content-Type: application/json", "Content-Length: 5", "Transfer-Encoding: chunked")
     answer = raw(port, both + b"0\r\n\r\n")

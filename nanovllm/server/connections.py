@@ -143,6 +143,13 @@ class LimitedProtocol(H11Protocol):
             self.transport.write_eof()
         self._header_timer = self.loop.call_later(DISCARD_SECONDS, self.transport.close)
 
+    def shutdown(self) -> None:
+        """uvicorn's: close the connection, if need be after its answer. h11 refuses to close one that was refused."""
+        if self._refused:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def _wait_for_header(self) -> None:
         self._header_timer = self.loop.call_later(self.config.header_timeout, self.transport.close)
 
