@@ -14,7 +14,8 @@ interleaved, as those of a loaded model.
 
 A round is one pass of each, over all copies; a figure is the median over the rounds, and a share the median of the
 rounds' shares, since a machine's memory may read at half its rate for seconds. NANOVLLM_CPU_ISA and ONEDNN_MAX_CPU_ISA
-restrict the kernels to older instruction sets.
+restrict the kernels to older instruction sets. torch's threads wait without spinning, as in an
+engine (`OMP_WAIT_POLICY`): otherwise they would take the cores from the kernels that follow.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,14 +72,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Makes this machine, to the kernels that choose at run time, one whose best instruction set is this one."""
     from nanovllm.ops import cpu_kernels
+    from nanovllm.ops.kernel_choice import kernel_choice
 
+    monkeypatch.setenv("NANOVLLM_CPU_KERNELS", "default")
+    kernel_choice.cache_clear()
     own = cpu_kernels.instruction_sets()
     monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: own[own.index(request.param) :])
     assert cpu_kernels.choose(None, "linear.bfloat16") == request.param  # or the tests would all run on the best one
-    return str(request.param)
+    yield str(request.param)
+    kernel_choice.cache_clear()
 
 
 @pytest.fixture(autouse=True)

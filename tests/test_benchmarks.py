@@ -370,6 +370,15 @@ def test_some_tests_are_benchmarks_by_hand(script: str, options: list[str], show
 # ---- beside other work
 
 
+def test_torch_waits_as_it_does_under_the_engine() -> None:
+    """A benchmark whose torch spins after each operator takes the cores from the kernels that it measures."""
+    code = "import os, sys, benchmarks; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "passive"], done.stderr
+
+
 @pytest.mark.slow
 def test_contention_measures_alone_beside_a_busy_process_and_beside_a_second_engine(model: Path) -> None:
     output = model.parent / "contention.json"
