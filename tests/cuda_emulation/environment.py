@@ -106,7 +106,7 @@ class Environment:
                 run([*CXX, *self.include, "-c", source, "-o", objects[-1]])
             write_stubs(self.site / "torch/lib", self.libraries)
             rest = self.libraries / "missing.c"
-            rest.write_text(missing_functions(self.site / "torch/lib", objects))
+            rest.write_text(missing_functions(self.site / "torch/lib", self.site / "triton", objects))
             exported = self.libraries / "cudart.map"
             exported.write_text(runtime + " { global: cuda*; __cuda*; cu*; emulation_*; local: *; };\n")
             link = [f"-Wl,-soname,{runtime}", f"-Wl,--version-script={exported}", "-ldl", "-lpthread"]

@@ -67,11 +67,12 @@ def stub(name: str) -> str:
     return f"long {name}({POINTERS}) {{ {BODIES.get(name, created)} }}\n"
 
 
-def missing_functions(torch_libraries: Path, objects: Sequence[Path]) -> str:
-    """C source of CUDA's functions that torch wants and that the emulation's objects do not define."""
+def missing_functions(torch_libraries: Path, triton: Path, objects: Sequence[Path]) -> str:
+    """C source of CUDA's functions that torch or Triton wants and that the emulation's objects do not define."""
     output = subprocess.run(["nm", "--defined-only", *objects], capture_output=True, text=True, check=True).stdout
     defined = {line.split()[-1] for line in output.splitlines() if len(line.split()) == 3}
     names = [name for name, version in undefined(torch_libraries.glob("*.so*")).items() if "cudart" in version]
+    names += re.findall(r"\bcu[A-Z]\w+(?=\()", (triton / "backends/nvidia/driver.c").read_text())
     body = "#include <stdio.h>\n"
     for name in sorted(set(names) - defined):
         said = f'fprintf(stderr, "[emulated GPU] {name} is not emulated\\n")'

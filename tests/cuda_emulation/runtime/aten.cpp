@@ -4,8 +4,8 @@
 #include "aten.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -78,8 +78,6 @@ struct Job {
     std::vector<std::pair<at::Tensor, at::Tensor>> resized;  // (own, CPU's): written, of no elements
 
     Stack run() const {
-        const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-        const at::AutoDispatchBelowADInplaceOrView below;
         Stack stack = arguments;
         op.callBoxed(stack);
         return stack;
@@ -100,6 +98,7 @@ struct Job {
 
 void run_job(void* data) {
     const Job& job = *static_cast<Job*>(data);
+    const c10::InferenceMode inference;  // writes into tensors that were made in this mode as into others
     try {
         job.run_on_stream();
     } catch (const std::exception& error) {
@@ -186,7 +185,11 @@ void call(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     }
     torch::jit::drop(*stack, count);
     emulation_wait(stream);
-    for (const IValue& found : job->run()) {
+    const Stack results = [&] {
+        const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+        return job->run();
+    }();
+    for (const IValue& found : results) {
         if (found.isTensor()) {
             stack->push_back(device_result(*job, inputs, found.toTensor()));
         } else {

@@ -1,5 +1,5 @@
 // Attention of libraries: their host code does not run, its contract does.
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <cmath>
@@ -20,8 +20,7 @@ struct Attention {
 
 void attend(void* data) {
     const auto& a = *static_cast<Attention*>(data);
-    const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    const at::AutoDispatchBelowADInplaceOrView below;
+    const c10::InferenceMode inference;
     const auto groups = a.q.size(1) / a.k.size(1), rows = a.q.size(2), columns = a.k.size(2);
     const auto q = a.q.to(at::kFloat), k = a.k.to(at::kFloat).repeat_interleave(groups, 1);
     const auto v = a.v.to(at::kFloat).repeat_interleave(groups, 1);
