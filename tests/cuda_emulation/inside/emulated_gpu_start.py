@@ -43,6 +43,8 @@ class Imports(importlib.abc.MetaPathFinder):
 
 
 def begin(facts_file: str) -> None:
+    if any(isinstance(finder, Imports) for finder in sys.meta_path):
+        return  # Python reads the start files of an environment twice where two names lead to its packages
     facts = json.loads(Path(facts_file).read_text())
     libraries = Path(facts["libraries"])
     os.environ["EMULATED_GPU"] = str(libraries)

@@ -82,9 +82,10 @@ def _bound(kernel: Any, args: list[Any], options: dict[str, Any]) -> dict[str, A
     return bound.arguments
 
 
-@cache
 def _interpreted(kernel: Any) -> Any:
-    return _interpreter().InterpretedFunction(kernel.fn)
+    if not hasattr(kernel, "emulated"):  # kept there, since a kernel's hash reads its source
+        kernel.emulated = _interpreter().InterpretedFunction(kernel.fn)
+    return kernel.emulated
 
 
 @cache
