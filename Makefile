@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
 .DELETE_ON_ERROR:
-.PHONY: venv build demo serve examples test test-bits test-full gpu-check lint dist clean
+.PHONY: venv build demo serve examples test test-bits test-full gpu-check cuda-emulated lint dist clean
 
 demo: venv
 	$(BIN)/python -m nanovllm.demo
@@ -65,6 +65,13 @@ gpu-check:
 	$(if $(COMMIT),NANOVLLM_COMMIT=$(COMMIT)) $(PYTHON) -m benchmarks.gpu_check $(CHECK_OPTIONS)
 endif
 CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) --minutes $(MINUTES) $(if $(PART),--only $(PART))
+
+# The CUDA path without a GPU: torch's CUDA build over an emulated one, in an environment of its own (about 0.6 GB to
+# download). EMULATED_TORCH=2.11.0 takes that version of torch, PARTS="smoke" some of the parts. docs/cuda-emulation.md
+# says what it shows.
+EMULATED_TORCH ?= 2.13.0
+cuda-emulated:
+	$(PYTHON) tests/cuda_emulation/run.py build/cuda-emulation/$(EMULATED_TORCH) $(EMULATED_TORCH) $(PARTS)
 
 # Builds an sdist, and a wheel from the unpacked sdist, in dist/; installs the wheel in an empty folder and runs the demo.
 DIST_CHECK := build/dist-check

@@ -1,0 +1,167 @@
+"""Engines of every feature, and their tokens on the emulated GPU and on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engines import offloaded, random_prompt
+from gguf_files import WIDE, write_gguf
+from lora_helpers import make_adapter
+from quantized_checkpoints import VARIANTS, quantize
+from tokenizer_files import write_byte_level
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.lora.request import LoRARequest
+from nanovllm.ops import backends, triton_support
+from nanovllm.ops.flash_attention import FlashAttention
+
+BLOCK, VOCAB = 16, 300
+CHECKPOINT: dict[str, Any] = {"hidden": 128, "intermediate": 256, "head_dim": 32, "vocab": VOCAB, "eos_token_id": 277}
+LENGTHS = (70, 33, 9)  # of the prompts: more than a chunk, more than a block, less than one
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+RING: dict[str, Any] = offloaded(BLOCK, 4, 40, cpu_attention=False)
+Tokens = list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """arguments: of both engines; stored: as `quantized_checkpoints.VARIANTS`, or "Q8_0" and the like for GGUF files;
+    rounds: how often the same requests run; triton: with Triton's kernels, which the emulation interprets slowly."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    stored: str = "plain"
+    adapters: bool = False
+    rounds: int = 1
+    triton: bool = False
+    happened: Callable[[LLM], bool] = lambda llm: True  # whether the engine did what the case is about
+
+
+def loaded(llm: LLM) -> bool:
+    return llm.kv_stats().transfers.h2d_bytes > 0
+
+
+def hit(llm: LLM) -> bool:
+    return llm.metrics().prefix_cache_hit_tokens > 0
+
+
+RESIDENT: dict[str, Any] = {"num_gpu_blocks": 60}
+EAGER = {**RESIDENT, "enforce_eager": True}
+SHORT = {"num_gpu_blocks": 10}
+SAMPLES = {"temperature": 0.8, "n": 3, "seed": 5, "top_p": 0.95}
+BEAMS = {"temperature": 0.0, "use_beam_search": True, "best_of": 3, "n": 3}
+GRAMMAR = {"structured_outputs": {"regex": "[a-f]{2,5}( [0-9]{3}){1,4}"}}
+MOE = {**CHECKPOINT, "family": "qwen3_moe", "experts": 4}
+
+CASES: dict[str, Case] = {
+    "resident, eager": Case(EAGER),
+    "resident, graphs": Case(RESIDENT),
+    "resident, Triton": Case(EAGER, triton=True),
+    "resident, graphs, Triton": Case({**RESIDENT, "max_num_seqs": 3}, triton=True),
+    "offloaded": Case(RING, happened=loaded),
+    "offloaded, eager": Case({**RING, "enforce_eager": True}, happened=loaded),
+    "offloaded, Triton": Case({**RING, "max_num_seqs": 3}, triton=True, happened=loaded),
+    "offloaded, larger ring": Case(offloaded(BLOCK, 7, 40, cpu_attention=False), happened=loaded),
+    "offloaded, chunk by chunk": Case({**RING, "max_num_batched_tokens": 90}, happened=loaded),
+    "CPU attention": Case(offloaded(BLOCK, 4, 40, cpu_attention=True)),
+    "CPU attention, Triton": Case(offloaded(BLOCK, 4, 40, cpu_attention=True, max_num_seqs=3), triton=True),
+    "prefix hits on the device": Case(RESIDENT, rounds=2, happened=hit),
+    "prefix hits on both tiers": Case(offloaded(BLOCK, 6, 60), rounds=2, happened=hit),
+    "recomputed": Case(
+        {**SHORT, "preemption_mode": "recompute"},
+        {"max_tokens": 24},
+        happened=lambda llm: llm.metrics().preemptions_by_recompute > 0,
+    ),
+    "swapped": Case(
+        {**SHORT, "preemption_mode": "swap", "swap_space": 0.01},
+        {"max_tokens": 24},
+        happened=lambda llm: llm.metrics().preemptions_by_swap > 0,
+    ),
+    "samples": Case(RESIDENT, SAMPLES),
+    "samples, offloaded": Case(RING, SAMPLES),
+    "beams": Case(RESIDENT, BEAMS),
+    "beams, offloaded": Case(RING, BEAMS),
+    "grammar": Case(RESIDENT, GRAMMAR),
+    "LoRA": Case(RESIDENT, adapters=True),
+    "LoRA, Triton": Case({**EAGER, "max_num_seqs": 3}, adapters=True, triton=True),
+    "LoRA, offloaded": Case(RING, adapters=True),
+    "GPTQ": Case(RESIDENT, stored="gptq-128"),
+    "GPTQ, Triton": Case({**EAGER, "max_num_seqs": 3}, {"max_tokens": 2}, stored="gptq-128", triton=True),
+    "AWQ": Case(RESIDENT, stored="awq-32"),
+    "FP8": Case(RESIDENT, stored="fp8"),
+    "compressed tensors": Case(RESIDENT, stored="pack-quantized-32"),
+    "GGUF": Case(RESIDENT, model={**WIDE, "family": "llama"}, stored="Q8_0"),
+    "GGUF, offloaded": Case(RING, model={**WIDE, "family": "llama"}, stored="Q4_0"),
+    "experts": Case(RESIDENT, model=MOE),
+    "experts, offloaded": Case(RING, model=MOE),
+    "int8 KV, Triton": Case({**EAGER, "kv_cache_dtype": "int8"}, {"max_tokens": 2}, triton=True),
+    "fp8 KV, offloaded, Triton": Case({**RING, "kv_cache_dtype": "fp8"}, {"max_tokens": 2}, triton=True),
+    "window": Case(RING, model={**CHECKPOINT, "family": "mistral", "sliding_window": 21}),
+}
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """A `FlashKernel` of torch's operators, which the emulation computes hundreds of times as fast as Triton's."""
+    groups, rows, keys = q.shape[1] // k.shape[1], q.shape[0], k.shape[0]
+    k, v = (x.float().transpose(0, 1).repeat_interleave(groups, dim=0) for x in (k, v))
+    scores = torch.matmul(q.float().transpose(0, 1), k.transpose(1, 2)) * scale
+    distance = torch.arange(keys, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(1) - (keys - rows)
+    if left >= 0:
+        scores.masked_fill_(distance < -left, float("-inf"))
+    if right >= 0:
+        scores.masked_fill_(distance > right, float("-inf"))
+    out = torch.matmul(torch.softmax(scores, -1).nan_to_num(0.0), v)
+    return out.transpose(0, 1).to(q.dtype), torch.logsumexp(scores, -1)
+
+
+def use_torch_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of Triton's kernels."""
+    monkeypatch.setattr(triton_support, "triton_runs", lambda: False)
+    dtypes = (torch.float32, torch.bfloat16)
+    monkeypatch.setattr(
+        backends, "cuda_backends", lambda *_: [FlashAttention("torch's operators", plain_attention, None, dtypes)]
+    )
+
+
+class Model:
+    """A case's model directory or file, and its adapters."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        directory = folder / "model"
+        model = make_checkpoint(directory, seed=3, **{**CHECKPOINT, **case.model})
+        write_byte_level(directory)
+        self.case, self.path = case, directory
+        self.adapters: list[LoRARequest | None] = [None] * len(LENGTHS)
+        if case.adapters:
+            self.adapters[1:] = [make_adapter(folder / f"a{number}", model, number) for number in (1, 2)]
+        if case.stored in VARIANTS:
+            self.path = quantize(directory, folder / "stored", case.stored)
+        elif case.stored != "plain":
+            self.path = write_gguf(folder / "stored.gguf", model, case.stored)
+
+    def engine(self, device: str, **others: Any) -> LLM:
+        sizes = {"max_model_len": 128, "max_num_batched_tokens": 45, "kvcache_block_size": BLOCK, "max_num_seqs": 12}
+        arguments = {**sizes, **self.case.arguments, **(LORA if self.case.adapters else {}), **others}
+        return LLM(self.path, dtype="float32", device=device, **arguments)
+
+    def generate(self, llm: LLM) -> Tokens:
+        """The tokens of each prompt's outputs, in each round."""
+        wanted = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, **self.case.params}
+        if "structured_outputs" in wanted:
+            del wanted["ignore_eos"]
+        prompts = [random_prompt(length, 256, 2) for length in LENGTHS]
+        found: Tokens = []
+        for _ in range(self.case.rounds):
+            adapters = self.adapters if self.case.adapters else None
+            outputs = llm.generate(prompts, SamplingParams(**wanted), use_tqdm=False, lora_request=adapters)
+            assert all(output.error is None for output in outputs), [output.error for output in outputs]
+            found += [[each.token_ids for each in output.outputs] for output in outputs]
+        return found

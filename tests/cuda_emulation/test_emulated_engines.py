@@ -1,0 +1,119 @@
+"""Engines on the emulated GPU have the tokens of the CPU, whatever the order in which its streams happen to run."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import emulated_gpu
+import pytest
+from emulated_engines import CASES, Case, Model, Tokens, use_torch_operators
+from engines import greedy, random_prompt
+
+from nanovllm import LLM
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, Tokens]]:
+    return {}
+
+
+def expected(models: dict[str, Any], name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Tokens]:
+    """The case's model and the CPU's tokens, made once."""
+    if name not in models:
+        model = Model(CASES[name], tmp_path_factory.mktemp("case"))
+        with model.engine("cpu") as llm:
+            models[name] = model, model.generate(llm)
+    return models[name]
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's operators in place of Triton's kernels, unless a case wants these."""
+    name = request.node.callspec.params["name"] if hasattr(request.node, "callspec") else ""
+    if not CASES.get(name, Case()).triton:
+        use_torch_operators(monkeypatch)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_the_cpu(
+    name: str, models: dict[str, Any], kernels: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model, tokens = expected(models, name, tmp_path_factory)
+    with model.engine("cuda") as llm, emulated_gpu.default_stream_watched() as on_default:
+        assert llm._runner.device.name == "cuda"  # type: ignore[union-attr]
+        assert model.generate(llm) == tokens
+        assert CASES[name].happened(llm)
+    assert not on_default, on_default[0]
+    gc.collect()
+
+
+# ---- what happens to an engine; with torch's operators
+
+
+@pytest.fixture
+def offloaded_model(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Model, Tokens]:
+    use_torch_operators(monkeypatch)
+    return expected(models, "offloaded", tmp_path_factory)
+
+
+def test_engines_one_after_the_other_and_two_at_once(offloaded_model: tuple[Model, Tokens]) -> None:
+    """More streams than torch has: engines of a process then share some."""
+    model, tokens = offloaded_model
+    for _ in range(5):
+        with model.engine("cuda") as llm:
+            assert model.generate(llm) == tokens
+    with model.engine("cuda") as first, model.engine("cuda") as second:
+        assert model.generate(first) == model.generate(second) == tokens == model.generate(first)
+
+
+def test_an_aborted_request_changes_no_other(offloaded_model: tuple[Model, Tokens]) -> None:
+    """Its stores may be under way, and its blocks are used again at once."""
+    model, tokens = offloaded_model
+    with emulated_gpu.delays(1, copies=5000, kernels=50), model.engine("cuda") as llm:
+        for steps in (1, 2, 4):
+            llm.engine.add_request(str(steps), None, greedy(20), random_prompt(60, 256, steps))
+            for _ in range(steps):
+                llm.engine.step()
+            llm.engine.abort_request(str(steps))
+            assert model.generate(llm) == tokens
+
+
+def failing(llm: LLM, call: int) -> Callable[[], None]:
+    """The model's attention fails once, at this call. Returns what makes it well again."""
+    kv_cache = llm._runner.kv_cache  # type: ignore[union-attr]
+    attend, count = kv_cache.attend, [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == call:
+            raise RuntimeError("a failure in the middle of a step")
+        return attend(*args, **kwargs)
+
+    kv_cache.attend = fail
+    return lambda: setattr(kv_cache, "attend", attend)
+
+
+@pytest.mark.parametrize("call", [1, 4, 6])
+def test_a_step_that_fails_leaves_the_engine_usable(offloaded_model: tuple[Model, Tokens], call: int) -> None:
+    model, tokens = offloaded_model
+    with emulated_gpu.delays(2, copies=5000), model.engine("cuda", enforce_eager=True) as llm:
+        mend = failing(llm, call)
+        (output,) = llm.generate([random_prompt(60, 256, 9)], greedy(4), use_tqdm=False)
+        assert output.error is not None and "a failure in the middle" in output.error
+        mend()
+        assert model.generate(llm) == tokens
+
+
+def test_a_trace_shows_the_streams(offloaded_model: tuple[Model, Tokens], tmp_path: Path) -> None:
+    model, tokens = offloaded_model
+    with model.engine("cuda", trace=tmp_path / "trace.json") as llm:
+        assert model.generate(llm) == tokens
+    events = [each for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if each["ph"] == "X"]
+    assert {"step", "attend", "h2d copy", "d2h copy"} <= {each["name"] for each in events}
+    assert all(each["dur"] >= 0 for each in events)
