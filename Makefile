@@ -70,8 +70,8 @@ CHECK_OPTIONS = --output-dir $(OUTPUT_DIR) --minutes $(MINUTES) $(if $(PART),--o
 # download). EMULATED_TORCH=2.11.0 takes that version of torch, PARTS="smoke" some of the parts. docs/cuda-emulation.md
 # says what it shows.
 EMULATED_TORCH ?= 2.13.0
-cuda-emulated:
-	$(PYTHON) tests/cuda_emulation/run.py build/cuda-emulation/$(EMULATED_TORCH) $(EMULATED_TORCH) $(PARTS)
+cuda-emulated: $(BIN)/python
+	$(BIN)/python tests/cuda_emulation/run.py build/cuda-emulation/$(EMULATED_TORCH) $(EMULATED_TORCH) $(PARTS)
 
 # Builds an sdist, and a wheel from the unpacked sdist, in dist/; installs the wheel in an empty folder and runs the demo.
 DIST_CHECK := build/dist-check
