@@ -7,6 +7,8 @@ import gc
 import inspect
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -44,16 +46,23 @@ def install(jit: ModuleType) -> None:
     jit.JITFunction.run, jit.JITFunction.__call__ = run, called
 
 
-def _compiled_and_launched(launch: Any, kernel: Any, args: Any, grid: Any, warmup: bool, kwargs: Any) -> Any:
-    # A collection could wait for a stream whose thread waits for the language.
+@contextmanager
+def _language_alone() -> Iterator[None]:
+    """The language for this thread, without collections: what they finalize may wait for the stream of this thread,
+    or for one whose thread waits for the language."""
     with _language:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+            yield
         finally:
             if collects:
                 gc.enable()
+
+
+def _compiled_and_launched(launch: Any, kernel: Any, args: Any, grid: Any, warmup: bool, kwargs: Any) -> Any:
+    with _language_alone():
+        return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
 
 seconds: dict[str, list[float]] = {}  # of interpretation, by kernel: how many launches, how long
@@ -63,7 +72,7 @@ def _interpret(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any])
     import torch
 
     begun = time.perf_counter()
-    with _language, torch.inference_mode():
+    with _language_alone(), torch.inference_mode():
         _thread.scopes = {kernel.fn.__module__: _interpreter()._patch_lang(kernel.fn)}
         try:
             _interpreted(kernel).run(*args, grid=grid, warmup=False, **options)
