@@ -25,7 +25,7 @@ DeviceMemory& DeviceMemory::get() {
     return *memory;
 }
 
-DeviceMemory::DeviceMemory() : total_(static_cast<std::size_t>(setting("EMULATION_GPU_MIB", 4096)) << 20) {
+DeviceMemory::DeviceMemory() : total_(static_cast<std::size_t>(setting("EMULATION_GPU_MIB", 12288)) << 20) {
     const int file = memfd_create("emulated-gpu", 0);
     const bool sized = file >= 0 && ftruncate(file, static_cast<off_t>(total_)) == 0;
     void* view = sized ? mmap(nullptr, total_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0) : MAP_FAILED;
