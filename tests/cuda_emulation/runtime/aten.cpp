@@ -63,7 +63,9 @@ at::Generator cpu_generator(const at::Generator& generator) {
     static std::mutex mutex;
     const std::lock_guard lock(mutex);
     auto& [seed, own] = (*known)[generator.unsafeGetGeneratorImpl()];
-    if (!own.defined() || seed != generator.current_seed()) {
+    // One without an offset is new, though it may be where another was, with the same seed.
+    const bool fresh = !emulation_recording(current_stream()) && generator.get_offset() == 0;
+    if (!own.defined() || fresh || seed != generator.current_seed()) {
         seed = generator.current_seed();
         own = at::detail::createCPUGenerator(seed);
     }
