@@ -14,6 +14,7 @@ from emulated_engines import CASES, Case, Model, Tokens, use_torch_operators
 from engines import greedy, random_prompt
 
 from nanovllm import LLM
+from nanovllm.errors import EngineError
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +105,8 @@ def test_a_step_that_fails_leaves_the_engine_usable(offloaded_model: tuple[Model
     model, tokens = offloaded_model
     with emulated_gpu.delays(2, copies=5000), model.engine("cuda", enforce_eager=True) as llm:
         mend = failing(llm, call)
-        (output,) = llm.generate([random_prompt(60, 256, 9)], greedy(4), use_tqdm=False)
-        assert output.error is not None and "a failure in the middle" in output.error
+        with pytest.raises(EngineError, match="a failure in the middle of a step"):
+            llm.generate([random_prompt(60, 256, 9)], greedy(4), use_tqdm=False)
         mend()
         assert model.generate(llm) == tokens
 

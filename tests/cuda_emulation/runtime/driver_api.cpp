@@ -17,7 +17,7 @@ using namespace emulation;
 
 namespace {
 
-thread_local CUcontext context = reinterpret_cast<CUcontext>(0x1000);  // an address that nobody follows
+thread_local CUcontext context = reinterpret_cast<CUcontext>(0x1000);  // an address without anything there
 
 CUresult launch(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared) {
     const bool fits = x && y && z && y <= kMaxGridYZ && z <= kMaxGridYZ && threads <= kMaxThreads;
