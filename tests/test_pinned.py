@@ -222,11 +222,11 @@ def test_without_a_device_locking_fails_with_a_reason() -> None:
 
 @pytest.mark.cuda
 def test_cuda_takes_the_memory_for_pinned_and_copies_through_it() -> None:
+    device = torch.zeros(6, 1 << 20, dtype=torch.uint8, device="cuda")  # before it torch takes no memory for pinned
     stream = torch.cuda.Stream()
     host = empty_pinned("host blocks", (6, 1 << 20), torch.uint8, CudaPageLock(), max_piece=2 << 20)
     assert host.is_pinned() and host[5].is_pinned()
     assert _sgdma.memory_of(host.data_ptr())[0] == "pinned"
-    device = torch.zeros(6, 1 << 20, dtype=torch.uint8, device="cuda")
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     torch.cuda.synchronize()
     for block in range(6):  # of which no two lie in one piece
