@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_helpers import ALL, make_adapter
 
+from nanovllm import LLM
 from nanovllm.config import EngineConfig
+from nanovllm.device.cpu import CpuDevice
 from nanovllm.engine.adapter import Adapter
 from nanovllm.lora.adapter_files import read_adapter
 from nanovllm.lora.batch_adapters import batch_parts
@@ -139,3 +142,28 @@ def test_every_row_gets_its_own_adapter_once(
         assert all(len(numbers) <= 1 for numbers in rows)
         found += [numbers[0] if numbers else None for numbers in rows]
     assert found == expected
+
+
+def test_the_manager_is_made_on_the_compute_stream(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes tables that the kernels of the compute stream read, and no other stream is ordered before that one."""
+    within: list[str] = []
+
+    @contextmanager
+    def compute(_: CpuDevice) -> Iterator[None]:
+        within.append("compute")
+        try:
+            yield
+        finally:
+            within.pop()
+
+    made: list[list[str]] = []
+    make = LoRAManager.__init__
+
+    def watched(manager: LoRAManager, model: Decoder, config: EngineConfig) -> None:
+        made.append(list(within))
+        make(manager, model, config)
+
+    monkeypatch.setattr(CpuDevice, "compute", compute)
+    monkeypatch.setattr(LoRAManager, "__init__", watched)
+    LLM(setup.config.model, device="cpu", enable_lora=True, num_gpu_blocks=8, max_model_len=64).close()
+    assert made == [["compute"]]

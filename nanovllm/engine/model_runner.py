@@ -75,10 +75,10 @@ class ModelRunner:
         self.plan = self.sizing.plan()
         self.num_swap_blocks = groups.plan_swap_space(config, layout, memory, self.plan) if groups is not None else 0
         self._log_sizes()
+        self._adapters = self._make_adapter_manager()  # before the trace, for which all computation is of steps
         self._trace = sides.trace() if config.trace is not None else None
         if self._trace is not None and config.trace is not None:
             self.device = self._trace.TracedDevice(self.device, config.trace)
-        self._adapters = self._make_adapter_manager()
         self.kv_cache, layerwise = self._make_kv_cache()
         self._graphs = self._record_graphs(config)
         if self._trace is not None:  # after the graphs, which record no marks
@@ -173,7 +173,8 @@ class ModelRunner:
 
     def _make_adapter_manager(self) -> AdapterManager | None:
         lora = sides.lora_runner() if self.sizing.config.enable_lora else None
-        return lora.LoRAManager(self.model, self.sizing.config) if lora is not None else None
+        with self.device.compute():  # the stream that reads what the manager writes
+            return lora.LoRAManager(self.model, self.sizing.config) if lora is not None else None
 
     def _record_graphs(self, config: EngineConfig) -> DecodeRunner | None:
         graphs, longest = sides.cuda_graphs(), self.plan.max_model_len
