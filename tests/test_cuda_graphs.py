@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -89,6 +90,32 @@ def test_torch_is_told_of_a_failed_recording(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="of the work"):
         record_graphs([cuda.work("a", ValueError("of the work"), refused=True)], 3)
     assert cuda.calls[-1] == "releasePool 3 pool"
+
+
+def test_no_garbage_is_collected_during_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer that frees memory or unlocks its pages would spoil the recording."""
+    cuda = FakeCuda(monkeypatch)
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            cuda.calls.append("collected")
+
+    def work() -> list[list[int]]:
+        Garbage()
+        return [[] for _ in range(10 * gc.get_threshold()[0])]  # enough new objects for a collection
+
+    assert gc.isenabled()
+    record_graphs([work, work], 3)
+    begin, end = cuda.calls.index("begin pool thread_local"), len(cuda.calls) - cuda.calls[::-1].index("end")
+    assert "collected" in cuda.calls[:begin] and "collected" not in cuda.calls[begin:end]
+    work()
+    assert cuda.calls[-1] == "collected", "garbage is collected again"
+    with pytest.raises(ValueError, match="of the work"):
+        record_graphs([cuda.work("a", ValueError("of the work"))], 3)
+    assert gc.isenabled()
 
 
 # ---- on a GPU

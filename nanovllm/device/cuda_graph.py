@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,9 +29,22 @@ def record_graphs(works: Sequence[Callable[[], object]], device_index: int) -> l
     for work in works:
         work()
     torch.cuda.current_stream().synchronize()
-    gc.collect()  # CUDA does not allow a collection to free memory during the recording
     pool = torch.cuda.graph_pool_handle()
-    return [_record(work, pool, device_index) for work in works]
+    with _without_collections():
+        return [_record(work, pool, device_index) for work in works]
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect garbage now and not within the context: CUDA forbids a recording to free or unlock memory."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _record(work: Callable[[], object], pool: Any, device_index: int) -> Graph:
