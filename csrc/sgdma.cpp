@@ -193,6 +193,27 @@ void launch_host_copy(std::uintptr_t dst, std::uintptr_t src, std::size_t dpitch
 #endif
 }
 
+// ---- streams
+
+std::uintptr_t create_stream() {
+    std::uintptr_t stream = 0;
+#ifdef NANOVLLM_WITH_CUDA
+    check(sgdma::cuda_create_stream(stream), "Making a stream");
+#else
+    refuse_without_cuda("there are no streams");
+#endif
+    return stream;
+}
+
+void destroy_stream(std::uintptr_t stream) {
+#ifdef NANOVLLM_WITH_CUDA
+    check(sgdma::cuda_destroy_stream(stream), "Destroying a stream");
+#else
+    (void)stream;
+    refuse_without_cuda("there are no streams");
+#endif
+}
+
 // ---- memory
 
 std::pair<std::string, int> memory_of(std::uintptr_t address) {
@@ -273,6 +294,9 @@ PYBIND11_MODULE(_sgdma, m) {
     m.def("launch_host_copy", &launch_host_copy, py::arg("dst_ptr"), py::arg("src_ptr"), py::arg("dpitch"),
           py::arg("spitch"), py::arg("width"), py::arg("height"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>(), "Copy rows within host memory when `stream` gets to it.");
+    m.def("create_stream", &create_stream,
+          "The handle of a new stream of the current device, for this caller alone; it ignores the default stream.");
+    m.def("destroy_stream", &destroy_stream, py::arg("stream"), "The work on it still runs.");
     m.def("memory_of", &memory_of, py::arg("address"),
           "(kind of memory, device): pinned, device, managed, or (pageable, -1), also where there is no CUDA.");
     m.def("touch_pages", [](std::uintptr_t start, std::size_t size, unsigned threads) {

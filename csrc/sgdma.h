@@ -55,6 +55,10 @@ const char* cuda_copy_batch(CopyBatch& batch, std::string_view kind, std::uintpt
 // that may: CUDA holds locks meanwhile. Python's GIL is such a wait, so no Python runs there.
 const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream);
 
+// A stream of the current device that waits for no other, not even for the default stream. Destroying it drops no work.
+const char* cuda_create_stream(std::uintptr_t& stream);
+const char* cuda_destroy_stream(std::uintptr_t stream);
+
 Place cuda_memory_of(const void* address);  // pageable where CUDA cannot be asked
 
 const char* cuda_lock_pages(void* start, std::size_t size);

@@ -91,6 +91,17 @@ const char* cuda_launch(void (*call)(void*), void* data, std::uintptr_t stream) 
     return report(cudaLaunchHostFunc(reinterpret_cast<cudaStream_t>(stream), call, data));
 }
 
+const char* cuda_create_stream(std::uintptr_t& stream) {
+    cudaStream_t handle = nullptr;
+    const char* error = report(cudaStreamCreateWithPriority(&handle, cudaStreamNonBlocking, 0));
+    stream = reinterpret_cast<std::uintptr_t>(handle);
+    return error;
+}
+
+const char* cuda_destroy_stream(std::uintptr_t stream) {
+    return report(cudaStreamDestroy(reinterpret_cast<cudaStream_t>(stream)));
+}
+
 Place cuda_memory_of(const void* address) {
     cudaPointerAttributes attributes{};
     if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {

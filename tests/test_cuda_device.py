@@ -204,6 +204,36 @@ def test_nothing_runs_on_the_default_stream_and_no_two_streams_are_one(device: C
 
 
 @pytest.mark.cuda
+def test_no_engine_has_a_stream_of_another(device: CudaDevice) -> None:
+    """Not even the clock's: torch gives the same 32 streams to everybody in turn."""
+    devices = [CudaDevice() for _ in range(4)]
+    made = [one.new_stream(str(index)) for one in devices for index in range(8)]
+    handles = [stream.inner.cuda_stream for stream in made if isinstance(stream, CudaStream)]
+    handles += [one._clock._stream.cuda_stream for one in devices]
+    pool = {torch.cuda.Stream().cuda_stream for _ in range(32)}
+    assert len(set(handles)) == 36 and not pool & set(handles)
+    for one in devices:
+        one.close()
+
+
+@pytest.mark.cuda
+def test_the_streams_of_a_closed_device_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed: list[int] = []
+    destroy = _sgdma.destroy_stream
+    monkeypatch.setattr(_sgdma, "destroy_stream", lambda handle: (destroyed.append(handle), destroy(handle)))
+    device = CudaDevice()
+    stream = device.new_stream("a")
+    assert isinstance(stream, CudaStream)
+    mark, handles = stream.mark(), {stream.inner.cuda_stream, device._clock._stream.cuda_stream}
+    device.close()
+    assert set(destroyed) == handles and len(destroyed) == 2
+    stream.synchronize()  # there is nothing to wait for
+    assert mark.seconds() is not None
+    with pytest.raises(EngineError, match="stream a is closed"):
+        stream.record(device.new_event())
+
+
+@pytest.mark.cuda
 def test_memory_of_another_device_is_refused(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     dst, src = device.empty("dst", (SIZE,), torch.uint8), pinned(device, 0)
     other = device.torch_device.index + 1

@@ -1,13 +1,14 @@
 """A CUDA device: streams, events and device memory come from torch, copies and pinned memory from the extension.
 
-Nothing runs on the default stream, which synchronizes with all other streams. The model has a compute stream, and each
-user of transfers has its own. torch cycles through 32 streams per priority; the compute stream has high priority, so
-that it never coincides with a transfer stream.
+Nothing runs on the default stream, which synchronizes with all other streams. The compute stream comes from torch,
+which keeps memory and workspaces for each stream, with high priority. All other streams are made here, each for one
+user: torch would give the same 32 to everybody in turn, other engines of the process included.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class CudaClock:
     """Makes marks. Origins are recorded on an unused stream, so that each precedes the marks that refer to it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(device)
         self._origin: Origin | None = None
         self._origin_made = 0.0
 
@@ -81,6 +82,24 @@ class CudaClock:
             self._origin = Origin(timed_event(self._stream), self._origin)
             self._origin_made = now
         return CudaMark(self._origin, timed_event(stream))
+
+    def close(self) -> None:
+        """Let the stream go. Marks made before still have their times."""
+        del self._stream
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nothing else in the process uses. It is destroyed with the last reference to it."""
+    with torch.cuda.device(device):
+        handle = _sgdma.create_stream()
+    stream = torch.cuda.ExternalStream(handle, device)
+    weakref.finalize(stream, destroy_stream, handle)
+    return stream
+
+
+def destroy_stream(handle: int) -> None:
+    with suppress(RuntimeError):  # a failed kernel broke the CUDA context: the stream ends with the process
+        _sgdma.destroy_stream(handle)
 
 
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -92,8 +111,17 @@ def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class CudaStream(Stream):
     def __init__(self, name: str, inner: torch.cuda.Stream, clock: CudaClock) -> None:
         self.name = name
-        self.inner = inner
+        self._inner: torch.cuda.Stream | None = inner
         self._clock = clock
+
+    @property
+    def inner(self) -> torch.cuda.Stream:
+        if self._inner is None:
+            raise EngineError(f"stream {self.name} is closed: the engine it belongs to was shut down")
+        return self._inner
+
+    def close(self) -> None:
+        self._inner = None
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -104,8 +132,10 @@ class CudaStream(Stream):
         self.inner.wait_event(event.inner)
 
     def synchronize(self) -> None:
+        if self._inner is None:
+            return  # the device waited for its work before it closed the stream
         try:
-            self.inner.synchronize()
+            self._inner.synchronize()
         except RuntimeError as error:
             raise EngineError(f"work on stream {self.name} failed: {error}") from error
 
@@ -168,12 +198,12 @@ class CudaDevice(Device):
         return torch.cuda.stream(self._compute.inner)
 
     def new_stream(self, name: str) -> Stream:
-        stream = CudaStream(name, torch.cuda.Stream(self.torch_device), self._clock)
+        stream = CudaStream(name, own_stream(self.torch_device), self._clock)
         self._streams.append(stream)
         return stream
 
     def new_call_stream(self, name: str) -> CallStream:
-        stream = CudaCallStream(name, torch.cuda.Stream(self.torch_device), self._clock)
+        stream = CudaCallStream(name, own_stream(self.torch_device), self._clock)
         self._streams.append(stream)
         return stream
 
@@ -194,8 +224,6 @@ class CudaDevice(Device):
 
     def copy_2d(self, copy: PitchedCopy, stream: Stream) -> int:
         assert isinstance(stream, CudaStream) and stream is not self._compute, "copies run on transfer streams"
-        if self._closed:
-            raise EngineError(f"stream {stream.name} is closed: the engine it belongs to was shut down")
         sizes = (copy.dpitch, copy.spitch, copy.width, copy.height)
         if copy.kind == "h2h":  # CUDA would run it at once and ignore the order of the stream
             copy_on_host_async(copy.dst, copy.src, *sizes, stream.inner)
@@ -249,12 +277,15 @@ class CudaDevice(Device):
         return memory.available_bytes()
 
     def close(self) -> None:
-        """Wait for all work, so that its memory can be freed."""
+        """Wait for all work, so that its memory can be freed, and destroy the streams but the compute stream."""
         if not self._closed:
             self._closed = True
             for stream in [*self._streams, self._compute]:
                 with suppress(EngineError):
                     stream.synchronize()
+            for stream in self._streams:
+                stream.close()
+            self._clock.close()
 
 
 def check_cuda() -> None:
