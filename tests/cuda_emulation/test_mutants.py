@@ -1,0 +1,192 @@
+"""Engines on the emulated GPU with one wait of `transfer_order` less, and with all of them: what a race does to logits.
+
+The ordering check on the CPU (`tests/test_ordering.py`) finds the same waits by what the work declares. Here nothing is
+declared: the work runs on streams of its own, some of it late, and a missing wait has to show in the logits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from cpu_attention_helpers import force_share
+from engines import greedy, offloaded, random_prompt, recorded_logits, set_prefill, set_ring
+from test_ordering import is_cpu_attention, order_calls, several, without_call
+from torch import Tensor
+
+from nanovllm import LLM
+from nanovllm.device import PitchedCopy, create_device
+from nanovllm.device.cuda import CudaDevice, CudaStream
+from nanovllm.engine import model_runner, prefix_cache
+from nanovllm.errors import EngineError
+from nanovllm.kvcache import offload_engine
+from nanovllm.ops import row_kernels, triton_support
+from nanovllm.ops.attention import AttentionMetadata, AttentionState
+from nanovllm.ops.merge import merge_states_
+from nanovllm.ops.reference_attention import reference_attention
+
+emulated_gpu = pytest.importorskip("emulated_gpu", reason="there is no emulated GPU here: see `make cuda-emulated`")
+pytestmark = pytest.mark.cuda
+
+BLOCK, VOCAB = 16, 97
+ENGINES = ((2, 4, 14), (8, 9, 9))  # slots of the ring, num_gpu_blocks, num_cpu_blocks
+SEEDS = (1, 2, 3, 4)
+SHARES = (None, 1.0)  # of the host blocks for CPU attention
+LATE = ("host_tasks", "copies", "stores", "kernels")  # each waits for a random time before it runs
+LONGEST = {"copies": 6000, "stores": 60_000, "kernels": 300, "host_tasks": 6000}  # microseconds
+WAITS = [call for call in order_calls() if ".wait(" in call[2]]
+
+
+class PlainAttention:
+    """Attention in operators of torch, which the emulation runs faster than it interprets Triton."""
+
+    name = "torch operators"
+
+    def attend(
+        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
+    ) -> None:
+        for seq in table.sequences:
+            rows = slice(seq.query_start, seq.query_start + seq.query_len)
+            held = torch.cat([pool[block] for block in seq.block_table], dim=2)  # [2, kv_heads, tokens, head_dim]
+            k, v = held[:, :, : seq.kv_end - seq.first_position].transpose(1, 2)
+            out, lse = reference_attention(q[rows], k, v, scale, seq.context_len, seq.first_position, window)
+            merge_states_(state.out[rows], state.lse[:, rows], out.float(), lse.float())
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, hidden=32, intermediate=32, head_dim=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[Any, list[Tensor]]:
+    """The logits of engines with all waits, in which nothing is late."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def plain_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines without the ordering check and without Triton, whose prefix cache finds parts of blocks."""
+    monkeypatch.setattr(prefix_cache, "hash_block_size_of", lambda _: 4)
+    monkeypatch.setattr(model_runner, "create_device", create_device)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PlainAttention())
+    for module in (triton_support, row_kernels):
+        monkeypatch.setattr(module, "triton_runs", lambda: False)
+
+
+@contextmanager
+def late(kind: str | None, seed: int) -> Iterator[None]:
+    """In this context the work of a kind is late; `stores` are copies of new KV to the host, and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "stores":
+            random, copy_2d = Random(seed), CudaDevice.copy_2d
+
+            def copy_late(device: CudaDevice, copy: PitchedCopy, stream: Any) -> int:
+                assert isinstance(stream, CudaStream)
+                if copy.kind == "d2h" and stream.name.startswith("kv-slots"):
+                    seconds = random.uniform(0, LONGEST["stores"] / 1e6)
+                    emulated_gpu.push(stream.inner.cuda_stream, lambda: time.sleep(seconds))
+                return copy_2d(device, copy, stream)
+
+            patch.setattr(CudaDevice, "copy_2d", copy_late)
+        delays = {} if kind in (None, "stores") else {kind: LONGEST[kind]}
+        with emulated_gpu.delays(seed, **delays):
+            yield
+
+
+def logits_of(
+    model_dir: Path, sizes: tuple[int, int, int], share: float | None, kind: str | None = None, seed: int = 0
+) -> list[Tensor]:
+    """The logits of all steps up to one that fails. sizes: see ENGINES; share: see SHARES."""
+    ring_slots, *blocks = sizes
+    arguments = offloaded(BLOCK, *blocks, max_num_batched_tokens=45, cpu_attention=share is not None)
+    arguments |= {"dtype": "float32", "device": "cuda", "enforce_eager": True, "max_model_len": 120}
+    with pytest.MonkeyPatch.context() as patch:
+        set_ring(patch, ring_slots)
+        llm = LLM(model_dir, **arguments)
+    with llm, recorded_logits(llm) as logits, late(kind, seed):
+        if share is not None:
+            force_share(llm, share)
+        try:
+            crowd(llm)
+            partial_hits(llm)
+        except EngineError:
+            logits.append(torch.full((1,), torch.nan))  # equal to nothing
+        return [each.cpu() for each in logits]
+
+
+def crowd(llm: LLM) -> None:
+    """Requests that come, are aborted, and are preempted by those that came before."""
+    random = Random(7)
+    for index in range(12):
+        prompt = random_prompt(random.choice([10, 33, 64, 100]), VOCAB, index % 4)
+        params = several(2, 6, index) if index % 4 == 3 else greedy(random.choice((1, 6)))
+        llm.engine.add_request(str(index), None, params, prompt)
+        for _ in range(random.randrange(4)):
+            llm.engine.step()
+        if random.random() < 0.3:
+            llm.engine.abort_request(str(random.randrange(index + 1)))
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+
+
+def partial_hits(llm: LLM) -> None:
+    """A step that samples nothing, for which the host therefore does not wait, and a block moved right after it: the
+    second prompt begins like the first, whose second block it copies in part."""
+    set_prefill(llm, "chunk-major")
+    for index in range(4):
+        first = random_prompt(60, VOCAB, 100 + index)
+        llm.engine.add_request(f"first {index}", None, greedy(2), first)
+        llm.engine.step()
+        llm.engine.add_request(f"second {index}", None, greedy(2), first[:28] + random_prompt(20, VOCAB, index))
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def known_logits(model_dir: Path, known: dict[Any, list[Tensor]], sizes: Any, share: float | None) -> list[Tensor]:
+    if (sizes, share) not in known:
+        known[sizes, share] = logits_of(model_dir, sizes, share)
+    return known[sizes, share]
+
+
+@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("sizes", ENGINES)
+def test_late_work_does_not_change_the_logits(
+    model_dir: Path, known: dict[Any, list[Tensor]], sizes: tuple[int, int, int], share: float | None, kind: str
+) -> None:
+    expected = known_logits(model_dir, known, sizes, share)
+    assert len(expected) > 20 and all(bool(each.isfinite().all()) for each in expected)
+    assert all(equal(logits_of(model_dir, sizes, share, kind, seed), expected) for seed in SEEDS[:2])
+
+
+@pytest.mark.parametrize(("line", "column", "source"), WAITS, ids=lambda value: str(value))
+def test_a_missing_wait_changes_the_logits(
+    model_dir: Path,
+    known: dict[Any, list[Tensor]],
+    line: int,
+    column: int,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For some kind of late work and some seed."""
+    share = 1.0 if is_cpu_attention(source) else None
+    expected = {sizes: known_logits(model_dir, known, sizes, share) for sizes in ENGINES}
+    monkeypatch.setattr(offload_engine, "TransferOrder", without_call(line, column).TransferOrder)
+    tries = [(sizes, kind, seed) for seed in SEEDS for kind in LATE for sizes in ENGINES]
+    assert not all(
+        equal(logits_of(model_dir, sizes, share, kind, seed), expected[sizes]) for sizes, kind, seed in tries
+    ), source
