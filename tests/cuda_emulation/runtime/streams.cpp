@@ -16,6 +16,7 @@ thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 namespace {
 
 std::mutex streams_mutex;
+thread_local bool on_stream = false;  // whether this is a stream's thread
 
 std::vector<Stream*>& streams() {
     static auto* all = new std::vector<Stream*>;  // with the streams, until the process is gone
@@ -85,6 +86,7 @@ void Stream::push(Kind kind, std::function<void()> run) {
 }
 
 void Stream::work() {
+    on_stream = true;
     for (;;) {
         Item item;
         {
@@ -119,7 +121,9 @@ bool Stream::idle() {
 }
 
 void Stream::wait() {
-    if (idle()) return;
+    // Python may collect garbage on a stream's thread. What it finalizes there may wait for all streams, of which one
+    // may wait for this one. With a GPU no Python runs on such a thread.
+    if (on_stream || idle()) return;
     const FreeGil free;
     std::unique_lock lock(mutex_);
     idle_.wait(lock, [this] { return items_.empty() && !busy_; });
