@@ -84,7 +84,9 @@ class CudaClock:
         return CudaMark(self._origin, timed_event(stream))
 
     def close(self) -> None:
-        """Let the stream go. Marks made before still have their times."""
+        """Wait for the origins, without which marks made before would have no times, and let the stream go."""
+        with suppress(RuntimeError):  # a failed kernel broke the CUDA context
+            self._stream.synchronize()
         del self._stream
 
 
