@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+import emulated_gpu
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt
 from lora_helpers import make_adapter
 
 from nanovllm import LLM
-
-emulated_gpu = pytest.importorskip("emulated_gpu", reason="there is no emulated GPU here: see `make cuda-emulated`")
-pytestmark = pytest.mark.cuda
 
 
 def test_adapters_and_their_tables_are_written_by_the_compute_stream(tmp_path: Path) -> None:

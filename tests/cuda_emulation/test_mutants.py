@@ -13,10 +13,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import emulated_gpu
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from cpu_attention_helpers import force_share
+from emulated_engines import use_torch_operators
 from engines import greedy, offloaded, random_prompt, recorded_logits, set_prefill, set_ring
 from test_ordering import is_cpu_attention, order_calls, several, without_call
 from torch import Tensor
@@ -27,37 +29,14 @@ from nanovllm.device.cuda import CudaDevice, CudaStream
 from nanovllm.engine import model_runner, prefix_cache
 from nanovllm.errors import EngineError
 from nanovllm.kvcache import offload_engine
-from nanovllm.ops import row_kernels, triton_support
-from nanovllm.ops.attention import AttentionMetadata, AttentionState
-from nanovllm.ops.merge import merge_states_
-from nanovllm.ops.reference_attention import reference_attention
-
-emulated_gpu = pytest.importorskip("emulated_gpu", reason="there is no emulated GPU here: see `make cuda-emulated`")
-pytestmark = pytest.mark.cuda
 
 BLOCK, VOCAB = 16, 97
 ENGINES = ((2, 4, 14), (8, 9, 9))  # slots of the ring, num_gpu_blocks, num_cpu_blocks
 SEEDS = (1, 2, 3, 4)
 SHARES = (None, 1.0)  # of the host blocks for CPU attention
-LATE = ("host_tasks", "copies", "stores", "kernels")  # each waits for a random time before it runs
-LONGEST = {"copies": 6000, "stores": 60_000, "kernels": 300, "host_tasks": 6000}  # microseconds
+# The longest random time that each piece of work waits before it runs, in microseconds.
+LATE = {"host_tasks": 6000, "copies": 6000, "stores": 60_000, "kernels": 300}
 WAITS = [call for call in order_calls() if ".wait(" in call[2]]
-
-
-class PlainAttention:
-    """Attention in operators of torch, which the emulation runs faster than it interprets Triton."""
-
-    name = "torch operators"
-
-    def attend(
-        self, q: Tensor, pool: Tensor, table: AttentionMetadata, state: AttentionState, scale: float, window: int | None
-    ) -> None:
-        for seq in table.sequences:
-            rows = slice(seq.query_start, seq.query_start + seq.query_len)
-            held = torch.cat([pool[block] for block in seq.block_table], dim=2)  # [2, kv_heads, tokens, head_dim]
-            k, v = held[:, :, : seq.kv_end - seq.first_position].transpose(1, 2)
-            out, lse = reference_attention(q[rows], k, v, scale, seq.context_len, seq.first_position, window)
-            merge_states_(state.out[rows], state.lse[:, rows], out.float(), lse.float())
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +57,7 @@ def plain_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines without the ordering check and without Triton, whose prefix cache finds parts of blocks."""
     monkeypatch.setattr(prefix_cache, "hash_block_size_of", lambda _: 4)
     monkeypatch.setattr(model_runner, "create_device", create_device)
-    monkeypatch.setattr(model_runner, "select_backend", lambda *_: PlainAttention())
-    for module in (triton_support, row_kernels):
-        monkeypatch.setattr(module, "triton_runs", lambda: False)
+    use_torch_operators(monkeypatch)
 
 
 @contextmanager
@@ -93,12 +70,12 @@ def late(kind: str | None, seed: int) -> Iterator[None]:
             def copy_late(device: CudaDevice, copy: PitchedCopy, stream: Any) -> int:
                 assert isinstance(stream, CudaStream)
                 if copy.kind == "d2h" and stream.name.startswith("kv-slots"):
-                    seconds = random.uniform(0, LONGEST["stores"] / 1e6)
+                    seconds = random.uniform(0, LATE["stores"] / 1e6)
                     emulated_gpu.push(stream.inner.cuda_stream, lambda: time.sleep(seconds))
                 return copy_2d(device, copy, stream)
 
             patch.setattr(CudaDevice, "copy_2d", copy_late)
-        delays = {} if kind in (None, "stores") else {kind: LONGEST[kind]}
+        delays = {} if kind in (None, "stores") else {kind: LATE[kind]}
         with emulated_gpu.delays(seed, **delays):
             yield
 
