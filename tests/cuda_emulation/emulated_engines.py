@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.lora.request import LoRARequest
-from nanovllm.ops import backends, triton_support
+from nanovllm.ops import backends, row_kernels, triton_support
 from nanovllm.ops.flash_attention import FlashAttention
 
 BLOCK, VOCAB = 16, 300
@@ -125,6 +125,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, ri
 def use_torch_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of Triton's kernels."""
     monkeypatch.setattr(triton_support, "triton_runs", lambda: False)
+    monkeypatch.setattr(row_kernels, "_cuda_kernels", lambda: row_kernels.torch_rows)  # chosen once a process
     dtypes = (torch.float32, torch.bfloat16)
     monkeypatch.setattr(
         backends, "cuda_backends", lambda *_: [FlashAttention("torch's operators", plain_attention, None, dtypes)]
