@@ -64,7 +64,7 @@ def offloaded_model(
 
 
 def test_engines_one_after_the_other_and_two_at_once(offloaded_model: tuple[Model, Tokens]) -> None:
-    """More streams than torch has: engines of a process then share some."""
+    """With more streams in all than torch's 32."""
     model, tokens = offloaded_model
     for _ in range(5):
         with model.engine("cuda") as llm:

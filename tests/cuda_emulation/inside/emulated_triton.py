@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -65,13 +64,9 @@ def _compiled_and_launched(launch: Any, kernel: Any, args: Any, grid: Any, warmu
         return launch(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
 
-seconds: dict[str, list[float]] = {}  # of interpretation, by kernel: how many launches, how long
-
-
 def _interpret(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any]) -> None:
     import torch
 
-    begun = time.perf_counter()
     with _language_alone(), torch.inference_mode():
         _thread.scopes = {kernel.fn.__module__: _interpreter()._patch_lang(kernel.fn)}
         try:
@@ -80,9 +75,6 @@ def _interpret(kernel: Any, args: list[Any], grid: Any, options: dict[str, Any])
             scopes, _thread.scopes = _thread.scopes, None
             for scope in reversed(list(scopes.values())):
                 scope.restore()
-            taken = seconds.setdefault(kernel.fn.__name__, [0, 0.0])
-            taken[0] += 1
-            taken[1] += time.perf_counter() - begun
 
 
 def _argument(value: Any) -> Any:
