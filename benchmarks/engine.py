@@ -18,7 +18,7 @@ from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.device import create_device
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.budget import split_device
+from nanovllm.memory.budget import split_device
 from nanovllm.ops import select_backend
 
 

@@ -29,9 +29,9 @@ from benchmarks.gguf_types import quantize
 from benchmarks.options import Parser, add_device_option, add_json_option, exit_status
 from benchmarks.quantize_checkpoint import quantize_checkpoint
 from nanovllm import LLM, SamplingParams
-from nanovllm.gguf.names import LAYER_MODULES, MODULES
+from nanovllm.features.lora.request import LoRARequest
+from nanovllm.formats.gguf.names import LAYER_MODULES, MODULES
 from nanovllm.kvcache.base import KVStats
-from nanovllm.lora.request import LoRARequest
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.triton_support import multiplies_fp8

@@ -88,7 +88,7 @@ PARTS = (
     Part("kernels", ("-m", "benchmarks.kernels"), 100, 40, ("--dry",)),
     Part(
         "recall-128k",
-        ("-m", "nanovllm.demo", "--recall-only", "--device", "cuda", "--prompt-tokens", "131072",
+        ("-m", "nanovllm.apps.demo", "--recall-only", "--device", "cuda", "--prompt-tokens", "131072",
          "--num-gpu-blocks", "12"),
         120,
         40,

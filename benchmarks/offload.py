@@ -18,11 +18,11 @@ from benchmarks.shapes import Shape
 from benchmarks.timeline import Gaps, Overlap, Timeline, kernel_gaps, overlaps
 from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.data.layout import KVLayout
+from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.kvcache.base import KVStats
-from nanovllm.kvcache.budget import TransferCount, predict_request
-from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.kvcache.layout import KVLayout
-from nanovllm.layerwise_prefill.plan import Sizing
+from nanovllm.memory.budget import TransferCount, predict_request
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU

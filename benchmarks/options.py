@@ -9,8 +9,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NoReturn
 
-from nanovllm.cli.arguments import not_negative as not_negative
-from nanovllm.cli.arguments import positive as positive
+from nanovllm.apps.cli.arguments import not_negative as not_negative
+from nanovllm.apps.cli.arguments import positive as positive
 from nanovllm.config import DEVICES, DTYPES
 from nanovllm.errors import ConfigError, ModelError, RequestError
 
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 def add_model_options(parser: argparse.ArgumentParser, *, num_layers: int | None) -> None:
     """Options of the network and its dtype."""
     add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help="a name in nanovllm/planner/configs, or a directory with a config.json")
+    add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
     kept = "all" if num_layers is None else str(num_layers)
     add("--num-layers", type=layers, default=num_layers, help=f"layers to keep, or all (default: {kept})")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")

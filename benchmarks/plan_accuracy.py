@@ -34,13 +34,13 @@ from benchmarks.report import machine_facts, print_facts, print_other_load, writ
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
+from nanovllm.data.layout import KVLayout
 from nanovllm.device import create_device
-from nanovllm.kvcache.budget import split_device
-from nanovllm.kvcache.layout import KVLayout
+from nanovllm.features.planner.machine import Rates
+from nanovllm.features.planner.measure import Probe, ProbeSizes, measure_rates, random_model
+from nanovllm.features.planner.predict import Prediction
+from nanovllm.memory.budget import split_device
 from nanovllm.ops import select_backend
-from nanovllm.planner.machine import Rates
-from nanovllm.planner.measure import Probe, ProbeSizes, measure_rates, random_model
-from nanovllm.planner.predict import Prediction
 
 PLACEMENTS = ("resident", "offload", "streamed")  # offload with CPU attention, and without it
 
@@ -181,7 +181,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> list[Result]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="benchmarks.plan_accuracy", description="Predicted against measured speeds.")
     add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help="a name in nanovllm/planner/configs, or a directory with a config.json")
+    add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
     add("--num-layers", type=positive, nargs="+", default=[2, 4], help="layers to keep; several are run in turn")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV cache (default: the config's)")
     add("--prompt-len", type=positive, nargs="+", default=[2048, 8192], help="tokens; several are run in turn")

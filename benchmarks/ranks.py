@@ -29,10 +29,10 @@ from benchmarks.report import machine_facts, print_row, write_json
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.distributed import launch
-from nanovllm.distributed.group import ProcessGroup
-from nanovllm.distributed.messages import Channel
-from nanovllm.distributed.rank import LOOPBACK, RankSetup, join, with_device
+from nanovllm.features.distributed import launch
+from nanovllm.features.distributed.group import ProcessGroup
+from nanovllm.features.distributed.messages import Channel
+from nanovllm.features.distributed.rank import LOOPBACK, RankSetup, join, with_device
 from nanovllm.models.spec import DecoderSpec
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.gguf_types import TYPES, quantize
 from benchmarks.options import Parser, exit_status, positive
 from nanovllm import LLM, SamplingParams
-from nanovllm.smollm2.reading import story
+from nanovllm.apps.smollm2.reading import story
 
 NAME = "python -m benchmarks.requantize"
 ROWS = 256  # of logits at once, in Transformers
@@ -72,7 +72,7 @@ def transformers_perplexity(path: Path, num_tokens: int) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nanovllm.gguf import load_tokenizer
+    from nanovllm.formats.gguf import load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tokens = torch.tensor(load_tokenizer(path).encode(story())[:num_tokens])

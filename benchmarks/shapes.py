@@ -1,7 +1,7 @@
 """Networks to measure: published configs, cut to fewer layers if need be, with random weights and prompts.
 
-nanovllm/planner/configs has those of the published checkpoints, without Qwen2.5-7B-1M's dual chunk attention, which is
-plain attention up to 262,144 tokens.
+nanovllm/apps/planner/configs has those of the published checkpoints, without Qwen2.5-7B-1M's dual chunk
+attention, which is plain attention up to 262,144 tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 import nanovllm
 from nanovllm.errors import ConfigError
-from nanovllm.model_files.gguf_side import is_gguf
+from nanovllm.features.planner.network import Network
+from nanovllm.formats.gguf_side import is_gguf
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.planner.network import Network
 
-CONFIGS = Path(nanovllm.__file__).parent / "planner" / "configs"
+CONFIGS = Path(nanovllm.__file__).parent / "apps" / "planner" / "configs"
 
 
 def shape_names() -> list[str]:

@@ -29,7 +29,7 @@ from benchmarks.tiny import write_tiny_config
 from nanovllm import LLM, SamplingParams
 from nanovllm.comm import memcpy_2d_async, memcpy_batch_async
 from nanovllm.device import create_device
-from nanovllm.lora.request import LoRARequest
+from nanovllm.features.lora.request import LoRARequest
 from nanovllm.ops.attention import AttentionBackend
 from nanovllm.ops.backends import CHECK_BOUND, cuda_backends, difference_from_reference
 

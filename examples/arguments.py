@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nanovllm.apps.smollm2.package import checkpoint
+from nanovllm.apps.smollm2.reading import story
 from nanovllm.errors import ModelError
-from nanovllm.smollm2.package import checkpoint
-from nanovllm.smollm2.reading import story
 
 
 def make_parser(description: str, *, document: bool = False) -> argparse.ArgumentParser:

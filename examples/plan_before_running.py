@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from arguments import make_parser, model_directory
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.main import main as nanovllm
+from nanovllm.apps.cli.main import main as nanovllm
 
 STEP = ("--max-num-seqs", "8", "--max-num-batched-tokens", "512", "--kvcache-block-size", "128")
 

@@ -11,14 +11,14 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["OMP_WAIT_POLICY"] = "passive"
 
 if TYPE_CHECKING:
-    from nanovllm.cli.engine_args import EngineArgs
+    from nanovllm.apps.cli.engine_args import EngineArgs
+    from nanovllm.build import LLMEngine
+    from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.features.vllm_api.choices import ChoiceScore
     from nanovllm.llm import LLM
-    from nanovllm.model_engine import LLMEngine
     from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
-    from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from nanovllm.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanovllm.vllm_api.choices import ChoiceScore
+    from nanovllm.text.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,22 +41,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BeamSearchOutput": "nanovllm.vllm_api.beam_search",
-    "BeamSearchParams": "nanovllm.vllm_api.beam_search",
-    "BeamSearchSequence": "nanovllm.vllm_api.beam_search",
-    "ChoiceScore": "nanovllm.vllm_api.choices",
+    "BeamSearchOutput": "nanovllm.features.vllm_api.beam_search",
+    "BeamSearchParams": "nanovllm.features.vllm_api.beam_search",
+    "BeamSearchSequence": "nanovllm.features.vllm_api.beam_search",
+    "ChoiceScore": "nanovllm.features.vllm_api.choices",
     "CompletionOutput": "nanovllm.outputs",
-    "EngineArgs": "nanovllm.cli.engine_args",
+    "EngineArgs": "nanovllm.apps.cli.engine_args",
     "LLM": "nanovllm.llm",
-    "LLMEngine": "nanovllm.model_engine",
+    "LLMEngine": "nanovllm.build",
     "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
     "RequestOutputKind": "nanovllm.outputs",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputsParams": "nanovllm.sampling_params",
-    "TextPrompt": "nanovllm.prompts",
-    "TokensPrompt": "nanovllm.prompts",
+    "TextPrompt": "nanovllm.text.prompts",
+    "TokensPrompt": "nanovllm.text.prompts",
 }
 
 

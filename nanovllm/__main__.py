@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.model_files.gguf_side import is_gguf
-from nanovllm.model_files.hub import find_directories
+from nanovllm.formats.gguf_side import is_gguf
+from nanovllm.formats.hub import find_directories
 from nanovllm.vllm_arguments import ENGINE_ALIASES, own_arguments
 
 # More than any machine has, and small enough for integer tensors.
@@ -98,7 +98,7 @@ class EngineConfig:
         the most that running requests use. max_cpu_loras: adapters in host memory, at least max_loras, which is the
         default. Memory for all of them is set aside at the start.
     revision, tokenizer_revision, download_dir, hf_token: of models that are named as on the Hugging Face hub; see
-        `nanovllm.model_files.hub.find_directory`.
+        `nanovllm.formats.hub.find_directory`.
     """
 
     model: str

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanovllm.build import LLMEngine
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
 from nanovllm.engine import sides
@@ -20,9 +21,9 @@ from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.kvcache.base import KVStats
-from nanovllm.model_engine import LLMEngine
 from nanovllm.outputs import RequestOutput
-from nanovllm.prompts import (
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import (
     Message,
     Prompt,
     PromptParts,
@@ -34,18 +35,17 @@ from nanovllm.prompts import (
     prompt_parts,
     refuse_unknown,
 )
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_arguments import vllm_names
 
 if TYPE_CHECKING:  # for annotations only: these are sides
-    from nanovllm.chat_template.process import TemplateProcess
-    from nanovllm.chat_template.template import ChatTemplate
-    from nanovllm.lora.request import LoRARequest
-    from nanovllm.planner.machine import Rates
-    from nanovllm.planner.plan import Plan
-    from nanovllm.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
-    from nanovllm.vllm_api.choices import ChoiceScore
-    from nanovllm.vllm_api.metrics_reader import Metric
+    from nanovllm.features.lora.request import LoRARequest
+    from nanovllm.features.planner.machine import Rates
+    from nanovllm.features.planner.plan import Plan
+    from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.features.vllm_api.choices import ChoiceScore
+    from nanovllm.features.vllm_api.metrics_reader import Metric
+    from nanovllm.text.chat_template.process import TemplateProcess
+    from nanovllm.text.chat_template.template import ChatTemplate
 
 CHAT_ARGUMENTS = (
     "messages",
@@ -252,7 +252,7 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = sides.installed(sides.planner(), "plan", "planner and nanovllm.cpu_attention"), self._runner
+        planner, runner = sides.installed(sides.planner(), "plan", "planner and nanovllm.features.cpu_attention"), self._runner  # noqa: E501
         dtype = str(runner.dtype).removeprefix("torch.")
         return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 

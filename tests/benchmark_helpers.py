@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.planner.measure import ProbeSizes
+from nanovllm.features.planner.measure import ProbeSizes
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, KV_HEADS, HEAD_DIM, VOCAB, HIDDEN, INTERMEDIATE = 3, 2, 16, 101, 64, 96

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import make_checkpoint
 from tokenizer_files import write_byte_level
 
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 
 SMALL_CACHE = ["--kvcache-block-size", "16", "--num-gpu-blocks", "80"]
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]

@@ -112,9 +112,9 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
     runner = sys.modules.get("nanovllm.engine.model_runner")
-    if runner is not None and find_spec("nanovllm.cpu_attention") is not None:
-        from nanovllm.cpu_attention import host_blocks
-        from nanovllm.cpu_attention.shares import Bandwidths
+    if runner is not None and find_spec("nanovllm.features.cpu_attention") is not None:
+        from nanovllm.features.cpu_attention import host_blocks
+        from nanovllm.features.cpu_attention.shares import Bandwidths
 
         def given(*_: object) -> Bandwidths:
             return Bandwidths(link=10e9, host=20e9, device=20e9)
@@ -139,8 +139,8 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct in Hugging Face format: Transformers has dequantized it in float32."""
-    from nanovllm.smollm2 import UnavailableError
-    from nanovllm.smollm2.package import checkpoint
+    from nanovllm.apps.smollm2 import UnavailableError
+    from nanovllm.apps.smollm2.package import checkpoint
 
     try:
         return checkpoint()

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from random import Random
 
-from nanovllm.engine.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
-from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.layerwise import LayerwisePrefill, LayerwiseStep
+from nanovllm.data.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
+from nanovllm.data.layerwise import LayerwisePrefill, LayerwiseStep
+from nanovllm.data.tiers import BlockMove
 
 VOCAB = 50
 

@@ -9,13 +9,13 @@ from host_tasks import PythonTask, run
 
 from benchmarks.decode_by_share import ForcedShare
 from nanovllm import LLM
-from nanovllm.cpu_attention.host_blocks import HostBlockAttention
-from nanovllm.cpu_attention.shares import cpu_attention_query_len
 from nanovllm.device import CallStream, HostTask
 from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import model_runner
 from nanovllm.errors import EngineError
+from nanovllm.features.cpu_attention.host_blocks import HostBlockAttention
+from nanovllm.features.cpu_attention.shares import cpu_attention_query_len
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.ops.cpu_attention import HostAttention
 

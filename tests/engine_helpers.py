@@ -9,14 +9,14 @@ from typing import Any
 from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
-from nanovllm.engine.adapter import Adapter
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
+from nanovllm.data.layerwise import NO_LAYERWISE
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.kvcache import sizing
-from nanovllm.kvcache.budget import DeviceSplit, TransferCount
-from nanovllm.kvcache.layerwise import NO_LAYERWISE
+from nanovllm.memory import sizing
+from nanovllm.memory.budget import DeviceSplit, TransferCount
 
 PREFILL_WAYS = ("layer-major", "chunk-major")
 

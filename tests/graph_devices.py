@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.cuda_graphs import decode_tables
 from nanovllm.device import Device, Graph
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
+from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.ops import cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
 from nanovllm.ops.cpu_attention import NativeAttention

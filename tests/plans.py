@@ -7,11 +7,11 @@ from typing import Any
 
 from nanovllm.config import engine_config
 from nanovllm.engine.block_manager import WATERMARK
-from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.sizing import MemoryFacts
+from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.planner.network import Network
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.models.decoder import Decoder
-from nanovllm.planner.machine import Link, Rates
-from nanovllm.planner.network import Network
 
 GIB = 1 << 30
 

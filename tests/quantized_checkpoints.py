@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.quantize_checkpoint import quantize_checkpoint
+from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.packed_matrix import StackedWeights
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.ops.packed_weights import dequantize
-from nanovllm.quantization.packed_method import QuantizedWeight
 
 VOCAB = 199
 # Name of a variant -> format and options of `quantize_checkpoint`.

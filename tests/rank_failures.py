@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nanovllm.distributed import rank
-from nanovllm.distributed.rank import RankSetup
 from nanovllm.engine import model_runner
 from nanovllm.errors import ModelError
+from nanovllm.features.distributed import rank
+from nanovllm.features.distributed.rank import RankSetup
 from nanovllm.models.decoder import DecoderLayer
 
 VARIABLE = "TEST_RANK_FAILURE"  # rank, phase and way, with a file that gets the time of the failure

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing import get_context
 
-from nanovllm.distributed import launch
-from nanovllm.distributed.rank import RankSetup, run_rank
+from nanovllm.features.distributed import launch
+from nanovllm.features.distributed.rank import RankSetup, run_rank
 
 CONTEXT = get_context("spawn")
 

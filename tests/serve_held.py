@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from nanovllm.cli.main import main
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.server.async_llm import AsyncLLM
 
 VARIABLE = "TEST_HELD"
 
@@ -26,7 +26,7 @@ class HeldLLM(AsyncLLM):
 
 
 if __name__ == "__main__":
-    from nanovllm.server import async_llm
+    from nanovllm.apps.server import async_llm
 
     async_llm.AsyncLLM = HeldLLM  # type: ignore[misc]
     sys.exit(main(["serve", *sys.argv[1:]]))

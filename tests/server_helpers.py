@@ -17,11 +17,11 @@ from tokenizer_files import write_byte_level
 from waiting import PATIENCE, eventually
 
 from nanovllm import LLM
-from nanovllm.server.app import build_app
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.limits import Admission
-from nanovllm.server.run import Server, open_socket
-from nanovllm.server.settings import ServerSettings
+from nanovllm.apps.server.app import build_app
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.apps.server.limits import Admission
+from nanovllm.apps.server.run import Server, open_socket
+from nanovllm.apps.server.settings import ServerSettings
 
 T = TypeVar("T")
 NAME = "tiny"

@@ -17,10 +17,10 @@ from cli_helpers import generate, json_lines, make_model, write_jsonl
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
+from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.memory_checks import check_fits, gib
 from nanovllm.models import loader
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec

@@ -16,11 +16,11 @@ from server_helpers import CACHE, held_steps, in_engine, make_served_model, noth
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.server import async_llm
+from nanovllm.apps.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
+from nanovllm.apps.server.collector import OutputCollector, merged
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
-from nanovllm.server import async_llm
-from nanovllm.server.async_llm import MOST_FAILED_STEPS, AsyncLLM
-from nanovllm.server.collector import OutputCollector, merged
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 

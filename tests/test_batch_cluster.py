@@ -30,8 +30,8 @@ SAMPLING = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
 # that what the test does comes before the end.
 PROGRAM = """
 import os, sys, time
-from nanovllm.batch.results import ResultDirectory
-from nanovllm.cli.main import main
+from nanovllm.apps.batch.results import ResultDirectory
+from nanovllm.apps.cli.main import main
 
 def flush(self, flush=ResultDirectory.flush):
     flush(self)
@@ -235,7 +235,7 @@ def test_ray_data(cluster: Cluster, model: str, tmp_path: Path) -> None:
     found = pq.read_table(tmp_path / "out").sort_by("id").to_pylist()
     assert [row["id"] for row in found] == list(range(40))
 
-    from nanovllm.batch import LLMPredictor
+    from nanovllm.apps.batch import LLMPredictor
 
     arguments = runpy.run_path(str(EXAMPLE))["ENGINE"] | {"device": "cpu"}
     predictor = LLMPredictor(model, **arguments)
@@ -284,7 +284,7 @@ def test_a_lost_worker_and_a_lost_node_lose_no_row(
 )
 def test_replicas_share_the_cpus(node_cpus: list[int], num_replicas: int, each: int) -> None:
     pytest.importorskip("ray")
-    from nanovllm.batch.ray_cluster import cpus_each
+    from nanovllm.apps.batch.ray_cluster import cpus_each
 
     assert cpus_each(node_cpus, num_replicas) == each
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch import results as results_module
-from nanovllm.batch.results import DoneRows, ResultDirectory
-from nanovllm.batch.rows import Row, RowResult, failed_result
+from nanovllm.apps.batch import results as results_module
+from nanovllm.apps.batch.results import DoneRows, ResultDirectory
+from nanovllm.apps.batch.rows import Row, RowResult, failed_result
 from nanovllm.errors import ConfigError, EngineError
 
 JOB = {"--model": "a", "--input": [1]}

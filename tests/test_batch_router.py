@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from nanovllm.batch import router as router_module
-from nanovllm.batch.router import Router, WaitingRow, prefix_hashes
-from nanovllm.batch.rows import Row, RowRequest
+from nanovllm.apps.batch import router as router_module
+from nanovllm.apps.batch.router import Router, WaitingRow, prefix_hashes
+from nanovllm.apps.batch.rows import Row, RowRequest
 
 
 def waiting(index: int, prompt: str) -> WaitingRow:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch.router import prefix_hashes
-from nanovllm.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
+from nanovllm.apps.batch.router import prefix_hashes
+from nanovllm.apps.batch.rows import USED_COLUMNS, Row, RowFormat, RowRequest
 from nanovllm.errors import RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]

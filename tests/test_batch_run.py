@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch.results import ResultDirectory
-from nanovllm.batch.router import Router
-from nanovllm.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
-from nanovllm.batch.run import MOST_EMPTY_LIVES, MOST_LOSSES, BatchRun, Lost, Results
-from nanovllm.engine.progress import Progress
+from nanovllm.apps.batch.results import ResultDirectory
+from nanovllm.apps.batch.router import Router
+from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
+from nanovllm.apps.batch.run import MOST_EMPTY_LIVES, MOST_LOSSES, BatchRun, Lost, Results
+from nanovllm.data.progress import Progress
 from nanovllm.errors import EngineError
 
 

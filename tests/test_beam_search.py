@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from engines import beam_reference, offloaded, random_prompt
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
+from nanovllm.features.sequence_groups.beam_search import BeamRow, BeamSearch, Candidate
 
 BLOCK, VOCAB = 16, 61
 ENGINES: dict[str, dict[str, Any]] = {

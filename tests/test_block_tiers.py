@@ -8,8 +8,8 @@ from itertools import count
 import pytest
 from block_helpers import BLOCK, cache, compute, found, new_tokens, running, sequence, tiers
 
+from nanovllm.data.tiers import BlockMove
 from nanovllm.engine.block_manager import MAX_PROMOTIONS_PER_STEP, BlockManager
-from nanovllm.kvcache.hybrid_manager import BlockMove
 
 
 @pytest.fixture

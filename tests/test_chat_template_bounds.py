@@ -15,10 +15,10 @@ from checkpoints import make_checkpoint, refusal
 from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.chat_template import ChatTemplate, TemplateProcess
-from nanovllm.chat_template import process as template_process
 from nanovllm.errors import RequestError
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.chat_template import ChatTemplate, TemplateProcess
+from nanovllm.text.chat_template import process as template_process
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 QUESTION = [{"role": "user", "content": "a known question"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -233,7 +233,8 @@ def test_what_json_cannot_express_is_refused(variables: dict[str, Any]) -> None:
 
 def test_the_worker_needs_neither_torch_nor_this_package() -> None:
     code = (
-        "import sys; from nanovllm.chat_template import worker; print(sorted(m for m in sys.modules if 'torch' in m))"
+        "import sys; from nanovllm.text.chat_template import worker; "
+        "print(sorted(m for m in sys.modules if 'torch' in m))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli import arguments
-from nanovllm.cli.arguments import (
+from nanovllm.apps.cli import arguments
+from nanovllm.apps.cli.arguments import (
     ENGINE,
     HELP,
     NO_ENGINE_FLAGS,
@@ -24,8 +24,8 @@ from nanovllm.cli.arguments import (
     flag_name,
     sampling_arguments,
 )
-from nanovllm.cli.chat import NO_FLAGS
-from nanovllm.cli.main import Parser
+from nanovllm.apps.cli.chat import NO_FLAGS
+from nanovllm.apps.cli.main import Parser
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
@@ -124,7 +124,7 @@ def test_what_is_no_value_costs_one_sentence(
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch", "bench"])
 def test_every_command_takes_the_engine_flags_of_vllm(command: str, tmp_path: Path) -> None:
     """Also where the command has a flag of the same name, such as --chat-template or --shutdown-timeout."""
-    parser = importlib.import_module(f"nanovllm.cli.{command}").add_parser(Parser().add_subparsers(), "")
+    parser = importlib.import_module(f"nanovllm.apps.cli.{command}").add_parser(Parser().add_subparsers(), "")
     model = ["--model", str(tmp_path), *(["--input", "data.jsonl", "--output", "out"] if command == "batch" else [])]
     words = "--block-size 32 --enable-chunked-prefill --disable-log-stats --tokenizer-mode auto --kv-cache-dtype auto"
     args = parser.parse_args([*model, *words.split(), "--compilation-config", "{}"])

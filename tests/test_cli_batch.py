@@ -14,9 +14,9 @@ import pytest
 from cli_helpers import GREEDY, SMALL_CACHE, json_lines, make_model, write_jsonl
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch.replica import Replica
-from nanovllm.cli.main import main
-from nanovllm.engine.batch import Batch, StepResult
+from nanovllm.apps.batch.replica import Replica
+from nanovllm.apps.cli.main import main
+from nanovllm.data.batch import Batch, StepResult
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import EngineError
 
@@ -188,9 +188,9 @@ def test_rows_of_an_engine_that_has_ended_wait_for_resume(
 # The command with small parts, which is killed in the middle of a row.
 KILLED = """
 import os, signal, sys
-from nanovllm.batch.replica import Replica
-from nanovllm.batch.results import ResultDirectory
-from nanovllm.cli.main import main
+from nanovllm.apps.batch.replica import Replica
+from nanovllm.apps.batch.results import ResultDirectory
+from nanovllm.apps.cli.main import main
 
 def killed(replica, step=Replica.step, steps=iter(range(220))):
     return step(replica) if next(steps, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
@@ -296,7 +296,7 @@ def test_refusals(
 def test_replicas_need_ray(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nanovllm.cli import batch as command
+    from nanovllm.apps.cli import batch as command
 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     source = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a"})
@@ -311,7 +311,7 @@ def test_predictor(model: str) -> None:
     pa = pytest.importorskip("pyarrow")
     import numpy
 
-    from nanovllm.batch import LLMPredictor
+    from nanovllm.apps.batch import LLMPredictor
     from nanovllm.errors import EngineError
 
     arguments: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 80}

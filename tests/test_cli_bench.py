@@ -9,8 +9,8 @@ import pytest
 from checkpoints import make_checkpoint
 
 from nanovllm import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.cli.bench import Run
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.bench import Run
+from nanovllm.apps.cli.main import main
 
 WORK = ["--prompt-len", "40", "90", "--num-prompts", "2", "--repeats", "2", "--output-len", "4"]
 
@@ -54,8 +54,8 @@ def test_figures_for_programs(model: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_figures_for_people(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.progress_bar.DELAY", 0.0)
-    monkeypatch.setattr("nanovllm.progress_bar.REPRINT", 0.0)
+    monkeypatch.setattr("nanovllm.features.progress_bar.DELAY", 0.0)
+    monkeypatch.setattr("nanovllm.features.progress_bar.REPRINT", 0.0)
     assert bench(model, "--output-len", "1", "--progress", "--warmup", "0") == 0
     printed = capsys.readouterr()
     assert "2 x 40 tokens in, 1 out\nprefill " in printed.out and "2 x 90 tokens in" in printed.out

@@ -13,11 +13,11 @@ from cli_helpers import SMALL_CACHE, generate, json_lines, make_model, set_stdin
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import generate as command
-from nanovllm.cli import prompts
-from nanovllm.cli.boundary import LONGEST, Boundary
-from nanovllm.cli.generate import Requests
-from nanovllm.cli.main import main
+from nanovllm.apps.cli import generate as command
+from nanovllm.apps.cli import prompts
+from nanovllm.apps.cli.boundary import LONGEST, Boundary
+from nanovllm.apps.cli.generate import Requests
+from nanovllm.apps.cli.main import main
 from nanovllm.errors import one_line
 
 
@@ -215,7 +215,7 @@ def test_counts_of_plan_and_bench(model: str, value: str, capsys: pytest.Capture
 def test_an_error_of_a_question_ends_no_conversation(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.cli.chat import Conversation
+    from nanovllm.apps.cli.chat import Conversation
 
     prompt = Conversation.prompt
 

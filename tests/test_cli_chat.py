@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from cli_helpers import SMALL_CACHE, TEMPLATE, make_model, set_stdin
 
-from nanovllm import LLM, SamplingParams, progress_bar
-from nanovllm.cli.chat import Conversation
-from nanovllm.cli.main import main
+from nanovllm import LLM, SamplingParams
+from nanovllm.apps.cli.chat import Conversation
+from nanovllm.apps.cli.main import main
 from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.features import progress_bar
 
 OPTIONS = [*SMALL_CACHE, "--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
 DOCUMENT = "All that is known. " * 15 + "\n"

@@ -20,10 +20,11 @@ from cli_helpers import GREEDY, SMALL_CACHE, TEMPLATE, generate, json_lines, mak
 
 import nanovllm
 import nanovllm.llm
-from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams, progress_bar
-from nanovllm.cli.main import main
-from nanovllm.cli.results import text_result
+from nanovllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.cli.results import text_result
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.features import progress_bar
 from nanovllm.outputs import RequestMetrics
 
 

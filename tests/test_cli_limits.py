@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from nanovllm.device import memory
 memory.SYSTEM_ROOT = Path(sys.argv.pop(1))
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 sys.exit(main())
 """
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import make_checkpoint
 from cli_helpers import generate, json_lines, make_model, set_stdin, write_jsonl
 
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 from nanovllm.engine.model_runner import ModelRunner
 
 
@@ -108,7 +108,7 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; from nanovllm.cli.main import main\n"
+        "import sys; from nanovllm.apps.cli.main import main\n"
         "for words in (['--help'], ['generate', '--help'], ['chat', '--help'], ['bench', '--help']):\n"
         "    try: main(words)\n"
         "    except SystemExit as stopped: assert stopped.code == 0\n"

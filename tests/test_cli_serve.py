@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli import serve
-from nanovllm.cli.main import main
-from nanovllm.progress_bar import ERASE
-from nanovllm.server import async_llm, run
-from nanovllm.server.settings import ServerSettings
+from nanovllm.apps.cli import serve
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.server import async_llm, run
+from nanovllm.apps.server.settings import ServerSettings
+from nanovllm.features.progress_bar import ERASE
 
 
 @pytest.fixture

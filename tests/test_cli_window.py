@@ -14,10 +14,10 @@ from cli_helpers import make_model
 
 import nanovllm.llm
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.cli import generate as command
-from nanovllm.cli.main import main
-from nanovllm.cli.prompts import Feed, Source
-from nanovllm.engine.progress import Progress
+from nanovllm.apps.cli import generate as command
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.cli.prompts import Feed, Source
+from nanovllm.data.progress import Progress
 from nanovllm.outputs import RequestMetrics
 
 

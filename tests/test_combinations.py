@@ -24,9 +24,9 @@ from tokenizer_files import write_byte_level
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.features.lora.request import LoRARequest
 from nanovllm.layers.linear import Linear
-from nanovllm.lora.request import LoRARequest
-from nanovllm.server.async_llm import AsyncLLM
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 

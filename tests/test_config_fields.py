@@ -14,7 +14,13 @@ from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
-from nanovllm.models.config_fields import COMMON_FIELDS, FIELDS_WITHOUT_EFFECT, NETWORK_FIELDS, OFF_VALUES, OTHER_FIELDS
+from nanovllm.formats.config_fields import (
+    COMMON_FIELDS,
+    FIELDS_WITHOUT_EFFECT,
+    NETWORK_FIELDS,
+    OFF_VALUES,
+    OTHER_FIELDS,
+)
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec, read_decoder_spec
 

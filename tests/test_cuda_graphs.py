@@ -18,10 +18,10 @@ from graph_devices import BLOCK, MODES, PROMPTS, VOCAB, arguments, measured_memo
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.cuda_graphs import decode_graphs
 from nanovllm.device.cuda import CudaDevice
 from nanovllm.device.cuda_graph import record_graphs
-from nanovllm.engine import profiling
+from nanovllm.features.cuda_graphs import decode_graphs
+from nanovllm.memory import profiling
 
 # ---- anywhere
 
@@ -211,7 +211,7 @@ def test_what_real_graphs_take_is_what_was_kept_for_them(
     offload: bool, gpu_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prints both. The estimate may not be below what is taken by more than one step of the driver's."""
-    caplog.set_level(logging.INFO, "nanovllm.cuda_graphs.decode_graphs")
+    caplog.set_level(logging.INFO, "nanovllm.features.cuda_graphs.decode_graphs")
     found = measured_memory(monkeypatch)
     engine = {"dtype": "bfloat16", "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.3, "device": "cuda"}
     if offload:

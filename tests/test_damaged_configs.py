@@ -14,9 +14,9 @@ from checkpoints import edit_config, make_checkpoint, refusal
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
+from nanovllm.data.json_fields import MAX_JSON_BYTES, MAX_NESTING, read_json_object
 from nanovllm.errors import MOST_QUOTED, ModelError, quoted
-from nanovllm.model_files.json_fields import MAX_JSON_BYTES, MAX_NESTING, read_json_object
-from nanovllm.models.config_fields import MAX_LAYERS
+from nanovllm.formats.config_fields import MAX_LAYERS
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.rope_config import rope_parameters
 

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig, engine_config
-from nanovllm.cuda_graphs.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
-from nanovllm.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.device.ordering import OrderingCheck
-from nanovllm.engine import profiling
+from nanovllm.features.cuda_graphs.decode_graphs import LARGEST_BUCKET, DecodeGraphs, bucket_sizes
+from nanovllm.features.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.memory import profiling
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops import row_attention
@@ -270,7 +270,7 @@ def test_the_log_says_what_was_recorded(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphed(monkeypatch, "full steps", graph_bytes=3 << 20)
-    caplog.set_level(logging.INFO, "nanovllm.cuda_graphs.decode_graphs")
+    caplog.set_level(logging.INFO, "nanovllm.features.cuda_graphs.decode_graphs")
     with LLM(model_dir, **arguments("full steps")):
         pass
     (line,) = [record.getMessage() for record in caplog.records if "graphs" in record.getMessage()]
@@ -279,7 +279,7 @@ def test_the_log_says_what_was_recorded(
 
 
 def test_larger_batches_and_prefill_are_eager(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.cuda_graphs.decode_graphs.LARGEST_BUCKET", 4)
+    monkeypatch.setattr("nanovllm.features.cuda_graphs.decode_graphs.LARGEST_BUCKET", 4)
     graphed(monkeypatch, "full steps")
     batches = watch_batches(monkeypatch)
     with LLM(model_dir, **arguments("full steps")) as llm:

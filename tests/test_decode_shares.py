@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.cpu_attention.shares import (
+from nanovllm.features.cpu_attention.shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
@@ -18,7 +18,7 @@ from nanovllm.cpu_attention.shares import (
     cpu_attention_query_len,
     layer_seconds,
 )
-from nanovllm.kvcache.budget import blocks_of_share
+from nanovllm.memory.budget import blocks_of_share
 
 MIB = 1 << 20
 GPU = Bandwidths(link=50e9, host=200e9, device=3000e9)

@@ -12,7 +12,7 @@ from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_byte_fallback, write_byte_level
 
 from nanovllm.engine.detokenizer import StreamDetokenizer, WindowDetokenizer, make_detokenizer
-from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nanovllm.config import PreemptionMode
+from nanovllm.data.layerwise import LayerwiseMemory
+from nanovllm.data.tiers import Tier
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
-from nanovllm.kvcache.hybrid_manager import Tier
-from nanovllm.kvcache.layerwise import LayerwiseMemory
+from nanovllm.features.sequence_groups.beams import BeamRequest
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence_groups.beams import BeamRequest
 
 # Few tokens and common starts, so that prefixes are shared often.
 TOKENS = st.integers(0, 2)

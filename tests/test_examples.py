@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import make_model
 
-from nanovllm.smollm2 import UnavailableError, package
+from nanovllm.apps.smollm2 import UnavailableError, package
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MOST_LINES = 60

@@ -25,14 +25,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.engine.profiling import activation_peak
-from nanovllm.layers.expert_spec import ExpertSpec
+from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.features.lora.adapter_files import read_adapter
+from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
-from nanovllm.lora.adapter_files import read_adapter
+from nanovllm.memory.profiling import activation_peak
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
-from nanovllm.planner.network import Network
 
 CPU = torch.device("cpu")
 EXPERTS, CHOSEN, HIDDEN, INNER = 12, 3, 40, 24

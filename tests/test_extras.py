@@ -47,9 +47,9 @@ with LLM(model, **cache) as llm:
 """
 SERVER = """
 import json, threading, time, urllib.request
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.run import Server, open_socket
-from nanovllm.server.settings import ServerSettings
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.apps.server.run import Server, open_socket
+from nanovllm.apps.server.settings import ServerSettings
 settings = ServerSettings(served_model_names=("m",), port=0)
 with AsyncLLM(model, **cache) as engine, open_socket(settings) as opened:
     server = Server(engine, settings)
@@ -69,7 +69,7 @@ with AsyncLLM(model, **cache) as engine, open_socket(settings) as opened:
 """
 PARQUET = """
 import os, pyarrow as pa, pyarrow.parquet as pq, tempfile
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 folder = tempfile.mkdtemp(dir=os.path.dirname(model))
 pq.write_table(pa.table({"prompt": ["a", "b"]}), f"{folder}/in.parquet")
 flags = ["--device=cpu", "--kvcache-block-size=16", "--num-gpu-blocks=40", "--max-tokens=3", "--ignore-eos"]
@@ -79,7 +79,7 @@ assert pq.read_table(f"{folder}/out/part-000000.parquet").num_rows == 2
 """
 RAY = """
 import os
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 folder = os.path.dirname(model)
 open(f"{folder}/in.jsonl", "w").write('{"prompt": "a"}\\n{"prompt": "b"}\\n')
 flags = ["--device=cpu", "--kvcache-block-size=16", "--num-gpu-blocks=40", "--max-tokens=3", "--ignore-eos"]
@@ -90,7 +90,7 @@ GGUF = """
 import os
 from pathlib import Path
 from nanovllm import LLM, SamplingParams
-from nanovllm.smollm2.gguf_checkpoint import convert_gguf
+from nanovllm.apps.smollm2.gguf_checkpoint import convert_gguf
 folder = Path(model).parent
 convert_gguf(folder / "tiny.gguf", folder / "converted")
 with LLM(str(folder / "converted"), **cache) as llm:

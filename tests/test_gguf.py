@@ -21,16 +21,16 @@ from gguf_files import QUANTIZED, TEMPLATE, VOCAB, WIDE, write_gguf
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.gguf import header
-from nanovllm.gguf.model import BY_NAME
-from nanovllm.gguf.weights import GgufWeight
+from nanovllm.formats import gguf_side
+from nanovllm.formats.gguf import header
+from nanovllm.formats.gguf.model import BY_NAME
+from nanovllm.formats.gguf.weights import GgufWeight
 from nanovllm.layers.packed_matrix import StackedWeights
-from nanovllm.model_files import gguf_side
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.ops.packed_weights import dequantize
-from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40, "dtype": "float32"}
 PROMPTS = [random_prompt(length, VOCAB, seed=1) for length in (1, 40)]
@@ -308,7 +308,7 @@ def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> N
 
 def test_without_the_side_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_side, "find_side", lambda module: None)
-    assert "tiny.gguf: GGUF files need nanovllm.gguf" in refusal(lambda: LLM(tiny))
+    assert "tiny.gguf: GGUF files need nanovllm.formats.gguf" in refusal(lambda: LLM(tiny))
 
 
 # ---- commands, server, structured outputs
@@ -330,7 +330,7 @@ def test_the_server_answers_with_the_file(tiny: Path) -> None:
     pytest.importorskip("starlette", reason="the server's packages are not installed")
     from server_helpers import ask
 
-    from nanovllm.server.async_llm import AsyncLLM
+    from nanovllm.apps.server.async_llm import AsyncLLM
 
     with AsyncLLM(tiny, **SMALL) as engine:
         messages = [{"role": "user", "content": "th 42"}]

@@ -23,12 +23,12 @@ from tiny_gguf import write_tiny_gguf
 
 from benchmarks.requantize import perplexity, requantize
 from nanovllm import LLM, SamplingParams
-from nanovllm.gguf.tensors import list_tensors
+from nanovllm.apps.smollm2 import UnavailableError
+from nanovllm.apps.smollm2.package import fetch_gguf
+from nanovllm.apps.smollm2.reading import story
+from nanovllm.formats.gguf.tensors import list_tensors
 from nanovllm.ops.packed_weights import dequantize, gguf_weight
-from nanovllm.smollm2 import UnavailableError
-from nanovllm.smollm2.package import fetch_gguf
-from nanovllm.smollm2.reading import story
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 pytestmark = pytest.mark.slow
 

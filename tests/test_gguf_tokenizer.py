@@ -21,8 +21,8 @@ from gguf_files import add_value
 from tiny_gguf import TEMPLATE
 from tokenizer_files import byte_symbols
 
-from nanovllm.gguf.pre_tokenizers import PRE_TOKENIZERS
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 END = "<|end|>"
 WORDS = ("the", " the", "'s", "42", "in", " in", "\n\n", "  ", "日本", "é", "ab")

@@ -11,7 +11,7 @@ from engines import greedy, offloaded, random_prompt, recorded_batches, token_id
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.ordering import OrderingCheck
-from nanovllm.kvcache.budget import TransferCount
+from nanovllm.memory.budget import TransferCount
 
 BLOCK, VOCAB = 16, 101
 

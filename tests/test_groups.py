@@ -7,9 +7,9 @@ from content_model import expected_beams, expected_output, logprob_of, sampled_t
 from engine_helpers import BLOCK, Bench, prompt_of
 from group_helpers import beam_bench, expected_group, outputs, sampled
 
-from nanovllm.engine.batch import Sample
+from nanovllm.data.batch import Sample
+from nanovllm.data.tiers import BlockMove
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.hybrid_manager import BlockMove
 
 # ---- one prompt, several sequences
 

@@ -295,8 +295,8 @@ def test_a_fork_may_close_and_read(llm: LLM) -> None:
 
 def test_a_fork_leaves_the_worker_process() -> None:
     """Which renders the chat templates, or compiles the grammars, of the first process."""
-    script = pytest.importorskip("nanovllm.chat_template.worker").__file__
-    worker_process = pytest.importorskip("nanovllm.worker_process")
+    script = pytest.importorskip("nanovllm.text.chat_template.worker").__file__
+    worker_process = pytest.importorskip("nanovllm.text.worker_process")
     worker = worker_process.WorkerProcess(script, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
     process = worker.started()
     assert in_fork(worker.close) == "None" and process.poll() is None
@@ -309,7 +309,7 @@ def test_a_fork_leaves_the_worker_process() -> None:
 FORKED = """
 import asyncio, os, signal, sys
 from nanovllm import LLM, SamplingParams
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.apps.server.async_llm import AsyncLLM
 
 def tokens(llm):
     return llm.generate([[5] * 90], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids

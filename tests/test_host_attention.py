@@ -15,9 +15,9 @@ import torch
 from host_tasks import run
 from torch import Tensor
 
-from nanovllm.cpu_attention.shares import can_attend_concurrently
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
+from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import HostAttention, Meter, NativeAttention, empty_task, supports_head_dim
 

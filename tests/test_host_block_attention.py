@@ -30,10 +30,10 @@ from fast import fast_only
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.cpu_attention.host_blocks import BalancedShare
+from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.device import PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
+from nanovllm.features.cpu_attention.host_blocks import BalancedShare
 
 BLOCK, VOCAB = 16, 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)

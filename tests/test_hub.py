@@ -16,10 +16,10 @@ from engines import greedy, token_ids
 from tokenizer_files import write_byte_level
 
 from nanovllm import LLM
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 from nanovllm.config import engine_config
 from nanovllm.errors import ConfigError
-from nanovllm.model_files.hub import find_directory
+from nanovllm.formats.hub import find_directory
 
 NAME, COMMIT = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
 SMALL = {"kvcache_block_size": 16, "num_gpu_blocks": 40}

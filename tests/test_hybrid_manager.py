@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.data.tiers import BlockMove, Tier
 from nanovllm.engine.prefix_cache import Evictor
-from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Tier
+from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 
 def test_a_place_pool_hands_out_each_place_once() -> None:

@@ -14,8 +14,8 @@ from checkpoints import make_checkpoint
 from engines import random_prompt
 
 from nanovllm import LLM
-from nanovllm.distributed import launch
 from nanovllm.errors import ConfigError
+from nanovllm.features.distributed import launch
 from nanovllm.ops import kernel_choice
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice, instruction_sets
 from nanovllm.ops.kernel_choice import WORKS, agreed, candidates, choice_file, faster, find_choice

@@ -17,15 +17,15 @@ from torch import Tensor
 from triton_mode import DEVICE, TRITON_MARKS
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.planner.report import plan_json
+from nanovllm.data.layout import KVLayout
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.layout import KVLayout
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.cpu_attention import NativeAttention, PagedStep
 from nanovllm.ops.kv_quantization import dequantize_rows, quantize_rows, quantize_rows_torch
 from nanovllm.ops.row_kernels import store_kv
 from nanovllm.ops.torch_attention import TorchAttention
-from nanovllm.planner.report import plan_json
 
 KV_DTYPES = ("int8", "fp8")
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import LLM
+from nanovllm.apps.server.kv_events import KVCacheEvents
+from nanovllm.apps.server.kv_snapshot import CellState, KVGeometry, KVSnapshot, changed_runs
 from nanovllm.engine.block_manager import BlockManager, BlockState
-from nanovllm.server.kv_events import KVCacheEvents
-from nanovllm.server.kv_snapshot import CellState, KVGeometry, KVSnapshot, changed_runs
 
 STATES = st.lists(st.sampled_from(CellState), min_size=1, max_size=60).map(bytes)
 

@@ -43,12 +43,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM
-from nanovllm.cuda_graphs import decode_tables
-from nanovllm.cuda_graphs.decode_graphs import DecodeGraphs
 from nanovllm.device import Device, Event, PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
 from nanovllm.engine import model_runner
+from nanovllm.features.cuda_graphs import decode_tables
+from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
 from nanovllm.models.decoder import DecoderLayer
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, PagedStep

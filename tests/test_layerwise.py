@@ -11,14 +11,14 @@ from checkpoints import ROPES, make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, set_prefill, token_ids, watch_layerwise
 
 from nanovllm import LLM
+from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
+from nanovllm.data.layerwise import LayerwiseMemory
 from nanovllm.device.ordering import OrderingError
-from nanovllm.engine.profiling import _LiveBytes, activation_peak
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.layerwise import LayerwiseMemory
+from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
+from nanovllm.features.layerwise_prefill.runner import LayerwiseOrder, LayerwiseState
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.layerwise_prefill.kv_cache import LayerwiseKVCache
-from nanovllm.layerwise_prefill.runner import LayerwiseOrder, LayerwiseState
-from nanovllm.recall import make_document, make_prompt, write_recall_checkpoint
+from nanovllm.memory.profiling import _LiveBytes, activation_peak
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 

@@ -296,8 +296,8 @@ def test_a_stream_whose_request_is_aborted_elsewhere_says_so(llm: LLM) -> None:
 def test_the_bar_shows_rates_and_how_far_a_long_prefill_is(
     model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.progress_bar.REDRAW", 0.0)
-    monkeypatch.setattr("nanovllm.progress_bar.DELAY", 0.0)
+    monkeypatch.setattr("nanovllm.features.progress_bar.REDRAW", 0.0)
+    monkeypatch.setattr("nanovllm.features.progress_bar.DELAY", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with LLM(model_dir, num_gpu_blocks=80, kvcache_block_size=64, max_num_batched_tokens=1024) as chunked:
         capsys.readouterr()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 VLLM = {
     "__init__.py": "from nanovllm import LLM, SamplingParams, TokensPrompt\n",
     "lora/__init__.py": "",
-    "lora/request.py": "from nanovllm.lora.request import LoRARequest\n",
+    "lora/request.py": "from nanovllm.features.lora.request import LoRARequest\n",
     "entrypoints/__init__.py": "",
     "entrypoints/chat_utils.py": "def resolve_chat_template(tokenizer, **others): return tokenizer.chat_template\n"
     "resolve_hf_chat_template = resolve_chat_template\n",

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
+from nanovllm.formats import checkpoint
 from nanovllm.layers.linear_method import WeightSlot
-from nanovllm.models import checkpoint
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model

@@ -16,10 +16,10 @@ from graph_devices import arguments as graph_arguments
 from lora_helpers import ALL, adapter_tensors, make_adapter, merge_adapter, write_adapter
 
 from nanovllm import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
-from nanovllm.cli.engine_args import EngineArgs
+from nanovllm.apps.cli.engine_args import EngineArgs
 from nanovllm.errors import ConfigError
-from nanovllm.lora.manager import LoRAManager
-from nanovllm.lora.request import LoRARequest
+from nanovllm.features.lora.manager import LoRAManager
+from nanovllm.features.lora.request import LoRARequest
 
 VOCAB, BLOCK = 199, 16
 RESIDENT = {"kvcache_block_size": BLOCK, "num_gpu_blocks": 200}
@@ -266,7 +266,7 @@ def test_adapters_count_when_the_cache_is_sized(folder: Path) -> None:
 
 
 def _linear_shapes(folder: Path) -> list[tuple[str, tuple[int, int]]]:
-    from nanovllm.lora.sizing import modules_of
+    from nanovllm.memory.adapters import modules_of
     from nanovllm.models.hf_config import load_decoder_spec
 
     return list(modules_of(load_decoder_spec(str(folder / "model"), {})).items())

@@ -14,11 +14,11 @@ from server_helpers import CACHE, NAME, ask, events, make_served_model, nothing_
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.apps.server.settings import ServerSettings
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.lora.request import LoRARequest
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.settings import ServerSettings
+from nanovllm.features.lora.request import LoRARequest
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LORA = {"enable_lora": True, "max_loras": 2}
@@ -213,7 +213,7 @@ def test_flags_that_are_refused(
 
 
 def test_vllms_json_names_a_parent() -> None:
-    from nanovllm.cli.lora import LoRAModule, lora_module
+    from nanovllm.apps.cli.lora import LoRAModule, lora_module
 
     fields = {"name": "a", "path": "b=c", "base_model_name": "d"}
     assert lora_module(json.dumps(fields)) == LoRAModule("a", "b=c", "d")

@@ -15,13 +15,13 @@ from lora_helpers import ALL, make_adapter
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
+from nanovllm.data.adapter import Adapter
 from nanovllm.device.cpu import CpuDevice
-from nanovllm.engine.adapter import Adapter
-from nanovllm.lora.adapter_files import read_adapter
-from nanovllm.lora.batch_adapters import batch_parts
-from nanovllm.lora.manager import LoRAManager
-from nanovllm.lora.registry import AdapterRegistry
-from nanovllm.lora.weights import AdapterWeights, read_packed
+from nanovllm.features.lora.adapter_files import read_adapter
+from nanovllm.features.lora.batch_adapters import batch_parts
+from nanovllm.features.lora.manager import LoRAManager
+from nanovllm.features.lora.registry import AdapterRegistry
+from nanovllm.features.lora.weights import AdapterWeights, read_packed
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
@@ -83,7 +83,7 @@ def test_an_interrupted_load_leaves_its_slot_free(setup: Setup, monkeypatch: pyt
 
     for _ in range(3):
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("nanovllm.lora.weights.PackedAdapter.weights_in", interrupt)
+            patched.setattr("nanovllm.features.lora.weights.PackedAdapter.weights_in", interrupt)
             manager.begin_step(setup.adapters[1:2])
     assert manager.begin_step(setup.adapters[1:3]) == {}
     assert sorted(manager.on_device) == [2, 3]

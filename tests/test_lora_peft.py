@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from engines import greedy, greedy_reference, offloaded, random_prompt, token_ids
 
 from nanovllm import LLM
-from nanovllm.lora.request import LoRARequest
+from nanovllm.features.lora.request import LoRARequest
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.lora.request import LoRARequest
+from nanovllm.features.lora.request import LoRARequest
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.lora.adapter_files import read_adapter
-from nanovllm.lora.request import LoRARequest
-from nanovllm.lora.weights import read_packed
+from nanovllm.features.lora.adapter_files import read_adapter
+from nanovllm.features.lora.request import LoRARequest
+from nanovllm.features.lora.weights import read_packed
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 
@@ -259,7 +259,7 @@ def test_engine_arguments(arguments: dict[str, Any], says: str, tmp_path: Path) 
 def test_an_installation_without_it_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path)
     monkeypatch.setattr(sides, "lora", lambda: None)
-    with pytest.raises(ConfigError, match=r"^enable_lora=True: needs nanovllm.lora, which .*; leave it out$"):
+    with pytest.raises(ConfigError, match=r"^enable_lora=True: needs nanovllm.features.lora, which .*; leave it out$"):
         LLM(tmp_path, device="cpu", num_gpu_blocks=8, enable_lora=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from content_model import expected_output
 from engine_helpers import Bench, adapter_salt, prompt_of
 
-from nanovllm.engine.batch import Batch
+from nanovllm.data.batch import Batch
 from nanovllm.errors import RequestError
 
 

@@ -16,7 +16,7 @@ from nanovllm.config import engine_config
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
 from nanovllm.engine import model_runner
-from nanovllm.engine.profiling import measure_memory
+from nanovllm.memory.profiling import measure_memory
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 

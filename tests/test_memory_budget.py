@@ -12,8 +12,8 @@ from fast import fast_only
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.kvcache import sizing
-from nanovllm.kvcache.budget import DeviceSplit
+from nanovllm.memory import sizing
+from nanovllm.memory.budget import DeviceSplit
 
 BLOCK, CHUNK, VOCAB = 16, 40, 97
 LENGTHS = (9 * BLOCK + 7, 3 * BLOCK, 5)

@@ -12,7 +12,7 @@ from checkpoints import FAMILIES, ROPES, edit_config, make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nanovllm.forward_context import ForwardContext
+from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model

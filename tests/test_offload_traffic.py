@@ -23,18 +23,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
+from nanovllm.data.layerwise import NO_LAYERWISE
+from nanovllm.data.layout import KVLayout
+from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.kvcache import step_plan
-from nanovllm.kvcache.budget import (
+from nanovllm.kvcache.step_plan import BlockRead
+from nanovllm.memory.budget import (
     CpuAttentionUse,
     TransferCount,
     blocks_of_share,
     predict_request,
     predict_transfers,
 )
-from nanovllm.kvcache.layerwise import NO_LAYERWISE
-from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.step_plan import BlockRead
-from nanovllm.layerwise_prefill.plan import Sizing
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 

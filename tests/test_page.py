@@ -15,10 +15,10 @@ import pytest
 from server_helpers import CACHE, ask, listening, make_served_model, settings
 from waiting import eventually
 
-from nanovllm.server import page
-from nanovllm.server.app import build_app
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.page import PAGE
+from nanovllm.apps.server import page
+from nanovllm.apps.server.app import build_app
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.apps.server.page import PAGE
 
 HTML = PAGE.read_text(encoding="utf-8")
 

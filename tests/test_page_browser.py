@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from server_helpers import listening, make_served_model, nothing_left
 
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.apps.server.async_llm import AsyncLLM
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'nanovllm[server-test]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,11 +11,11 @@ from block_helpers import compute, running, sequence
 from content_model import VOCAB, expected_output
 from engine_helpers import Bench, prompt_of
 
+from nanovllm.data.tiers import BlockMove, Tier
 from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import hash_block_size_of
 from nanovllm.engine.request import Sequence
-from nanovllm.kvcache.hybrid_manager import BlockMove, Tier
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK, HASH = 12, 4

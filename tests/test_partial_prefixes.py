@@ -24,15 +24,15 @@ from engines import (
 )
 
 from nanovllm import LLM
+from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
+from nanovllm.data.layout import KVLayout
+from nanovllm.data.tiers import BlockMove, Tier
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.kvcache.budget import DeviceSplit, TransferCount
-from nanovllm.kvcache.hybrid_manager import BlockMove, Tier
-from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
+from nanovllm.memory.budget import DeviceSplit, TransferCount
 
 BLOCK, HASH, ANSWER, VOCAB = 48, 16, 3, 400
 EDGES = sorted({edge + d for edge in (HASH, 2 * HASH, BLOCK, BLOCK + HASH, 2 * BLOCK) for d in (-1, 0, 1)})

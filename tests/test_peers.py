@@ -25,7 +25,7 @@ from benchmarks.peers.summary import BARS, Roofline, common_prefix, memory_beyon
 from benchmarks.peers.table import bar_name, failures, results, table
 from benchmarks.shapes import Shape, open_shape
 from nanovllm import LLM, SamplingParams
-from nanovllm.tokenizer import load_tokenizer
+from nanovllm.text.tokenizer import load_tokenizer
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 96, 4, 2, 16, 300
 CONFIG = {

@@ -19,22 +19,10 @@ from plans import parameter_bytes
 
 import nanovllm
 from nanovllm import LLM
-from nanovllm.cli import local_machine
-from nanovllm.cli.arguments import as_flags, engine_arguments
-from nanovllm.cli.main import _parse, main
-from nanovllm.config import engine_config
-from nanovllm.device import create_device
-from nanovllm.kvcache.budget import predict_request
-from nanovllm.kvcache.layerwise import LayerwiseMemory
-from nanovllm.kvcache.layout import KVLayout
-from nanovllm.layerwise_prefill.plan import Sizing
-from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
-from nanovllm.models.spec import DecoderSpec
-from nanovllm.ops import select_cpu_backend
-from nanovllm.planner.cards import find_card, find_link
-from nanovllm.planner.machine import Link, Rates
-from nanovllm.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
-from nanovllm.planner.units import (
+from nanovllm.apps.cli.arguments import as_flags, engine_arguments
+from nanovllm.apps.cli.main import _parse, main
+from nanovllm.apps.planner.cards import find_card, find_link
+from nanovllm.apps.planner.units import (
     parse_byte_rate,
     parse_bytes,
     parse_compute_rate,
@@ -43,8 +31,20 @@ from nanovllm.planner.units import (
     show_rate,
     show_seconds,
 )
+from nanovllm.config import engine_config
+from nanovllm.data.layerwise import LayerwiseMemory
+from nanovllm.data.layout import KVLayout
+from nanovllm.device import create_device
+from nanovllm.features.layerwise_prefill.plan import Sizing
+from nanovllm.features.planner import local_machine
+from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
+from nanovllm.memory.budget import predict_request
+from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
+from nanovllm.models.spec import DecoderSpec
+from nanovllm.ops import select_cpu_backend
 
-CONFIGS = Path(nanovllm.__file__).parent / "planner" / "configs"
+CONFIGS = Path(nanovllm.__file__).parent / "apps" / "planner" / "configs"
 QWEN_1M = ["--model", str(CONFIGS / "qwen2.5-7b-1m.json"), "--prompt-len", "1000000"]
 GIVEN = ["--gpu-mem", "48GB", "--host-mem", "256GB", "--link", "50GB/s"]
 SPEEDS = ["--compute", "400TFLOPS", "--device-bandwidth", "3TB/s"]
@@ -375,7 +375,7 @@ def test_given_rates_come_before_those_of_the_card(capsys: pytest.CaptureFixture
 
 WITHOUT_TORCH = """
 import sys
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 status = main(sys.argv[1:])
 found = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
 assert not found, found

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from text_cases import QUICK
 
 from nanovllm import EngineArgs
-from nanovllm.cli.plan import CONFIGS
-from nanovllm.engine import profiling
-from nanovllm.layers.expert_spec import ExpertSpec
+from nanovllm.apps.cli.plan import CONFIGS
+from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.features.planner.activations import activation_peak
 from nanovllm.layers.parallel import MetaRanks
-from nanovllm.layers.rope_spec import RopeSpec
+from nanovllm.memory import profiling
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.planner.activations import activation_peak
 
 META = torch.device("meta")
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])

@@ -17,17 +17,17 @@ from plans import GIB, RATES, parameter_bytes, sizing_for
 from torch import Tensor
 
 from nanovllm import LLM
+from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.layerwise import LayerwisePrefill
+from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.plan import make_plan
+from nanovllm.features.planner.predict import COMPUTE, DEVICE, FIXED, LINK, KVPlacement, StepModel
+from nanovllm.memory.budget import TransferCount
+from nanovllm.memory.fitting import KVSizing
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.planner.machine import Link, Rates
-from nanovllm.planner.network import Network
-from nanovllm.planner.plan import make_plan
-from nanovllm.planner.predict import COMPUTE, DEVICE, FIXED, LINK, KVPlacement, StepModel
 
 BLOCK, VOCAB, LAYERS, MAX_LEN = 16, 97, 3, 256
 
@@ -408,7 +408,7 @@ def test_a_chunk_that_hides_the_link(spec: DecoderSpec) -> None:
 def test_the_sizes_are_logged_and_nothing_is_measured(
     model_dir: Path, arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.planner import measure
+    from nanovllm.features.planner import measure
 
     def measured(probe: object) -> Rates:
         raise AssertionError("measured")

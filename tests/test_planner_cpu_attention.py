@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from plans import GIB, RATES, sizing_for
 
 from nanovllm import LLM
-from nanovllm.cpu_attention.shares import (
+from nanovllm.data.layout import KVLayout
+from nanovllm.features.cpu_attention.shares import (
     Bandwidths,
     HostRead,
     LayerLoad,
     blocks_for_cpu_attention,
     layer_seconds,
 )
-from nanovllm.kvcache.budget import blocks_of_share, predict_transfers
-from nanovllm.kvcache.layout import KVLayout
+from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.planner.network import CpuAttentionModel, Network
+from nanovllm.features.planner.plan import make_plan
+from nanovllm.features.planner.predict import DEVICE, FIXED, HOST, LINK, KVPlacement, StepModel
+from nanovllm.memory.budget import blocks_of_share, predict_transfers
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.planner.machine import Link, Rates
-from nanovllm.planner.network import CpuAttentionModel, Network
-from nanovllm.planner.plan import make_plan
-from nanovllm.planner.predict import DEVICE, FIXED, HOST, LINK, KVPlacement, StepModel
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3
 CPU_ATTENTION_RATES = replace(RATES, weight_bandwidth=4e8, host_bandwidth=2e6, link=Link(1e6, 1e6))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers
-from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwisePrefill, LayerwiseStep
-from nanovllm.kvcache.layout import KVLayout
-from nanovllm.layerwise_prefill.plan import Sizing, plan_prefill, step_end
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwisePrefill, LayerwiseStep
+from nanovllm.data.layout import KVLayout
+from nanovllm.features.layerwise_prefill.plan import Sizing, plan_prefill, step_end
+from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, block_size=8, itemsize=2)
 BLOCK = LAYOUT.block_size

@@ -13,8 +13,8 @@ from engine_helpers import BLOCK, Bench, prompt_of
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.prefix_cache import PrefixCache
 from nanovllm.errors import RequestError
+from nanovllm.features.sequence_groups.requests import GroupRequest
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence_groups.requests import GroupRequest
 
 
 def test_a_walk_of_allocate_free_hit_and_evict() -> None:

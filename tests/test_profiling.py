@@ -10,8 +10,8 @@ from checkpoints import make_checkpoint
 from engines import random_prompt
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import profiling
-from nanovllm.engine.profiling import activation_peak
+from nanovllm.memory import profiling
+from nanovllm.memory.profiling import activation_peak
 
 VOCAB = 5000
 # The model's own operators take little compared with the logits here; the sampler must be counted.

@@ -22,11 +22,12 @@ from cli_helpers import GREEDY, SMALL_CACHE, make_model, set_stdin
 from engines import greedy, offloaded, random_prompt
 from waiting import eventually
 
-from nanovllm import LLM, progress_bar
-from nanovllm.cli.main import main
+from nanovllm import LLM
+from nanovllm.apps.cli.main import main
+from nanovllm.data.progress import Progress
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.progress import Progress
-from nanovllm.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine, duration
+from nanovllm.features import progress_bar
+from nanovllm.features.progress_bar import ERASE, Meter, ProgressDisplay, StatusLine, duration
 
 COLUMNS = 90
 DOCUMENT = "All that is known. " * 40

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.quantize_checkpoint import quantization_config
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
+from nanovllm.features.planner.network import Network
+from nanovllm.formats.quantization import read_quantization
+from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
-from nanovllm.planner.network import Network
-from nanovllm.quantization import read_quantization
-from nanovllm.quantization.packed_method import QuantizedWeight
-from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 CPU = torch.device("cpu")
 # Log-probabilities of a quantized model differ from those of the dequantized one in plain numbers by the order of sums.

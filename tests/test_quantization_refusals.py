@@ -92,7 +92,7 @@ def test_without_the_side_a_quantized_checkpoint_is_refused(
 ) -> None:
     monkeypatch.setattr(hf_config, "find_side", lambda module: None)
     message = refusal(lambda: load_decoder_spec(quantized_copy("awq-32")))
-    assert "quantization_config={" in message and "needs nanovllm.quantization" in message
+    assert "quantization_config={" in message and "needs nanovllm.formats.quantization" in message
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -17,9 +17,9 @@ from quantized_checkpoints import VOCAB, dequantized, load, set_quantization, wr
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
+from nanovllm.formats.quantization.config_fields import Modules
+from nanovllm.formats.quantization.packed_method import QuantizedWeight
 from nanovllm.layers.packed_matrix import StackedWeights
-from nanovllm.quantization.config_fields import Modules
-from nanovllm.quantization.packed_method import QuantizedWeight
 
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
 

@@ -20,8 +20,8 @@ from rank_processes import is_running, rank_pids
 from waiting import eventually
 
 from nanovllm import LLM
-from nanovllm.distributed import executor, launch
 from nanovllm.errors import ConfigError, EngineError, ModelError
+from nanovllm.features.distributed import executor, launch
 
 MOST_SECONDS = 10.0
 ARGUMENTS = {"tensor_parallel_size": 2, "kvcache_block_size": 16, "num_gpu_blocks": 40}

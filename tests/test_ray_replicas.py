@@ -9,13 +9,13 @@ import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
 
-from nanovllm.batch import ray_replicas
-from nanovllm.batch.ray_cluster import Resources
-from nanovllm.batch.ray_replicas import RayReplicas
-from nanovllm.batch.replica import ReplicaSettings
-from nanovllm.batch.rows import RowRequest, failed_result
-from nanovllm.batch.run import Lost, Results
-from nanovllm.engine.progress import Progress
+from nanovllm.apps.batch import ray_replicas
+from nanovllm.apps.batch.ray_cluster import Resources
+from nanovllm.apps.batch.ray_replicas import RayReplicas
+from nanovllm.apps.batch.replica import ReplicaSettings
+from nanovllm.apps.batch.rows import RowRequest, failed_result
+from nanovllm.apps.batch.run import Lost, Results
+from nanovllm.data.progress import Progress
 
 TIMEOUT = 30.0
 

@@ -10,8 +10,8 @@ from engines import PREFILL_WAYS, greedy, offloaded, set_prefill, set_ring, toke
 from fast import fast_pairs
 
 from nanovllm import LLM
+from nanovllm.apps.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 from nanovllm.device import memory
-from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 
 ANSWER_TOKENS = 3
 RANDOM_POSITIONS = 200

@@ -20,8 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from nanovllm.errors import ConfigError, RequestError
-from nanovllm.recall import (
+from nanovllm.apps.recall import (
     EOS_TOKEN_ID,
     FIRST_WORD_ID,
     WordExam,
@@ -34,7 +33,8 @@ from nanovllm.recall import (
     write_recall_checkpoint,
     write_word_tokenizer,
 )
-from nanovllm.recall.documents import MAX_WORDS
+from nanovllm.apps.recall.documents import MAX_WORDS
+from nanovllm.errors import ConfigError, RequestError
 
 LENGTH = 2048
 BLOCK = 64

@@ -15,7 +15,7 @@ from cli_helpers import GREEDY, SMALL_CACHE, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError
-from nanovllm.tokenizer import load_tokenizer
+from nanovllm.text.tokenizer import load_tokenizer
 
 CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\n{names}"
 AUTO_MAP = {"AutoTokenizer": ["evil.Evil", None], "AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}

@@ -161,7 +161,7 @@ def test_any_error_of_a_request_is_its_own(
         elif what == "add":
             patch.setattr("nanovllm.engine.input_processor.resolve_sampling", fails)
         else:
-            patch.setattr("nanovllm.chat_template.ChatTemplate._render", fails)
+            patch.setattr("nanovllm.text.chat_template.ChatTemplate._render", fails)
         with pytest.raises(RequestError, match=rf"of the library.*\({error.__name__}\)"):
             if what == "chat":
                 llm.chat([{"role": "user", "content": "x"}], greedy(1), use_tqdm=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.batch import LogitAdjustments, Sample
+from nanovllm.data.batch import LogitAdjustments, Sample
 from nanovllm.engine.request import Request, Sequence, banned_tokens
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.errors import RequestError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
+from nanovllm.data.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import ALL_BANNED, NOT_FINITE, gumbel_noise, sample
 from nanovllm.ops import torch_rows

@@ -22,7 +22,7 @@ from tokenizer_files import write_byte_level
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, RequestOutputKind, SamplingParams
-from nanovllm.engine.batch import LogitAdjustments, LogitsProcessors, PackedMask, SamplingRow, token_array
+from nanovllm.data.batch import LogitAdjustments, LogitsProcessors, PackedMask, SamplingRow, token_array
 from nanovllm.errors import RequestError
 from nanovllm.layers.logits import mask_, process
 from nanovllm.layers.sampler import ALL_BANNED, sample

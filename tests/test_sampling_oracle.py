@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import LogitAdjustments, SamplingRow, token_array
+from nanovllm.data.batch import LogitAdjustments, SamplingRow, token_array
 from nanovllm.engine.request import banned_tokens
 from nanovllm.layers.logits import adjust_
 from nanovllm.layers.logprobs import RowLogprobs, token_logprobs

@@ -23,10 +23,10 @@ from server_helpers import (
 from test_async_llm import failing_steps
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.batch.openai_rows import SAME
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.protocol import SamplingFields
-from nanovllm.server.sampling import SAME_NAME
+from nanovllm.apps.batch.openai_rows import SAME
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.apps.server.protocol import SamplingFields
+from nanovllm.apps.server.sampling import SAME_NAME
 
 HELLO = [{"role": "user", "content": "hello"}]
 NOT_OFFERED = {"detokenize", "logits_processors", "skip_clone"}  # they are for programs
@@ -443,6 +443,6 @@ def test_a_requests_own_error_reaches_its_client_and_the_log(
     for path, streamed in ((COMPLETIONS, body), (CHAT, chat)):
         *_, last = ok(engine, path, **streamed, stream=True)
         assert "Parser Error: " in last["error"]["message"] and last["error"]["code"] == "request_failed"
-    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.server.generation"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.apps.server.generation"]
     assert len(logged) == 4 and all("Parser Error: " in line for line in logged)
     assert nothing_left(engine)

@@ -29,7 +29,7 @@ from server_helpers import (
 )
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.apps.server.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from server_helpers import (
     run_async,
 )
 
-from nanovllm.server.async_llm import LONG_TEXT, AsyncLLM
-from nanovllm.server.limits import Admission
+from nanovllm.apps.server.async_llm import LONG_TEXT, AsyncLLM
+from nanovllm.apps.server.limits import Admission
 
 HELLO = [{"role": "user", "content": "hello"}]
 

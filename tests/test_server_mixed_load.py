@@ -16,7 +16,7 @@ import httpx
 import pytest
 from server_helpers import CHAT, COMPLETIONS, ask, in_engine, listening, make_served_model, nothing_left, run_async
 
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.apps.server.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.slow
 

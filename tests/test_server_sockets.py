@@ -24,8 +24,8 @@ from server_helpers import (
 from waiting import eventually
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server import connections
-from nanovllm.server.async_llm import AsyncLLM
+from nanovllm.apps.server import connections
+from nanovllm.apps.server.async_llm import AsyncLLM
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 

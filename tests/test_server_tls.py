@@ -12,8 +12,8 @@ import httpx
 import pytest
 from server_helpers import CACHE, listening, make_served_model, settings
 
+from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError
-from nanovllm.server.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl")
 

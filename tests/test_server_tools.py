@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from server_helpers import CACHE, TOOL, ask, events, make_served_model, settings
 from tokenizer_files import CHAT_TEMPLATE
 
+from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm.apps.server.chat import Messages
+from nanovllm.apps.server.protocol import ChatRequest
+from nanovllm.apps.server.tool_calls import Call, Hermes, JsonList, Llama3Json, Parser, Piece, detect_format
+from nanovllm.apps.server.usage import Envelope
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.server.async_llm import AsyncLLM
-from nanovllm.server.chat import Messages
-from nanovllm.server.protocol import ChatRequest
-from nanovllm.server.tool_calls import Call, Hermes, JsonList, Llama3Json, Parser, Piece, detect_format
-from nanovllm.server.usage import Envelope
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -22,17 +22,17 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError
+from nanovllm.features.lora.adapter_files import read_adapter
+from nanovllm.features.lora.manager import LoRAManager
+from nanovllm.features.lora.registry import AdapterRegistry
+from nanovllm.features.lora.weights import read_packed
+from nanovllm.features.planner.network import Network
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.parallel import MetaRanks
-from nanovllm.lora.adapter_files import read_adapter
-from nanovllm.lora.manager import LoRAManager
-from nanovllm.lora.registry import AdapterRegistry
-from nanovllm.lora.weights import read_packed
+from nanovllm.layers.sharding import DividedMatrix, Sizes, shard
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
-from nanovllm.models.sharding import DividedMatrix, Sizes, shard
-from nanovllm.planner.network import Network
 
 CPU = torch.device("cpu")
 VOCAB = 199

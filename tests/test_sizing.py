@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.config import engine_config
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.data.layout import KVLayout
 from nanovllm.engine.block_manager import WATERMARK, BlockManager
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.budget import TransferCount, predict_request, predict_transfers, split_device
-from nanovllm.kvcache.fitting import KVSizing
-from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.kvcache.layout import KVLayout
-from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
-from nanovllm.layerwise_prefill.plan import Sizing
+from nanovllm.features.layerwise_prefill.plan import Sizing
+from nanovllm.memory.budget import TransferCount, predict_request, predict_transfers, split_device
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.sizing import KVPlan, MemoryFacts
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=2, head_dim=16, block_size=16, itemsize=2)
 BLOCK = LAYOUT.block_bytes

@@ -17,12 +17,13 @@ from engines import greedy, greedy_reference, random_prompt, token_ids
 from tiny_gguf import MERGES, POSITIONS, SPECIAL, TEMPLATE, VOCAB, same_weights, write_tiny_gguf
 from transformers import LlamaForCausalLM
 
-from nanovllm import LLM, demo
+from nanovllm import LLM
+from nanovllm.apps import demo
+from nanovllm.apps.smollm2 import UnavailableError, gguf_checkpoint, package, reading
+from nanovllm.apps.smollm2.__main__ import main
+from nanovllm.apps.smollm2.gguf_checkpoint import convert_gguf
 from nanovllm.errors import ModelError
-from nanovllm.smollm2 import UnavailableError, gguf_checkpoint, package, reading
-from nanovllm.smollm2.__main__ import main
-from nanovllm.smollm2.gguf_checkpoint import convert_gguf
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 MERGED = {"".join(pair): len(SPECIAL) + 256 + i for i, pair in enumerate(MERGES)}
 

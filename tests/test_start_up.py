@@ -24,23 +24,24 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import generate_merges
 from transformers.models.auto import tokenization_auto
 
-from nanovllm import EngineArgs, tokenizer_classes
-from nanovllm.chat_template.template import NOT_VARIABLES
-from nanovllm.cli.main import main
-from nanovllm.engine import profiling
+from nanovllm import EngineArgs
+from nanovllm.apps.cli.main import main
+from nanovllm.apps.recall import write_word_tokenizer
 from nanovllm.errors import ModelError
-from nanovllm.gguf.tokenizer import merges_by_score
+from nanovllm.formats import tokenizer_classes
+from nanovllm.formats.gguf.tokenizer import merges_by_score
+from nanovllm.memory import profiling
 from nanovllm.models import families
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.family_defaults import complete_config
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.recall import write_word_tokenizer
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.chat_template.template import NOT_VARIABLES
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 SLOW = ("transformers", "torch._dynamo", "sympy", "torch.distributed.tensor")
 GENERATE = f"""
 import sys
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
 assert main(sys.argv[1:]) == 0
 found = [name for name in {SLOW} if name in sys.modules]
 assert not found, found

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
+from nanovllm.data.layout import KVLayout
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.budget import DeviceSplit
-from nanovllm.kvcache.layout import KVLayout
+from nanovllm.features.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.kvcache.step_plan import (
     BlockGroup,
@@ -24,6 +23,7 @@ from nanovllm.kvcache.step_plan import (
     group_block_reads,
     plan_block_reads,
 )
+from nanovllm.memory.budget import DeviceSplit
 from nanovllm.ops.attention import SequenceMetadata
 
 BLOCK, RESIDENT, GROUP = 4, 10, 3

@@ -11,7 +11,7 @@ from block_helpers import request
 from engine_helpers import Bench, prompt_of
 from test_requests import SpelledOut, Unspeakable
 
-from nanovllm.engine.batch import Batch, Sample, StepResult, TokenLogprobs
+from nanovllm.data.batch import Batch, Sample, StepResult, TokenLogprobs
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
 from nanovllm.engine.request import Sequence
 from nanovllm.outputs import CompletionOutput, RequestOutput, RequestOutputKind

@@ -19,13 +19,13 @@ from tokenizer_files import END, write_byte_fallback, write_byte_level
 from torch import Tensor
 
 from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.main import main
+from nanovllm.data.batch import Batch, PackedMask, StepResult
 from nanovllm.engine import sides
-from nanovllm.engine.batch import Batch, PackedMask, StepResult
 from nanovllm.errors import RequestError
-from nanovllm.structured_outputs import GrammarCompiler
-from nanovllm.structured_outputs.grammar_worker import close_objects
-from nanovllm.tokenizer import load_tokenizer
+from nanovllm.features.structured_outputs import GrammarCompiler
+from nanovllm.features.structured_outputs.grammar_worker import close_objects
+from nanovllm.text.tokenizer import load_tokenizer
 
 VOCAB, EOS = 300, 277
 PERSON = {
@@ -261,7 +261,7 @@ def test_a_batch_with_masks_is_plain_data(llm: LLM, monkeypatch: pytest.MonkeyPa
 
 def test_masks_are_made_in_other_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
-    from nanovllm.structured_outputs.grammars import MatcherState
+    from nanovllm.features.structured_outputs.grammars import MatcherState
 
     make = MatcherState._make
 
@@ -421,7 +421,7 @@ def test_what_is_missing_is_named(model_dir: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sides, "structured_outputs", lambda: None)
     with (
         LLM(model_dir, num_gpu_blocks=20, kvcache_block_size=16) as without,
-        pytest.raises(RequestError, match=r"structured_outputs need nanovllm.structured_outputs"),
+        pytest.raises(RequestError, match=r"structured_outputs need nanovllm.features.structured_outputs"),
     ):
         run(without, [[1]], params)
 

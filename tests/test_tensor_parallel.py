@@ -23,10 +23,10 @@ from rank_processes import kept_rank_processes
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed.group import _sum_in_order
+from nanovllm.apps.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.models.sharding import Sizes, shard
-from nanovllm.recall import expected_answer, make_document, make_prompt, notable_positions, write_recall_checkpoint
+from nanovllm.features.distributed.group import _sum_in_order
+from nanovllm.layers.sharding import Sizes, shard
 
 RESIDENT: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 40}
 VOCAB = 199

@@ -14,7 +14,7 @@ from tokenizer_files import CROSSING, END, MERGED, byte_symbols, write_byte_fall
 
 from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 REPLACEMENT = "\ufffd"
 QUICK = settings(max_examples=150, suppress_health_check=list(HealthCheck))

@@ -12,7 +12,7 @@ from text_cases import QUICK, TEXTS
 from tokenizer_files import END, write_byte_level
 
 from nanovllm.errors import ModelError
-from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from engines import greedy, offloaded, random_prompt, token_ids
 from host_tasks import PythonTask
 
 from nanovllm import LLM
+from nanovllm.data.batch import Batch
 from nanovllm.device import PitchedCopy, Stream, cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.trace import TracedDevice
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.errors import EngineError
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from benchmarks.kernel_variants import decode_variants, prefill_variants
-from nanovllm.cuda_graphs.decode_tables import DecodeTables
+from nanovllm.data.rope_spec import RopeSpec
+from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.layers import sampler
-from nanovllm.layers.rope_spec import RopeSpec
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.ops import triton_decode, triton_rows

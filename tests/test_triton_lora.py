@@ -15,12 +15,12 @@ from triton_mode import DEVICE, DTYPES, NARROW, TRITON_MARKS
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.engine.adapter import Adapter
-from nanovllm.lora import manager as manager_module
-from nanovllm.lora.grouped_adapters import GroupedAdapters
-from nanovllm.lora.manager import LoRAManager
-from nanovllm.lora.registry import AdapterRegistry
-from nanovllm.lora.request import LoRARequest
+from nanovllm.data.adapter import Adapter
+from nanovllm.features.lora import manager as manager_module
+from nanovllm.features.lora.grouped_adapters import GroupedAdapters
+from nanovllm.features.lora.manager import LoRAManager
+from nanovllm.features.lora.registry import AdapterRegistry
+from nanovllm.features.lora.request import LoRARequest
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.loader import load_model
 from nanovllm.ops import triton_lora

@@ -24,8 +24,8 @@ from nanovllm import (
     TokensPrompt,
 )
 from nanovllm.errors import RequestError
+from nanovllm.features.vllm_api.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.vllm_api.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 
 PROMPTS = [
     "Hello, my name is",

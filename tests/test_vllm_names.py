@@ -13,9 +13,9 @@ import vllm_api
 from checkpoints import make_checkpoint
 
 from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
+from nanovllm.apps.server.protocol import SamplingFields
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.server.protocol import SamplingFields
 from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
 from nanovllm.vllm_names import ENGINE_ARGUMENTS, EVERYWHERE, LLM_METHODS, SAMPLING_PARAMETERS
 

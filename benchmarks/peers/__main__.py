@@ -120,7 +120,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt-lens", type=positive, nargs="+", default=[512, 2048, 8192, 32768], help="tokens")
     add("--output-len", type=positive, default=32, help="tokens to generate (default: %(default)s)")
     add("--repeats", type=positive, default=3, help="rounds (default: %(default)s)")
-    add("--model", default="qwen3-0.6b", help="a name in nanovllm/planner/configs, or a directory with a config.json")
+    add("--model", default="qwen3-0.6b", help="a published name, or a directory with a config.json")
     add("--num-layers", type=positive, help="layers to keep of the model (default: all)")
     add(
         "--gguf", type=Path, metavar="FILE", help="a GGUF file that nanovllm and llama.cpp run, in the place of --model"

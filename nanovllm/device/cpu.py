@@ -15,11 +15,11 @@ from torch import Tensor
 
 from nanovllm.comm import _sgdma, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
+from nanovllm.data.memory_checks import LARGE, check_fits
 from nanovllm.device import memory
 from nanovllm.device.base import Busy, CallStream, Device, Event, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import BusyMeter
 from nanovllm.errors import EngineError
-from nanovllm.memory_checks import LARGE, check_fits
 
 LOWER = "lower num_gpu_blocks, num_cpu_blocks or swap_space"
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from nanovllm.comm import _sgdma, copy_on_host_async, copy_pitched
 from nanovllm.comm.sgdma import MAX_PITCH
+from nanovllm.data.memory_checks import gib
 from nanovllm.device import memory
 from nanovllm.device.base import Busy, CallStream, Device, Event, Graph, HostTask, Mark, PitchedCopy, Stream
 from nanovllm.device.busy import LinkMeter
 from nanovllm.device.cuda_graph import record_graphs
 from nanovllm.device.pinned import CudaPageLock, empty_pinned, nearest_node, rows_in_reach
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.memory_checks import gib
 
 _HIGH_PRIORITY = -1
 _ORIGIN_SECONDS = 4.0  # CUDA reports elapsed time as fp32 milliseconds, exact to half a microsecond up to here

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.comm import _sgdma
+from nanovllm.data.memory_checks import gib
 from nanovllm.device import memory
 from nanovllm.errors import ConfigError
-from nanovllm.memory_checks import gib
 
 MAX_PIECE = 64 << 30  # bytes locked by one call; one call for more than 512 GiB fails
 MAX_TOUCHING_THREADS = 16

@@ -16,9 +16,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from enum import Enum, IntEnum
 
+from nanovllm.data.tiers import BlockMove, Tier
 from nanovllm.engine.prefix_cache import Block, Evictor, PrefixCache, PrefixCacheStats
 from nanovllm.engine.request import Sequence
-from nanovllm.kvcache.hybrid_manager import BlockMove, HybridManager, IdPool, Tier
+from nanovllm.kvcache.hybrid_manager import HybridManager, IdPool
 
 WATERMARK = 0.01  # fraction of the blocks that admission leaves free, so that running sequences can grow
 MAX_PROMOTIONS_PER_STEP = 4  # a step waits for its moves before it computes

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import HuggingFaceTokenizer, Tokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 # The text of a token can depend on the token before it, so decoding starts with the last tokens of the prompt. These
 # must not begin or end within a character. A character has at most four bytes, so one of these lengths begins at one.

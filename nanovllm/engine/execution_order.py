@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.engine.adapter import Adapter
-from nanovllm.engine.batch import Batch, ScheduledSequence
-from nanovllm.forward_context import ForwardContext, KVCache, WatchedKVCache
+from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import Batch, ScheduledSequence
 from nanovllm.kvcache.base import KVCacheBase, StepTraffic
+from nanovllm.layers.forward_context import ForwardContext, KVCache, WatchedKVCache
 from nanovllm.layers.linear import RowAdapters
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.attention import SequenceMetadata

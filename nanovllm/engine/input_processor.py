@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from nanovllm.data.adapter import Adapter, Adapters
+from nanovllm.data.grammar import GrammarCompiler
 from nanovllm.engine import sides
-from nanovllm.engine.adapter import Adapter, Adapters
-from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.request import Request, RopeSwitch
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class InputProcessor:
         groups = sides.sequence_groups()
         if groups is None:
             raise RequestError(
-                f"{_spelled_group(params)}: needs nanovllm.sequence_groups, which this installation does not have; ask "
+                f"{_spelled_group(params)}: needs nanovllm.features.sequence_groups, which this installation does not have; ask "  # noqa: E501
                 "for one sequence, with n=1"
             )
         return groups.request_factory(request_id, params, self.limits, self.facts.vocab_size)

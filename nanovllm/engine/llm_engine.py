@@ -12,22 +12,22 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any
 
-from nanovllm.engine.adapter import Adapters
-from nanovllm.engine.batch import Batch, Executor
+from nanovllm.data.adapter import Adapters
+from nanovllm.data.batch import Batch, Executor
+from nanovllm.data.grammar import GrammarCompiler
+from nanovllm.data.progress import Progress
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.guard import EngineGuard
 from nanovllm.engine.input_processor import InputProcessor, ModelFacts
 from nanovllm.engine.metrics import EngineMetrics, engine_metrics, progress_of
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
-from nanovllm.engine.progress import Progress
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.engine.progress import Progress
+from nanovllm.data.progress import Progress
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduler import Scheduler
 

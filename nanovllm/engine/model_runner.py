@@ -10,24 +10,24 @@ from functools import cached_property
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.data.batch import Batch, StepResult
+from nanovllm.data.memory_checks import gib
 from nanovllm.device import Busy, Device, create_device
 from nanovllm.engine import sides
-from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.engine.execution_order import AdapterManager, ChunkOrder, DecodeRunner, ExecutionOrder, StepWatch
-from nanovllm.engine.profiling import measure_memory
 from nanovllm.engine.scoring import explain_non_finite_logits, score
-from nanovllm.engine.step_memory import reserve_for_adapters
 from nanovllm.errors import Advice, ConfigError, EngineError, quoted
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
-from nanovllm.kvcache.block_size import layout_of
 from nanovllm.kvcache.chunked_attention import OffloadedKVCache
-from nanovllm.kvcache.fitting import KVSizing
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
-from nanovllm.kvcache.sizing import smallest
 from nanovllm.layers.parallel import RankGroup
-from nanovllm.memory_checks import gib
+from nanovllm.memory.block_size import layout_of
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.profiling import measure_memory
+from nanovllm.memory.sizing import smallest
+from nanovllm.memory.step_memory import reserve_for_adapters
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import load_model

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from nanovllm.engine.batch import TokenLogprobs
+from nanovllm.data.batch import TokenLogprobs
 from nanovllm.engine.detokenizer import SequenceText
 from nanovllm.engine.request import Request, Sequence
 from nanovllm.errors import told
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

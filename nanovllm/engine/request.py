@@ -1,7 +1,7 @@
 """Requests and their sequences: the state that the engine keeps between steps.
 
-A `Request` of the core has one sequence. The side `nanovllm.sequence_groups` has requests of several, which override
-some of the methods here; the rest of the engine treats both alike.
+A `Request` has one sequence. `nanovllm.features.sequence_groups` has requests of several, which override some of the
+methods here; the rest of the engine treats both alike.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from nanovllm.engine.adapter import Adapter
-from nanovllm.engine.batch import (
+from nanovllm.data.adapter import Adapter
+from nanovllm.data.batch import (
     LogitAdjustments,
     LogitsProcessors,
     PromptTargets,
@@ -24,8 +24,8 @@ from nanovllm.engine.batch import (
     TokenMask,
     token_array,
 )
+from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.engine.resolved_sampling import ResolvedSampling
-from nanovllm.kvcache.layerwise import LayerwisePrefill
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 
-from nanovllm.engine.batch import PackedMask, token_array
-from nanovllm.engine.grammar import Grammar, GrammarCompiler
+from nanovllm.data.batch import PackedMask, token_array
+from nanovllm.data.grammar import Grammar, GrammarCompiler
 from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 from nanovllm.sampling_rules import takes_prompt
-from nanovllm.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 MAX_BIAS = 1e9  # larger values change nothing, and with penalties could exceed the range of fp32
 
@@ -90,7 +90,7 @@ def _grammar(
         return None
     if facts.grammars is None:
         raise RequestError(
-            "structured_outputs need nanovllm.structured_outputs, which this installation does not have: leave them out"
+            "structured_outputs need nanovllm.features.structured_outputs, which this installation does not have: leave them out"  # noqa: E501
         )
     return facts.grammars.compile(params.structured_outputs, end_tokens, allowed)
 

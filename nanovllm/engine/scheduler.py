@@ -6,8 +6,8 @@ import bisect
 import logging
 from collections.abc import Iterator, Mapping
 
+from nanovllm.data.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine import sides
-from nanovllm.engine.batch import Batch, Sample, ScheduledSequence, StepResult
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.engine.batch import Sample, SamplingRow, StepResult, TokenLogprobs
+from nanovllm.data.batch import Sample, SamplingRow, StepResult, TokenLogprobs
 from nanovllm.engine.execution_order import ComputedRows
 from nanovllm.errors import told
 from nanovllm.layers.logits import process

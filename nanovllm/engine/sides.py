@@ -13,40 +13,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from nanovllm.config import EngineConfig, PreemptionMode
-from nanovllm.engine.batch import Executor
+from nanovllm.data.batch import Executor
 from nanovllm.errors import Advice, ConfigError, EngineError
 from nanovllm.side_modules import find_side
 
 if TYPE_CHECKING:  # for annotations only: some of these modules import torch, others are sides
     import torch
 
-    from nanovllm import chat_template
+    from nanovllm.data.adapter import Adapters
+    from nanovllm.data.batch import ScheduledSequence
+    from nanovllm.data.grammar import GrammarCompiler
+    from nanovllm.data.layerwise import LayerwiseSizing, LayerwiseStep
+    from nanovllm.data.layout import KVLayout
+    from nanovllm.data.progress import Progress, WatchSteps
     from nanovllm.device import Busy, Device
-    from nanovllm.engine.adapter import Adapters
-    from nanovllm.engine.batch import ScheduledSequence
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.execution_order import AdapterManager, DecodeRunner, ExecutionOrder
-    from nanovllm.engine.grammar import GrammarCompiler
     from nanovllm.engine.preemption import Preemption
-    from nanovllm.engine.progress import Progress, WatchSteps
     from nanovllm.engine.request import Request
     from nanovllm.engine.request import Sequence as TokenSequence
     from nanovllm.engine.scheduling_budget import SchedulerLimits
+    from nanovllm.features.planner.machine import Rates
+    from nanovllm.features.planner.plan import Plan
     from nanovllm.kvcache import chunked_attention
     from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
-    from nanovllm.kvcache.fitting import KVSizing
-    from nanovllm.kvcache.layerwise import LayerwiseSizing, LayerwiseStep
-    from nanovllm.kvcache.layout import KVLayout
     from nanovllm.kvcache.offload_engine import OffloadEngine
-    from nanovllm.kvcache.sizing import KVPlan, MemoryFacts
+    from nanovllm.memory.fitting import KVSizing
+    from nanovllm.memory.sizing import KVPlan, MemoryFacts
     from nanovllm.models.decoder import Decoder
     from nanovllm.models.spec import DecoderSpec
     from nanovllm.ops.attention import AttentionBackend
     from nanovllm.outputs import RequestOutput
-    from nanovllm.planner.machine import Rates
-    from nanovllm.planner.plan import Plan
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.tokenizer import Tokenizer
+    from nanovllm.text import chat_template
+    from nanovllm.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -236,46 +236,46 @@ class VllmApi(Protocol):
 
 
 def sequence_groups() -> SequenceGroups | None:
-    return cast("SequenceGroups | None", find_side("nanovllm.sequence_groups"))
+    return cast("SequenceGroups | None", find_side("nanovllm.features.sequence_groups"))
 
 
 def layerwise_prefill() -> LayerwisePrefill | None:
-    return cast("LayerwisePrefill | None", find_side("nanovllm.layerwise_prefill.schedule"))
+    return cast("LayerwisePrefill | None", find_side("nanovllm.features.layerwise_prefill.schedule"))
 
 
 def layerwise_runner() -> LayerwiseRunner | None:
-    return cast("LayerwiseRunner | None", find_side("nanovllm.layerwise_prefill.runner"))
+    return cast("LayerwiseRunner | None", find_side("nanovllm.features.layerwise_prefill.runner"))
 
 
 def cuda_graphs() -> CudaGraphs | None:
-    return cast("CudaGraphs | None", find_side("nanovllm.cuda_graphs"))
+    return cast("CudaGraphs | None", find_side("nanovllm.features.cuda_graphs"))
 
 
 def cpu_attention() -> CpuAttention | None:
-    return cast("CpuAttention | None", find_side("nanovllm.cpu_attention.host_blocks"))
+    return cast("CpuAttention | None", find_side("nanovllm.features.cpu_attention.host_blocks"))
 
 
 def chat_templates() -> ChatTemplates | None:
-    return cast("ChatTemplates | None", find_side("nanovllm.chat_template"))
+    return cast("ChatTemplates | None", find_side("nanovllm.text.chat_template"))
 
 
 def planner() -> Planner | None:
     """The planner, which predicts with CPU attention's shares and so needs that side too."""
     if cpu_attention() is None:
         return None
-    return cast("Planner | None", find_side("nanovllm.planner.plan"))
+    return cast("Planner | None", find_side("nanovllm.features.planner.plan"))
 
 
 def structured_outputs() -> StructuredOutputs | None:
-    return cast("StructuredOutputs | None", find_side("nanovllm.structured_outputs"))
+    return cast("StructuredOutputs | None", find_side("nanovllm.features.structured_outputs"))
 
 
 def lora() -> LoRA | None:
-    return cast("LoRA | None", find_side("nanovllm.lora.registry"))
+    return cast("LoRA | None", find_side("nanovllm.features.lora.registry"))
 
 
 def lora_runner() -> LoRARunner | None:
-    return cast("LoRARunner | None", find_side("nanovllm.lora.manager"))
+    return cast("LoRARunner | None", find_side("nanovllm.features.lora.manager"))
 
 
 def trace() -> Trace | None:
@@ -283,15 +283,15 @@ def trace() -> Trace | None:
 
 
 def progress_bar() -> ProgressBars | None:
-    return cast("ProgressBars | None", find_side("nanovllm.progress_bar"))
+    return cast("ProgressBars | None", find_side("nanovllm.features.progress_bar"))
 
 
 def distributed() -> Distributed | None:
-    return cast("Distributed | None", find_side("nanovllm.distributed.executor"))
+    return cast("Distributed | None", find_side("nanovllm.features.distributed.executor"))
 
 
 def vllm_api() -> VllmApi | None:
-    return cast("VllmApi | None", find_side("nanovllm.vllm_api"))
+    return cast("VllmApi | None", find_side("nanovllm.features.vllm_api"))
 
 
 def installed(side: T | None, method: str, module: str) -> T:
@@ -304,16 +304,16 @@ def installed(side: T | None, method: str, module: str) -> T:
 def check_arguments(config: EngineConfig) -> None:
     """Raise ConfigError for engine arguments that need a side which is not installed."""
     if config.tensor_parallel_size > 1 and distributed() is None:
-        raise ConfigError(_missing(f"tensor_parallel_size={config.tensor_parallel_size}", "nanovllm.distributed"))
+        raise ConfigError(_missing(f"tensor_parallel_size={config.tensor_parallel_size}", "nanovllm.features.distributed"))  # noqa: E501
     if config.trace is not None and trace() is None:
         raise ConfigError(_missing(f"trace={str(config.trace)!r}", "nanovllm.device.trace"))
     if config.enable_lora and (lora() is None or lora_runner() is None):
-        raise ConfigError(_missing("enable_lora=True", "nanovllm.lora"))
+        raise ConfigError(_missing("enable_lora=True", "nanovllm.features.lora"))
     if sequence_groups() is None:
         if config.preemption_mode == "swap":
-            raise ConfigError(_missing("preemption_mode='swap'", "nanovllm.sequence_groups"))
+            raise ConfigError(_missing("preemption_mode='swap'", "nanovllm.features.sequence_groups"))
         if config.swap_space:
-            raise ConfigError(_missing(f"swap_space={config.swap_space}", "nanovllm.sequence_groups"))
+            raise ConfigError(_missing(f"swap_space={config.swap_space}", "nanovllm.features.sequence_groups"))
 
 
 def _missing(argument: str, module: str) -> str:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext
-from nanovllm.kvcache.budget import TransferCount
-from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.data.tiers import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.layers.forward_context import ForwardContext
+from nanovllm.memory.budget import TransferCount
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 

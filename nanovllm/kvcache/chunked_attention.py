@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext
+from nanovllm.data.tiers import BlockMove
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, StepTraffic
-from nanovllm.kvcache.hybrid_manager import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.step_plan import (
     BlockRead,
@@ -27,6 +26,7 @@ from nanovllm.kvcache.step_plan import (
     group_block_reads,
     plan_block_reads,
 )
+from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.ops.attention import AttentionBackend, AttentionState, SequenceMetadata
 from nanovllm.ops.kv_quantization import has_scales
 from nanovllm.ops.merge import merge_states_
@@ -35,7 +35,7 @@ from nanovllm.ops.triton_support import use_triton
 
 
 class CpuAttention(Protocol):
-    """CPU attention of host blocks: what the offloaded KV cache needs of it. Implemented by `nanovllm.cpu_attention`.
+    """CPU attention of host blocks: what the offloaded KV cache needs of it. Implemented in `features/cpu_attention`.
 
     Each step calls `choose`, `begin_step`, the three attention methods for every layer, and `end_step`.
     """

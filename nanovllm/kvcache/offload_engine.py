@@ -8,7 +8,7 @@ i % N, and its loads start as soon as group i - N has released them. Neighbourin
 copy.
 
 For layer-by-layer prefill the device also holds a *layer buffer*: one layer of the first blocks of one sequence. Its
-slots are numbered after the ring's and ordered in the same way; `nanovllm.layerwise_prefill` fills and releases them.
+slots are numbered after the ring's and ordered in the same way; `features/layerwise_prefill` fills and releases them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.data.layout import KVLayout
+from nanovllm.data.tiers import BlockMove
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.errors import EngineError
-from nanovllm.kvcache.budget import DeviceSplit, TransferCount
-from nanovllm.kvcache.hybrid_manager import BlockMove
-from nanovllm.kvcache.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.kvcache.layout import KVLayout
 from nanovllm.kvcache.transfer_order import TransferOrder
+from nanovllm.memory.budget import DeviceSplit, TransferCount
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanovllm.forward_context import ForwardContext
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.layers.linear import Linear, RowAdapters, create_weight
 from nanovllm.layers.linear_method import NamedSlots, StoredWeight, WeightSlot
 from nanovllm.layers.mlp import GatedMLP

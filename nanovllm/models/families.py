@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.rope_spec import RopeSpec
 from nanovllm.errors import ModelError, quoted
-from nanovllm.layers.expert_spec import ExpertSpec
-from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.models.config_fields import COMMON_FIELDS
+from nanovllm.formats.config_fields import COMMON_FIELDS
 from nanovllm.models.rope_config import gemma3_rope_spec, phi3_rope_spec, rope_spec
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 

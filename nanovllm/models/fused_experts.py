@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.errors import ModelError
-from nanovllm.models.checkpoint import StoredTensor
+from nanovllm.formats.checkpoint import StoredTensor
 from nanovllm.models.spec import DecoderSpec
 
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from nanovllm.data.json_fields import checked_fields, read_json_object
 from nanovllm.errors import ConfigError, ModelError, quoted, unknown_name_message
-from nanovllm.layers.linear_method import LinearMethod
-from nanovllm.model_files.gguf_side import GgufConfig, gguf_side, is_gguf
-from nanovllm.model_files.json_fields import checked_fields, read_json_object
-from nanovllm.models.config_fields import (
+from nanovllm.formats.config_fields import (
     FIELDS_WITHOUT_EFFECT,
     GENERATION_FIELDS,
     NETWORK_FIELDS,
     OFF_VALUES,
     OTHER_FIELDS,
 )
+from nanovllm.formats.gguf_side import GgufConfig, gguf_side, is_gguf
+from nanovllm.layers.linear_method import LinearMethod
 from nanovllm.models.families import FAMILIES, Family, decoder_spec
 from nanovllm.models.family_defaults import DEFAULTS, complete_config
 from nanovllm.models.rope_config import rope_by_layer_type, rope_parameters
@@ -283,11 +283,11 @@ def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None) -> D
     """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported."""
     if config is None:
         return spec
-    side: Quantizations | None = find_side("nanovllm.quantization")
+    side: Quantizations | None = find_side("nanovllm.formats.quantization")
     if side is None:
         raise ModelError(
-            f"quantization_config={quoted(config)}: needs nanovllm.quantization, which this installation does not "
-            f"have; use a checkpoint in {', '.join(DTYPE_NAMES)}."
+            f"quantization_config={quoted(config)}: needs nanovllm.formats.quantization, which this installation does "
+            f"not have; use a checkpoint in {', '.join(DTYPE_NAMES)}."
         )
     quantization = side.read_quantization(config, spec.dtype)
     for module, rows, columns in spec.matrices():

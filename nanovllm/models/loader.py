@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import LOAD_FORMATS
+from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
+from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
+from nanovllm.formats.gguf_side import is_gguf
 from nanovllm.layers.linear import create_weight
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup
-from nanovllm.memory_checks import check_fits
-from nanovllm.model_files.gguf_side import is_gguf
-from nanovllm.models.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
+from nanovllm.layers.sharding import Part
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.fused_experts import part_of, with_single_experts
-from nanovllm.models.sharding import Part
 from nanovllm.models.spec import EMBEDDING, LM_HEAD, DecoderSpec
 from nanovllm.models.text_models import TEXT_MODELS, text_name
 from nanovllm.ops.cpu_kernels import use_huge_pages

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
+from nanovllm.data.json_fields import checked_fields
+from nanovllm.data.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
 from nanovllm.errors import ModelError, quoted
-from nanovllm.layers.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
-from nanovllm.model_files.json_fields import checked_fields
-from nanovllm.models.config_fields import OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.formats.config_fields import OTHER_FIELDS, ROPE_FIELDS
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from nanovllm.layers.expert_spec import ExpertSpec
+from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.rope_spec import RopeSpec
 from nanovllm.layers.linear_method import CheckpointTensor, LinearMethod, NamedTensors, dense_tensors
-from nanovllm.layers.rope_spec import RopeSpec
-from nanovllm.models.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
+from nanovllm.layers.sharding import DividedMatrix, Sharding, Sizes, is_expert, shard
 
 ITEMSIZES = MappingProxyType({"float32": 4, "float16": 2, "bfloat16": 2})  # bytes of a weight
 DTYPE_NAMES = tuple(ITEMSIZES)

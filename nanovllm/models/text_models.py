@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.data.json_fields import OBJECT, checked_fields
 from nanovllm.errors import ModelError, quoted
-from nanovllm.model_files.json_fields import OBJECT, checked_fields
 
 # The architecture of the whole model, and that of its text model.
 TEXT_MODELS: Mapping[str, str] = MappingProxyType({"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"})

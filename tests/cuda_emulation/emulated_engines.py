@@ -18,7 +18,7 @@ from tokenizer_files import write_byte_level
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.lora.request import LoRARequest
+from nanovllm.features.lora.request import LoRARequest
 from nanovllm.ops import backends, row_kernels, triton_support
 from nanovllm.ops.flash_attention import FlashAttention
 

@@ -23,10 +23,10 @@ pytest.importorskip("gguf", reason="the package gguf is not installed")
 from gguf_files import VOCAB, write_gguf
 
 from nanovllm.errors import ConfigError, ModelError
-from nanovllm.gguf.header import read_header
+from nanovllm.formats.gguf.header import read_header
 from nanovllm.models.hf_config import ModelConfig
 from nanovllm.models.loader import load_model
-from nanovllm.tokenizer import HuggingFaceTokenizer
+from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 LONGEST = 2000  # characters of a message
 HEADER_SPARE = 4 << 20  # bytes that reading a header may take besides those of the file: a buffer, and Python's objects

@@ -20,11 +20,11 @@ from test_quantized_fuzz import original as quantized
 from test_quantized_fuzz import outcome as quantized_outcome
 
 from nanovllm.errors import ModelError
-from nanovllm.lora.adapter_config import FIELDS, REFUSED
-from nanovllm.lora.adapter_files import CONFIG, read_adapter
-from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.features.lora.adapter_config import FIELDS, REFUSED
+from nanovllm.features.lora.adapter_files import CONFIG, read_adapter
+from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.tokenizer import CONFIG_FIELDS
+from nanovllm.text.tokenizer import CONFIG_FIELDS
 
 JSON_VALUES: dict[str, Any] = {
     "long text": "x" * 5000,

@@ -27,8 +27,8 @@ from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError
-from nanovllm.models.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
-from nanovllm.tokenizer import CONFIG_FIELDS
+from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.text.tokenizer import CONFIG_FIELDS
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

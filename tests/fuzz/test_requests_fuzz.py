@@ -30,8 +30,8 @@ from request_checks import (
 from request_values import PARAMETERS, anything, few_params, messages, parameter, params, prompts, texts
 
 from nanovllm import SamplingParams
-from nanovllm.cli.arguments import ENGINE, SAMPLING, flag_name
-from nanovllm.cli.main import main
+from nanovllm.apps.cli.arguments import ENGINE, SAMPLING, flag_name
+from nanovllm.apps.cli.main import main
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, RequestError
 

@@ -1,0 +1,1 @@
+"""What uses the engine through its public API."""

@@ -1,0 +1,102 @@
+"""LLMPredictor: an engine for the batches of Ray Data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from nanovllm.apps.batch.inputs import check_pyarrow, python_row
+from nanovllm.apps.batch.replica import Replica, ReplicaSettings
+from nanovllm.apps.batch.results import with_results
+from nanovllm.apps.batch.rows import Row, RowFormat, RowRequest, RowResult, failed_result
+from nanovllm.errors import EngineError, RequestError, as_request_error, quoted, told
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class LLMPredictor:
+    """A class for `Dataset.map_batches`: one engine for each actor, in which the rows of a batch run together.
+
+        ds.map_batches(
+            LLMPredictor,
+            fn_constructor_kwargs={"model": DIR, "sampling_params": {"max_tokens": 100}},
+            batch_format="pyarrow", batch_size=64, num_gpus=1, compute=ray.data.ActorPoolStrategy(size=2),
+        )
+
+    A row has one of the columns prompt, prompt_token_ids, messages and body, as in `nanovllm batch`. It keeps its
+    columns and gains those of `nanovllm batch` but row_index. A row that cannot be served has an error and does not
+    affect the others; a failure of the engine is raised, so that Ray runs the batch again.
+
+    A row without a seed gets one that its prompt and its `id` determine, so that its answer is the same wherever it
+    runs. So rows with the same prompt and the same id have the same answer.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        sampling_params: Mapping[str, Any] | None = None,
+        prompt_column: str = "prompt",
+        chat_template: str | None = None,
+        **engine_arguments: Any,
+    ) -> None:
+        """sampling_params: of rows that do not give their own. chat_template: the text of one. Others: as of LLM."""
+        check_pyarrow()
+        self._sampling = dict(sampling_params or {})
+        self._replica = Replica(ReplicaSettings(model, engine_arguments, self._sampling, chat_template))
+        config = self._replica.llm.config
+        names = config.served_model_name or ()
+        self._format = RowFormat(
+            prompt_column=prompt_column,
+            model_names=(str(model), *((names,) if isinstance(names, str) else names)),
+            has_max_tokens="max_tokens" in self._sampling,
+        )
+        self._engine_seed = config.seed
+
+    def __call__(self, batch: pyarrow.Table | Mapping[str, Any]) -> pyarrow.Table:
+        """Answer the rows of a batch: a table, or columns by name, as batch_format="numpy" has them."""
+        table = _table(batch)
+        used = table.select([name for name in table.column_names if name in {*self._format.used_columns, "id"}])
+        results = sorted(
+            self._results([python_row(used, i) for i in range(table.num_rows)]), key=lambda result: result.index
+        )
+        return with_results(table, results).drop_columns(["row_index"])
+
+    def _results(self, rows: list[dict[str, Any]]) -> list[RowResult]:
+        results, requests = [], []
+        for index, columns in enumerate(rows):
+            try:
+                with as_request_error("the row cannot be read"):
+                    request = self._format.request(Row(index, f"row {index}", columns, None))
+                    requests.append(self._seeded(request, columns.get("id")))
+            except RequestError as error:
+                results.append(failed_result(index, str(error)))
+        results += self._replica.add(requests)
+        while self._replica.has_work:
+            results += self._replica.step()
+        return results
+
+    def _seeded(self, request: RowRequest, row_id: object) -> RowRequest:
+        """The request with a seed, unless it has one or all rows have."""
+        if request.params.get("seed", self._sampling.get("seed")) is not None:
+            return request
+        content = repr((row_id, [*request.prefix_parts()], self._engine_seed)).encode()
+        return replace(request, params={**request.params, "seed": xxhash.xxh3_64(content).intdigest() >> 1})
+
+
+def _table(batch: Any) -> pyarrow.Table:
+    import pyarrow as pa
+
+    if isinstance(batch, pa.Table):
+        return batch
+    if not isinstance(batch, Mapping):
+        given = quoted(type(batch).__name__)
+        raise EngineError(f'LLMPredictor takes batches of batch_format="pyarrow" or "numpy", got {given}')
+    try:
+        return pa.table({name: pa.array(list(column), from_pandas=True) for name, column in batch.items()})
+    except (ValueError, TypeError) as error:  # pyarrow's errors are of these types
+        raise EngineError(f'the batch is no table: {told(error)}. Use batch_format="pyarrow"') from error

@@ -1,0 +1,123 @@
+"""One engine that answers rows, wherever it runs: in the command's process, in an actor of Ray, in Ray Data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
+from nanovllm.engine import sides
+from nanovllm.engine.llm_engine import EngineClient
+from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
+from nanovllm.outputs import RequestOutput, RequestOutputKind
+
+if TYPE_CHECKING:
+    from nanovllm.text.chat_template.template import ChatTemplate
+
+LONGEST = 2000  # characters of an error
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What every replica of a job is made from: plain data.
+
+    sampling: parameters of rows that do not give their own. chat_template: the text of one, instead of the tokenizer's.
+    """
+
+    model: str
+    engine_arguments: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine_arguments.get("enable_lora"):
+            raise ConfigError("enable_lora=True: rows of a batch cannot name adapters yet; leave it out")
+        if self.engine_arguments.get("distributed_executor_backend") == "external_launcher":
+            raise ConfigError(
+                "distributed_executor_backend='external_launcher': a replica starts its ranks; leave it out"
+            )
+
+
+class Replica:
+    """An engine and the rows that it runs. Errors of a row become its result.
+
+    A row without a seed gets one from the engine's seed and its index, so its answer depends on neither the replica nor
+    the other rows. It is the seed that `LLM.generate` gives to the prompt of that number.
+    """
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        from nanovllm.llm import LLM  # imports torch, which takes seconds
+
+        self.llm = LLM(settings.model, **settings.engine_arguments)
+        defaults = self.llm.get_default_sampling_params()
+        self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._client = EngineClient(self.llm.engine)
+        self._template_text = settings.chat_template
+        self._templates = sides.chat_templates()
+        self._process = None if self._templates is None else self._templates.TemplateProcess()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._client.pending)
+
+    def add(self, requests: Sequence[RowRequest]) -> list[RowResult]:
+        """Start rows. Returns the results of those that cannot be served."""
+        failed = []
+        for request in requests:
+            try:
+                self._add(request)
+            except EngineError:  # of the engine itself, not of the row
+                raise
+            except (RequestError, ConfigError, ModelError) as error:
+                failed.append(failed_result(request.index, one_line(str(error), LONGEST)))
+            except Exception as error:
+                failed.append(failed_result(request.index, one_line(f"unexpected error: {told(error)}", LONGEST)))
+        return failed
+
+    def step(self) -> list[RowResult]:
+        """Run one step. Returns the results of the rows that ended; a step that fails ends its rows.
+
+        Raises EngineError if no step can run any more, as when a tensor-parallel rank has died. Then the rows have no
+        results: another engine can run them.
+        """
+        try:
+            outputs = self._client.step()
+        except EngineError as error:
+            self.llm.engine.check_health()
+            if not error.outputs:
+                raise
+            outputs = [output for output in error.outputs if isinstance(output, RequestOutput)]
+        return [row_result(int(output.request_id), output) for output in outputs if output.finished]
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._client.close()
+        self.llm.close()
+
+    def _add(self, request: RowRequest) -> None:
+        params = replace(self._params, **request.params)
+        if params.seed is None:
+            params = replace(params, seed=hash((self.llm.config.seed, request.index)))
+        token_ids = request.prompt_token_ids
+        if request.messages is not None:
+            token_ids = self._template(request.template_options).token_ids(request.messages)
+        token_ids = self.llm.engine.check_prompt(request.prompt, token_ids, params)
+        self._client.add(
+            str(request.index),
+            request.prompt,
+            params,
+            prompt_token_ids=token_ids,
+            cache_salt=request.cache_salt,
+        )
+
+    def _template(self, options: Mapping[str, Any]) -> ChatTemplate:
+        if self._templates is None:
+            raise RequestError("messages need nanovllm.text.chat_template, which this installation does not have")
+        names = {"chat_template_kwargs": "template_kwargs"}
+        named = {names.get(name, name): value for name, value in options.items()}
+        if named.get("continue_final_message"):
+            named.setdefault("add_generation_prompt", False)
+        return self._templates.ChatTemplate(
+            self.llm.engine.tokenizer, self._template_text, process=self._process, **named
+        )

@@ -1,0 +1,245 @@
+"""From a row of the input to a request, and from the engine's output to the columns that the row gains. No torch.
+
+A row has one of `prompt`, `prompt_token_ids`, `messages` and `body`, the request of OpenAI's batch files. Sampling
+parameters are columns under their own names, or together in the column `sampling_params`. All other columns are data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nanovllm.apps.batch.openai_rows import body_columns
+from nanovllm.errors import RequestError, quoted
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_arguments import unknown_name
+
+PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
+TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name not in ("output_kind", "logits_processors"))
+OTHERS = ("sampling_params", "cache_salt", "url", "method")
+USED_COLUMNS = frozenset((*PROMPTS, *TEMPLATE_OPTIONS, *SAMPLING, *OTHERS))
+AS_JSON = ("messages", "body", "sampling_params", "tools", "chat_template_kwargs", "structured_outputs", "logit_bias")
+RESULT_COLUMNS = ("row_index", "generated_text", "finish_reason", "outputs", "prompt_logprobs", "usage", "error")
+CHARACTERS_PER_TOKEN = 4  # of a prompt of token ids, when its length is compared with that of text
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of the input.
+
+    index: its number among all rows of the job, from 0. source: file and line or row, for messages. columns: those that
+    make the request. data: the row with all its columns, as the writer of the same format takes it. error: why it
+    cannot be read.
+    """
+
+    index: int
+    source: str
+    columns: dict[str, Any]
+    data: Any
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class RowRequest:
+    """What a replica gets of a row: plain data. Exactly one of prompt, prompt_token_ids and messages is given.
+
+    params: sampling parameters that differ from those of the job. template_options: arguments of the chat template.
+    """
+
+    index: int
+    prompt: str | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    cache_salt: str | None = None
+
+    def prefix_parts(self) -> Iterator[bytes]:
+        """The content that decides which KV blocks two rows can share, from the beginning of the prompt on."""
+        yield repr((self.cache_salt, self.template_options)).encode(errors="replace")
+        if self.prompt is not None:
+            yield self.prompt.encode(errors="replace")
+        yield " ".join(map(str, self.prompt_token_ids or ())).encode(errors="replace")
+        for message in self.messages or ():
+            content = message.get("content")
+            text = content if isinstance(content, str) else json.dumps(content, default=str)
+            yield f"<{message.get('role')}>{text}".encode(errors="replace")
+
+    @property
+    def num_characters(self) -> int:
+        """The length of the prompt, about."""
+        parts = sum(len(str(message.get("content"))) for message in self.messages or ())
+        return len(self.prompt or "") + parts + CHARACTERS_PER_TOKEN * len(self.prompt_token_ids or ())
+
+
+@dataclass(slots=True)
+class RowResult:
+    """The columns that a row gains, without row_index, and what it took.
+
+    computed_tokens: of the prompt, without those found in the prefix cache.
+    """
+
+    index: int
+    columns: dict[str, Any]
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+
+    @property
+    def error(self) -> str | None:
+        found: str | None = self.columns["error"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How a row becomes a request.
+
+    prompt_column: the column that is the prompt. is_chat: a prompt is a user's message. system: a message before every
+    conversation. model_names: what `body.model` may name. has_max_tokens: whether the job itself limits max_tokens.
+    """
+
+    prompt_column: str = "prompt"
+    is_chat: bool = False
+    system: str | None = None
+    model_names: tuple[str, ...] = ()
+    has_max_tokens: bool = False
+
+    @property
+    def used_columns(self) -> frozenset[str]:
+        return (USED_COLUMNS - {"prompt"}) | {self.prompt_column}
+
+    def request(self, row: Row) -> RowRequest:
+        """The request of a row. Raises RequestError, which says what is wrong with it."""
+        if row.error is not None:
+            raise RequestError(row.error)
+        used = self.used_columns
+        columns = {name: value for name, value in row.columns.items() if name in used}
+        if self.prompt_column in columns:
+            columns["prompt"] = columns.pop(self.prompt_column)
+        given = {name: _read_json(name, value) for name, value in columns.items() if value is not None}
+        prompts = [name for name in PROMPTS if name in given]
+        if len(prompts) != 1:
+            wanted = ", ".join([self.prompt_column, *PROMPTS[1:]])
+            raise RequestError(
+                f"it needs exactly one of the columns {wanted}, and has {' and '.join(prompts) or 'none'}"
+            )
+        if "body" in given:
+            given = body_columns(given, self.model_names, self.has_max_tokens)
+        return self._checked(row.index, given)
+
+    def _checked(self, index: int, given: dict[str, Any]) -> RowRequest:
+        prompt, messages = given.get("prompt"), given.get("messages")
+        if prompt is not None and not isinstance(prompt, str):
+            raise RequestError(f"{self.prompt_column} must be text, got {quoted(prompt)}")
+        if "messages" in given and not _is_conversation(messages):
+            raise RequestError(f"messages must be a list of objects with role and content, got {quoted(messages)}")
+        if self.is_chat and messages is None:
+            if prompt is None:
+                raise RequestError("prompt_token_ids are no message, and --chat needs one: give a prompt or messages")
+            prompt, messages = None, [{"role": "user", "content": prompt}]
+        if messages is not None and self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        options = {name: given[name] for name in TEMPLATE_OPTIONS if name in given}
+        if options and messages is None:
+            raise RequestError(f"{next(iter(options))} is for a chat template: give messages")
+        token_ids = given.get("prompt_token_ids")
+        if token_ids is not None and not isinstance(token_ids, list):
+            raise RequestError(f"prompt_token_ids must be a list of token ids, got {quoted(token_ids)}")
+        return RowRequest(index, prompt, token_ids, messages, _params(given), options, given.get("cache_salt"))
+
+
+def _read_json(name: str, value: Any) -> Any:
+    """The value of a column, which may be JSON as text where a structure is needed, as tables often have it."""
+    if name not in AS_JSON or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is text that is not JSON: {error}") from None
+
+
+def _is_conversation(messages: Any) -> bool:
+    is_list = isinstance(messages, list) and bool(messages)
+    return is_list and all(isinstance(message, dict) for message in messages)
+
+
+def _params(given: Mapping[str, Any]) -> dict[str, Any]:
+    together = given.get("sampling_params", {})
+    if not isinstance(together, Mapping):
+        raise RequestError(f"sampling_params must be an object, got {quoted(together)}")
+    for name in together:
+        if name not in SAMPLING:
+            raise RequestError(unknown_name("sampling parameter", name, SAMPLING))
+    params = {name: given[name] for name in SAMPLING if name in given}
+    # A table has null in every row that does not give a parameter.
+    params |= {name: value for name, value in together.items() if value is not None}
+    if isinstance(params.get("logit_bias"), Mapping):
+        params["logit_bias"] = {
+            int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 19 else token: bias
+            for token, bias in params["logit_bias"].items()
+            if bias is not None
+        }
+    return params
+
+
+# ---- results
+
+
+def failed_result(index: int, error: str) -> RowResult:
+    """The result of a row that failed."""
+    return RowResult(index, {name: None for name in RESULT_COLUMNS[1:]} | {"error": error})
+
+
+def row_result(index: int, output: RequestOutput) -> RowResult:
+    """The result of a finished request."""
+    failed = any(completion.finish_reason in ("error", "abort") for completion in output.outputs)
+    first = output.outputs[0]
+    prompt, generated = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+    columns = {
+        "generated_text": None if failed else first.text,
+        "finish_reason": first.finish_reason,
+        "outputs": [_completion(completion) for completion in output.outputs],
+        "prompt_logprobs": _logprobs(output.prompt_logprobs),
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        },
+        "error": (output.error or "the request was ended by a failure of the engine") if failed else None,
+    }
+    return RowResult(index, columns, prompt, output.metrics.prefill_tokens, generated)
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": None if completion.stop_reason is None else str(completion.stop_reason),
+        "cumulative_logprob": completion.cumulative_logprob,
+        "logprobs": _logprobs(completion.logprobs),
+    }
+
+
+def _logprobs(positions: Sequence[Mapping[int, Logprob] | None] | None) -> list[list[dict[str, Any]] | None] | None:
+    """Log-probabilities as lists, since a table has no keys that differ from row to row."""
+    if positions is None:
+        return None
+    return [None if tokens is None else list(_tokens(tokens.items())) for tokens in positions]
+
+
+def _tokens(tokens: Iterable[tuple[int, Logprob]]) -> Iterator[dict[str, Any]]:
+    for token, found in tokens:
+        yield {
+            "token_id": token,
+            "logprob": found.logprob,
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
+        }

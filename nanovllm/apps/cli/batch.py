@@ -1,0 +1,318 @@
+"""`nanovllm batch`: answers the rows of files into a directory, in this process or by replicas on a cluster of Ray."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.apps.batch.inputs import Inputs, open_inputs
+from nanovllm.apps.batch.replica import Replica, ReplicaSettings
+from nanovllm.apps.batch.results import ResultDirectory
+from nanovllm.apps.batch.router import Router
+from nanovllm.apps.batch.rows import Row, RowFormat, RowResult
+from nanovllm.apps.batch.run import BatchRun, LocalReplica, Replicas
+from nanovllm.apps.cli.arguments import (
+    PROGRESS,
+    add_engine_flags,
+    add_sampling_flags,
+    checked_config,
+    engine_arguments,
+    positive,
+    sampling_arguments,
+    text_argument,
+)
+from nanovllm.apps.cli.boundary import Interrupt, say
+from nanovllm.apps.cli.closing import kv_line
+from nanovllm.apps.cli.main import INTERRUPTED
+from nanovllm.apps.cli.templates import read_template
+from nanovllm.config import EngineConfig
+from nanovllm.data.progress import WatchSteps
+from nanovllm.errors import ConfigError, EngineError
+from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.kvcache.base import KVStats
+
+# Engine arguments that change no result, so a job may be resumed with others.
+WITHOUT_EFFECT = (
+    *("max_num_seqs", "max_num_batched_tokens", "kvcache_block_size", "gpu_memory_utilization", "num_gpu_blocks"),
+    *("num_cpu_blocks", "enable_cpu_offload", "cpu_attention", "enable_prefix_caching", "preemption_mode"),
+    *("kv_cache_memory_bytes", "kv_offloading_size", "distributed_executor_backend", "distributed_timeout_seconds"),
+    *("long_prefill_token_threshold", "swap_space", "enforce_eager", "trace", "download_dir", "hf_token"),
+)
+GIVE_MAX_TOKENS = ("max_tokens", "sampling_params", "body")  # columns that may
+PATHS = ("tokenizer", "generation_config", "download_dir")  # engine arguments that may be directories
+
+
+def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "batch",
+        help=summary,
+        description="Answers the rows of files: each has a prompt, prompt_token_ids, messages or, as in OpenAI's batch "
+        "files, a body; and, if wanted, sampling parameters. Every row is written once, with its columns and the "
+        "answer or an error, to part files of the same format.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="JSON-lines or Parquet files, or directories of them")
+    add("--output", required=True, metavar="DIR", help="directory of the results")
+    add("--resume", action="store_true", help="compute the rows that an earlier run has not written to DIR")
+    add("--prompt-column", default="prompt", metavar="NAME", help="column that is the prompt (default: prompt)")
+    add("--chat", action="store_true", help="each prompt is a user's message: put it into the model's chat template")
+    add("--system", type=text_argument, metavar="TEXT", help="a system message before each conversation")
+    add("--chat-template", metavar="FILE", help="a Jinja template for messages, used instead of the tokenizer's own")
+    add("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
+    _add_cluster_flags(parser.add_argument_group("replicas"))
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def _add_cluster_flags(group: Any) -> None:
+    add = group.add_argument
+    add("--num-replicas", type=positive, default=1, metavar="N", help="engines; more than one needs Ray (default: 1)")
+    add("--ray-address", metavar="ADDRESS", help="cluster, such as auto or 10.0.0.1:6379; local: start one here")
+    add("--num-cpus", type=_amount, metavar="X", help="CPUs of a replica (default: an even share; with GPUs 1)")
+    add("--num-gpus", type=_amount, metavar="X", help="GPUs of a replica (default: 1 if the cluster has any)")
+    add(
+        "--worker-timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="replace a replica's worker that has not answered for so long, and run its rows again (default: 600); "
+        "more than the longest step takes",
+    )
+    add(
+        "--prefix-routing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="bring rows that begin with the same text to the same replica, one after the other",
+    )
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number of at least 0")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status: 1 if a row failed."""
+    inputs, template = open_inputs(args.input), read_template(args.chat_template)
+    sampling = sampling_arguments(args)
+    SamplingParams(**sampling)  # refuses wrong values before a model is loaded
+    config = checked_config(args)
+    _check_cluster_flags(args, config)
+    settings = ReplicaSettings(_absolute(args.model), _engine_arguments(args), sampling, template)
+    row_format = RowFormat(
+        prompt_column=args.prompt_column,
+        is_chat=args.chat,
+        system=args.system,
+        model_names=_model_names(args.model, config),
+        has_max_tokens="max_tokens" in sampling,
+    )
+    output = ResultDirectory(args.output, inputs.format, inputs.schema())
+    output.open(_job(inputs, settings, row_format), args.resume)
+    with Interrupt() as interrupt, StatusLine(args.progress) as status, output:
+        show = Display(status, interrupt, row_format.has_max_tokens)
+        return _run(args, inputs, settings, row_format, config, output, show)
+
+
+def _check_cluster_flags(args: argparse.Namespace, config: EngineConfig) -> None:
+    if not _is_on_cluster(args):
+        for name in ("num_cpus", "num_gpus", "worker_timeout"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for replicas on a cluster: add --ray-address")
+        return
+    if importlib.util.find_spec("ray") is None:
+        what = f"--num-replicas {args.num_replicas}" if args.num_replicas > 1 else "--ray-address"
+        raise ConfigError(f"{what} needs Ray: pip install 'nanovllm[ray]'")
+    if config.trace is not None:
+        raise ConfigError("--trace is the file of one engine, and replicas would overwrite it: leave it out")
+
+
+def _is_on_cluster(args: argparse.Namespace) -> bool:
+    return args.num_replicas > 1 or args.ray_address is not None
+
+
+def _engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """With absolute paths, since workers run in other directories."""
+    given = engine_arguments(args)
+    return given | {name: _absolute(given[name]) for name in PATHS if isinstance(given.get(name), str)}
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
+def _model_names(given: str, config: EngineConfig) -> tuple[str, ...]:
+    """What the rows may call the model: its path as given, its directory's name, and --served-model-name."""
+    served = config.served_model_name or ()
+    names = (served,) if isinstance(served, str) else tuple(served)
+    return tuple(dict.fromkeys((*names, given, Path(given).resolve().name)))
+
+
+def _job(inputs: Inputs, settings: ReplicaSettings, row_format: RowFormat) -> dict[str, Any]:
+    """What the results depend on: a job is resumed only with the same."""
+    engine = {name: value for name, value in settings.engine_arguments.items() if name not in WITHOUT_EFFECT}
+    return {
+        "--input": inputs.fingerprint(),
+        "--model": settings.model,
+        "engine arguments": json.loads(json.dumps(engine, default=str)),
+        "sampling parameters": json.loads(json.dumps(settings.sampling, default=str)),
+        "--chat-template": settings.chat_template,
+        "options for rows": asdict(row_format),
+    }
+
+
+@contextmanager
+def _replicas(
+    args: argparse.Namespace, settings: ReplicaSettings, config: EngineConfig, show: Display
+) -> Iterator[tuple[Replicas, WatchSteps]]:
+    """The replicas, and what sets the function that they call before every layer."""
+    if not _is_on_cluster(args):
+        with show.status.during(f"loading {args.model}"), show.interrupt.allowed():
+            replica = Replica(settings)
+        show.kv_stats = replica.llm.kv_stats
+        try:
+            yield LocalReplica(replica), replica.llm.watch_steps
+        finally:
+            replica.close()
+        return
+    from nanovllm.apps.batch import ray_cluster
+    from nanovllm.apps.batch.ray_replicas import WORKER_TIMEOUT, RayReplicas
+
+    with show.status.during("joining the cluster"), show.interrupt.allowed():
+        ray_cluster.connect(args.ray_address, args.verbose)
+    try:
+        gpus = 0 if config.device == "cpu" else config.tensor_parallel_size
+        resources = ray_cluster.resources_each(args.num_replicas, args.num_cpus, args.num_gpus, gpus)
+        timeout = WORKER_TIMEOUT if args.worker_timeout is None else args.worker_timeout
+        replicas = RayReplicas(settings, args.num_replicas, resources, show.say, timeout)
+        try:
+            yield replicas, lambda on_layer: None
+        finally:
+            replicas.close()
+    finally:
+        ray_cluster.disconnect()
+
+
+class Display:
+    """What the command shows: one line of progress for all replicas, sentences, and the totals."""
+
+    def __init__(self, status: StatusLine, interrupt: Interrupt, is_bounded: bool) -> None:
+        """is_bounded: whether the job gives max_tokens."""
+        self.status, self.interrupt, self._is_bounded = status, interrupt, is_bounded
+        self.meter = Meter(None)
+        self.first_error = ""
+        self.kv_stats: Callable[[], KVStats] | None = None  # of an engine in this process
+        # Answered rows: without text, cut at max_tokens or max_model_len, and cut at the default of max_tokens.
+        self._num_empty = self._num_cut = self._num_default_cut = 0
+
+    def say(self, sentence: str) -> None:
+        """A sentence, on a line of its own."""
+        self.status.clear()
+        say(f"nanovllm batch: {sentence}")
+
+    def count(self, row: Row, result: RowResult) -> None:
+        """Count a row that has its result."""
+        self.meter.count_tokens(result.prompt_tokens, result.computed_tokens, result.generated_tokens)
+        self.meter.failed += result.error is not None
+        self.meter.finished += result.error is None
+        if result.error is None:
+            outputs = result.columns["outputs"] or ()
+            cut = [len(output["token_ids"]) for output in outputs if output["finish_reason"] == "length"]
+            self._num_empty += not any(output["text"] for output in outputs)
+            self._num_cut += bool(cut)
+            is_default = not self._is_bounded and row.columns.keys().isdisjoint(GIVE_MAX_TOKENS)
+            self._num_default_cut += is_default and SamplingParams.max_tokens in cut
+        self.first_error = self.first_error or result.error or ""
+
+    def ended(self, output: ResultDirectory) -> int:
+        """Show the totals. Returns the exit status."""
+        if self.status.shown:
+            meter = self.meter
+            say(meter.summary())
+            if self.kv_stats is not None:
+                say(kv_line(self.kv_stats(), meter.num_tokens))
+            default = f", {self._num_default_cut:,} of them at the default of {SamplingParams.max_tokens} tokens"
+            say(
+                f"{meter.finished + meter.failed:,} rows: {meter.finished:,} answered, of which {self._num_empty:,} "
+                f"empty and {self._num_cut:,} cut at --max-tokens or max_model_len"
+                f"{default if self._num_default_cut else ''}; {meter.failed:,} failed"
+            )
+        failed = output.done.num_failed
+        if not failed:
+            return 0
+        lead = f"{failed:,} of {output.done.num_done:,} rows failed"
+        say(f"nanovllm batch: error: {lead}{f'; the first: {self.first_error}' if self.first_error else ''}")
+        return 1
+
+
+def _run(
+    args: argparse.Namespace,
+    inputs: Inputs,
+    settings: ReplicaSettings,
+    row_format: RowFormat,
+    config: EngineConfig,
+    output: ResultDirectory,
+    show: Display,
+) -> int:
+    """Run the rows that are not done. Returns the exit status."""
+    done = output.done
+    with show.status.during("counting rows"), show.interrupt.allowed():
+        total = inputs.count()
+    if done.num_done:
+        show.say(f"{of(done.num_done, total)} rows were done before")
+    if done.num_done >= total:
+        output.finish()
+        return show.ended(output)
+    try:
+        with _replicas(args, settings, config, show) as (replicas, watch_steps):
+            show.meter = Meter(total - done.num_done)
+            prefix = f"{args.num_replicas} replicas, " if args.num_replicas > 1 else ""
+            with ProgressDisplay(show.status, show.meter, replicas.progress, watch_steps, prefix) as display:
+                has_begun = False
+
+                def on_turn() -> None:
+                    nonlocal has_begun
+                    if not replicas.ready():
+                        show.status.show(f"loading {args.model} on {args.num_replicas} replicas")
+                        return
+                    if not has_begun:
+                        show.meter.restart()
+                        has_begun = True
+                    display.refresh()
+
+                BatchRun(
+                    rows=inputs.rows(done.__contains__, row_format.used_columns),
+                    row_format=row_format,
+                    output=output,
+                    replicas=replicas,
+                    max_num_seqs=config.max_num_seqs,
+                    router=Router(by_prefix=args.prefix_routing),
+                    on_result=show.count,
+                    on_turn=on_turn,
+                    on_loss=show.say,
+                    interruptible=show.interrupt.allowed,
+                ).run()
+    except (KeyboardInterrupt, EngineError) as error:
+        output.flush()
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the job has ended early"
+        show.say(f"{what}: {of(done.num_done, total)} rows are written; --resume computes the others")
+        if isinstance(error, EngineError):
+            raise
+        return INTERRUPTED
+    return show.ended(output)

@@ -1,0 +1,325 @@
+"""`nanovllm chat`: a conversation in the terminal, about a document if one is given.
+
+The document is computed once, before the first question. After that, the prefix cache holds it and the earlier turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.apps.cli.arguments import (
+    PROGRESS,
+    add_engine_flags,
+    add_sampling_flags,
+    checked_config,
+    engine_arguments,
+    sampling_arguments,
+    text_argument,
+)
+from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
+from nanovllm.apps.cli.closing import kv_line
+from nanovllm.apps.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
+from nanovllm.apps.cli.templates import chat_template, read_template
+from nanovllm.engine.llm_engine import EngineClient
+from nanovllm.errors import ConfigError
+from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
+from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.features.lora.request import LoRARequest
+    from nanovllm.llm import LLM
+    from nanovllm.text.chat_template.template import ChatTemplate
+
+# These options make no sense for a single answer of which only the text is shown.
+NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")
+MAX_TOKENS = 1024  # of an answer, where neither the flag nor the checkpoint says
+QUIT, RESET, QUOTES = "/quit", "/reset", '"""'
+COMMANDS = (
+    f"{RESET} forgets the conversation and keeps the document, {QUIT} or end of input ends, {QUOTES} begins and ends a "
+    "question of several lines"
+)
+
+
+def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "chat",
+        help=summary,
+        description=f"A conversation: each line of input is a question. {COMMANDS}; Ctrl-C ends an answer, a second "
+        "one the program. After each turn, standard error shows the numbers of cached and computed tokens, and whether "
+        "the answer was cut; at the end of a terminal's conversation, where the KV was.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--document", metavar="FILE", help="a text that the conversation is about")
+    parser.add_argument("--system", type=text_argument, metavar="TEXT", help="a system message, before the document")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
+    add_lora_flags(parser)
+    parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help=PROGRESS)
+    add_sampling_flags(parser, leave_out=NO_FLAGS, max_tokens=MAX_TOKENS)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status: 1 if an answer failed."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed, and questions are read from it: redirect it from a file")
+    SamplingParams(**sampling_arguments(args))  # refuses wrong values before the model is loaded
+    document, template = _read_document(args.document), read_template(args.chat_template)
+    check_chosen(args, checked_config(args))
+
+    with Interrupt() as interrupt, StatusLine(args.progress) as status:
+        with interrupt.allowed(), status.during(f"loading {args.model}"):
+            from nanovllm.llm import LLM  # imports torch, which takes seconds
+
+            llm = LLM(args.model, **engine_arguments(args))
+        with llm:
+            answers = Answers(llm, _params(llm, args), status, interrupt, ChosenAdapters(llm, args).default)
+            chat = Conversation(chat_template(llm, template), args.system, document)
+            if document is not None:
+                _read_ahead(answers, chat)
+            exit_status = _converse(answers, chat, interrupt, Boundary(args.verbose))
+            if status.shown and answers.num_tokens:
+                say(kv_line(llm.kv_stats(), answers.num_tokens))
+            return exit_status
+
+
+def _params(llm: LLM, args: argparse.Namespace) -> SamplingParams:
+    """The flags, else what the checkpoint recommends, else the defaults; an answer is always bounded by default."""
+    return SamplingParams(**{"max_tokens": MAX_TOKENS} | llm.engine.sampling_defaults | sampling_arguments(args))
+
+
+def _read_document(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--document {path!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--document {path!r} is not UTF-8: {error.reason} at position {error.start}") from None
+    if not text.strip():
+        raise ConfigError(f"--document {path!r} is empty: give a text to talk about")
+    return text
+
+
+# ---- the conversation
+
+
+class Conversation:
+    """The messages so far. The document is part of the first question, which every chat template allows."""
+
+    def __init__(self, template: ChatTemplate, system: str | None, document: str | None) -> None:
+        self._template = template
+        self._opening = "" if document is None else f"{document.rstrip()}\n\n"
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+
+    def prompt(self, question: str) -> list[int]:
+        """Token ids of the messages so far and a question. Raises RequestError."""
+        return self._template.token_ids([*self._system, *self._turns, self._asked(question)])
+
+    def add(self, question: str, answer: str) -> None:
+        """Add a turn to the messages."""
+        self._turns += [self._asked(question), {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._turns.clear()
+
+    def prefix(self) -> list[int]:
+        """The common prefix of all first questions: the document, and what the chat template puts before it."""
+        pairs = zip(self.prompt("a"), self.prompt("1"), strict=False)
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+    def _asked(self, question: str) -> dict[str, str]:
+        return {"role": "user", "content": question if self._turns else self._opening + question}
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as far as it has been generated, and what it cost."""
+
+    metrics: RequestMetrics
+    max_tokens: int | None  # that it was bounded by
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def __str__(self) -> str:
+        """Such as `1,024 tokens cached, 56 computed in 0.2 s, 31 generated at 12.3 tok/s, stop`."""
+        cut = "the answer was cut where max_model_len ends"
+        if self.num_tokens == self.max_tokens:
+            cut = f"the answer was cut at {self.max_tokens:,} tokens: raise --max-tokens, or ask it to go on"
+        parts = [self.prefill, f"{self.num_tokens:,} generated", str(self.finish_reason)]
+        if self.metrics.tpot:
+            parts[1] += f" at {1 / self.metrics.tpot:,.1f} tok/s"
+        return ", ".join(parts) + (f": {cut}" if self.finish_reason == "length" else "")
+
+    @property
+    def prefill(self) -> str:
+        """Such as `1,024 tokens cached, 56 computed in 0.2 s`."""
+        counts = f"{self.metrics.cached_tokens:,} tokens cached, {self.metrics.prefill_tokens:,} computed"
+        return counts if self.metrics.ttft is None else f"{counts} in {self.metrics.ttft:,.1f} s"
+
+
+class Answers:
+    """Runs one request at a time and shows its text as it comes."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        status: StatusLine,
+        interrupt: Interrupt,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
+        self._llm = llm
+        self._lora_request = lora_request
+        self._params = replace(params, output_kind=RequestOutputKind.DELTA)
+        self._status = status
+        self._interrupt = interrupt
+        self._ids = map(str, itertools.count())
+        self.num_tokens = 0  # computed and generated so far
+
+    def answer(self, token_ids: Sequence[int]) -> Answer:
+        """Write the answer to standard output as it comes; Ctrl-C ends it. Raises RequestError and EngineError."""
+        answer = self._run(token_ids, self._params, is_shown=True)
+        if answer.text:
+            print(flush=True)
+        return answer
+
+    def compute(self, token_ids: Sequence[int]) -> Answer:
+        """Compute a prompt, so that the prefix cache holds it."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, output_kind=RequestOutputKind.DELTA)
+        answer = self._run(token_ids, params, is_shown=False)
+        if answer.finish_reason == "abort":
+            raise KeyboardInterrupt
+        return answer
+
+    def _run(self, token_ids: Sequence[int], params: SamplingParams, is_shown: bool) -> Answer:
+        answer = None
+        for output in self._outputs(token_ids, params):
+            answer = answer or Answer(output.metrics, params.max_tokens)
+            answer.error = output.error
+            for new in output.outputs:
+                answer.text += new.text
+                answer.num_tokens += len(new.token_ids)
+                answer.finish_reason = new.finish_reason
+                if is_shown and new.text:
+                    self._status.clear()
+                    print(new.text, end="", flush=True)
+        assert answer is not None, "a request ends with an output"
+        self.num_tokens += answer.metrics.prefill_tokens + answer.num_tokens
+        return answer
+
+    def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
+        llm, client = self._llm, EngineClient(self._llm.engine)
+        adapter = self._lora_request
+        client.add(next(self._ids), None, params, prompt_token_ids=token_ids, lora_request=adapter)
+        try:
+            with ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps) as display:
+                while client.pending:
+                    outputs = client.step()
+                    # From the first token on, the answer is on the terminal's line.
+                    display.is_held = display.is_held or any(output.outputs for output in outputs)
+                    yield from outputs
+                    display.refresh()
+                    # Only between steps: an interrupted step would drop the prefix cache.
+                    if client.pending and self._interrupt.take():
+                        yield from client.abort()
+        finally:
+            client.close()
+
+
+# ---- the terminal
+
+
+def _read_ahead(answers: Answers, chat: Conversation) -> None:
+    prefix = chat.prefix()
+    if prefix:
+        say(f"[document: {answers.compute(prefix).prefill}]")
+
+
+def _converse(answers: Answers, chat: Conversation, interrupt: Interrupt, boundary: Boundary) -> int:
+    failed = False
+    for question in _questions(interrupt):
+        if question == RESET:
+            chat.reset()
+        elif question.startswith("/") and " " not in question:
+            say(f"{question} is not a command: {COMMANDS}")
+        else:
+            # An OSError comes from the terminal, not from the question.
+            ask = partial(_answer, answers, chat, question)
+            answer, error = boundary.attempt(ask, passing=(OSError,))
+            if answer is None:
+                say(f"nanovllm chat: error: {error}")
+                failed = True
+                continue
+            failed = failed or answer.finish_reason == "error"
+            if answer.text or answer.finish_reason != "abort":
+                chat.add(question, answer.text)
+            say(f"[{answer}]")
+            if answer.error is not None:
+                say(f"nanovllm chat: error: {answer.error}")
+    return 1 if failed else 0
+
+
+def _answer(answers: Answers, chat: Conversation, question: str) -> Answer:
+    return answers.answer(chat.prompt(question))
+
+
+def _questions(interrupt: Interrupt) -> Iterator[str]:
+    """Questions of a line, or of several between quotes, until /quit or the end of input."""
+    is_person = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_person:
+        with suppress(ImportError):
+            import readline  # noqa: F401  lets lines be edited
+        say(COMMANDS)
+    while True:
+        try:
+            with interrupt.allowed():
+                question = _question(is_person)
+        except EOFError:
+            return
+        except UnicodeError:
+            say("nanovllm chat: error: the question is not UTF-8")
+            continue
+        if question == QUIT:
+            return
+        if question:
+            yield question
+
+
+def _question(is_person: bool) -> str:
+    """The next line; if it begins with QUOTES, all lines up to the next QUOTES at the end of one, or to the end."""
+    line = _next_line(is_person, "> ").strip()
+    if not line.startswith(QUOTES):
+        return line
+    lines = [line.removeprefix(QUOTES)]
+    with suppress(EOFError):
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(_next_line(is_person, "... ").rstrip("\r\n"))
+    return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
+
+
+def _next_line(is_person: bool, prompt: str) -> str:
+    if is_person:
+        line = input(prompt)
+        line.encode()  # in some locales, invalid bytes arrive as surrogates
+        return line
+    read = sys.stdin.buffer.readline()
+    if not read:
+        raise EOFError
+    return read.decode()

@@ -1,0 +1,113 @@
+"""`--lora-modules`: the adapters that prompts and requests may use, by name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanovllm.engine import sides
+from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
+
+if TYPE_CHECKING:
+    from nanovllm.config import EngineConfig
+    from nanovllm.features.lora.request import LoRARequest
+    from nanovllm.llm import LLM
+
+NAMED = "name=path; repeat it for several adapters in PEFT's format. Needs --enable-lora"
+
+
+class LoRAModule(NamedTuple):
+    """An adapter as a flag names it. base_model_name: of its parent in the server's list of models."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def add_lora_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of commands whose prompts use one adapter."""
+    parser.add_argument(
+        "--lora-modules",
+        action="append",
+        default=[],
+        type=lora_module,
+        metavar="NAME=PATH",
+        help=f"an adapter: {NAMED}",
+    )
+    chosen = "the adapter that prompts use; may be left out if --lora-modules names one only"
+    parser.add_argument("--lora", metavar="NAME", help=chosen)
+
+
+def lora_module(text: str) -> LoRAModule:
+    """`name=path`, or vLLM's JSON with "name", "path" and optionally "base_model_name"."""
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError):
+            fields = {}
+        is_known = fields.keys() <= {"name", "path", "base_model_name"} and fields.keys() >= {"name", "path"}
+        if is_known and all(isinstance(value, str) and value for value in fields.values()):
+            return LoRAModule(**fields)
+    name, _, path = text.partition("=")
+    if not name or not path or text.startswith("{"):
+        raise argparse.ArgumentTypeError(
+            f'{quoted(text)} is neither name=path nor {{"name": "a", "path": "b"}} (base_model_name is optional)'
+        )
+    return LoRAModule(name, path)
+
+
+def check_lora_modules(modules: list[LoRAModule], config: EngineConfig, others: Sequence[str] = ()) -> None:
+    """Raise ConfigError for names that are given twice or are those of others, and without enable_lora."""
+    names = [*(module.name for module in modules), *others]
+    twice = next((module.name for module in modules if names.count(module.name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--lora-modules names {quoted(twice)}, a name in use: give every adapter one of its own")
+    if modules and not config.enable_lora:
+        raise ConfigError("--lora-modules needs --enable-lora, which sets memory for adapters aside")
+
+
+def check_chosen(args: argparse.Namespace, config: EngineConfig, may_choose: bool = False) -> None:
+    """Raise ConfigError for flags of adapters that do not say which one prompts use, unless each one may say so."""
+    check_lora_modules(args.lora_modules, config)
+    names = [module.name for module in args.lora_modules]
+    if args.lora is not None and args.lora not in names:
+        raise ConfigError(
+            f"--lora {quoted(args.lora)} is not one of --lora-modules: {', '.join(names) or 'none is named'}"
+        )
+    if args.lora is None and len(names) > 1 and not may_choose:
+        raise ConfigError(f"--lora-modules names {len(names)} adapters: say with --lora NAME which one to use")
+
+
+def lora_requests(llm: LLM, modules: list[LoRAModule]) -> dict[str, LoRARequest]:
+    """The adapters by name. Raises ConfigError for one that does not fit the model."""
+    side = sides.lora()
+    if side is None:  # then `modules` is empty: the engine was made without LoRA
+        return {}
+    requests: dict[str, Any] = {}
+    for number, (name, path, base_model_name) in enumerate(modules, start=1):
+        try:
+            requests[name] = side.LoRARequest(name, number, path, base_model_name)
+            llm.engine.check_lora_request(requests[name])
+        except RequestError as error:
+            raise ConfigError(f"--lora-modules {name}={path}: {error}") from None
+    return requests
+
+
+class ChosenAdapters:
+    """Which adapter a prompt uses: the one that it names, else that of --lora, else the only one."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
+        self._requests: Mapping[str, LoRARequest] = lora_requests(llm, args.lora_modules)
+        (default, *others) = self._requests.values() or (None,)
+        self.default = self._requests[args.lora] if args.lora is not None else None if others else default
+
+    def named(self, name: object) -> LoRARequest | None:
+        """The adapter of this name; None is the model alone. Raises RequestError."""
+        if name is None:
+            return None
+        if not isinstance(name, str) or name not in self._requests:
+            text = name if isinstance(name, str) else quoted(name)
+            raise RequestError(unknown_name_message("lora", text, list(self._requests)))
+        return self._requests[name]

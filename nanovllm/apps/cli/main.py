@@ -1,0 +1,179 @@
+"""`nanovllm COMMAND ...`: each command is a module with `add_parser`, whose parser's `run` returns the exit status.
+
+Exit statuses: 0 success, 1 failure while running, 2 refused before running, 130 interrupted, 141 output closed by its
+reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import gc
+import importlib
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from nanovllm import __version__
+from nanovllm.apps.cli.arguments import resolve_model
+from nanovllm.apps.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
+from nanovllm.errors import NEAR, ConfigError, ModelError, RequestError, one_line, quoted
+from nanovllm.features.progress_bar import ERASE
+from nanovllm.vllm_arguments import refusal
+
+COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
+    "generate": "answer prompts from arguments, files, JSON lines or standard input",
+    "chat": "talk to a model in the terminal, about a document if you like",
+    "serve": "serve a model over HTTP, with the API of OpenAI",
+    "batch": "answer the rows of JSON-lines or Parquet files, on this machine or over a cluster",
+    "plan": "what fits, what moves and how long it takes, before anything runs",
+    "bench": "measure prefill and decode",
+}
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one sentence, without usage lines."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {one_line(message, LONGEST)}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. An error is reported in one sentence."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verbose = "--verbose" in arguments
+    open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # results are UTF-8 in every locale
+    try:
+        with _log_to_stderr(verbose), _rare_garbage_collection():
+            args = _parse(arguments)
+            _check_stdout(args)
+            status = int(args.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        return _complain(arguments, "interrupted", INTERRUPTED)
+    except Exception as error:
+        _discard_unwritable_output()
+        refused = isinstance(error, (ConfigError, ModelError, RequestError))
+        return _complain(arguments, f"error: {Boundary(verbose).sentence(error)}", 2 if refused else 1)
+
+
+def _discard_unwritable_output() -> None:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        discard(sys.stdout)
+
+
+def _check_stdout(args: argparse.Namespace) -> None:
+    if sys.stdout is None and getattr(args, "output", None) is None:
+        raise ConfigError("standard output is closed, and results go there: redirect it to a file")
+
+
+@contextmanager
+def _log_to_stderr(verbose: bool) -> Iterator[None]:
+    """Log warnings to standard error, and all that is said of the engine if `verbose`.
+
+    A calling program that has configured logging keeps its settings.
+    """
+    logger, handler = logging.getLogger("nanovllm"), logging.StreamHandler()
+    handler.setFormatter(_LineFormatter(verbose))
+    if logger.hasHandlers():
+        yield
+        return
+    level = logger.level
+    logger.addHandler(handler)
+    if verbose:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """A start makes some 100,000 objects that stay: to look for cycles among them again and again takes 0.1 s of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+class _LineFormatter(logging.Formatter):
+    """Plain messages, with tracebacks only if `verbose`. On a terminal, each erases the status line first."""
+
+    def __init__(self, verbose: bool) -> None:
+        super().__init__()
+        self._verbose = verbose
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record) if self._verbose else record.getMessage()
+        return f"{ERASE}{text}" if sys.stderr.isatty() else text
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="nanovllm", description="Runs prompts whose KV cache is larger than device memory, exactly.")
+    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="show the version")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    named = _command(arguments)
+    known = parser
+    for command, summary in COMMANDS.items():
+        if command == named:
+            known = importlib.import_module(f"nanovllm.apps.cli.{command}").add_parser(subparsers, summary)
+        else:
+            subparsers.add_parser(command, help=summary)
+    if known is not parser:
+        known.add_argument("--verbose", action="store_true", help="log what the engine holds and where, and tracebacks")
+    args, unknown = parser.parse_known_args(arguments)
+    if args.command is None:
+        parser.error(f"no command is given: name one of {', '.join(COMMANDS)}, or see {parser.prog} --help")
+    if hasattr(args, "prompts") and not any(word.startswith("-") for word in unknown):
+        args.prompts += unknown  # argparse takes only the first consecutive prompts
+    elif unknown:
+        known.error(_unknown(unknown[0], known))
+    if hasattr(args, "model"):
+        resolve_model(args)
+    return args
+
+
+def _command(arguments: Sequence[str]) -> str | None:
+    return next((word for word in arguments if not word.startswith("-")), None)
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """What is said of an unknown option: why there is none, or the most similar one, if there is one.
+
+    An option that begins with the word is more similar than any other.
+    """
+    flag = word.partition("=")[0][:100]
+    reason = refusal(flag.lstrip("-").replace("-", "_"))
+    if flag.startswith("--") and reason is not None:
+        return f"{flag}: {reason}"
+    options = re.findall(r"--[\w-]+", parser.format_help())
+    longer = sorted((option for option in options if len(flag) > 4 and option.startswith(flag)), key=len)
+    near = longer[:1] or difflib.get_close_matches(flag, options, n=1, cutoff=NEAR)
+    hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
+    return f"unknown argument {quoted(word)}: {hint}"
+
+
+def _complain(arguments: Sequence[str], sentence: str, status: int) -> int:
+    say(f"nanovllm {_command(arguments)}: {sentence}")
+    return status

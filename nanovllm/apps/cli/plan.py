@@ -1,0 +1,171 @@
+"""`nanovllm plan`: memory, transfers and time of a prompt, predicted from a config without loading weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanovllm.apps.cli.arguments import TOKENS, add_engine_group, add_model, as_flags, engine_arguments, positive_tokens
+from nanovllm.apps.planner.cards import find_card, find_link
+from nanovllm.apps.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
+from nanovllm.config import EngineConfig
+from nanovllm.features.planner.plan import Plan
+
+T = TypeVar("T")
+# Published models by name, whose config is part of the package.
+CONFIGS = {path.stem: str(path) for path in (Path(__file__).parent.parent / "planner" / "configs").glob("*.json")}
+ENGINE_OPTIONS = (  # engine arguments that are flags of this command
+    "dtype",
+    "hf_overrides",
+    "kv_cache_dtype",
+    "kvcache_block_size",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_gpu_blocks",
+    "kv_cache_memory_bytes",
+    "num_cpu_blocks",
+    "kv_offloading_size",
+    "cpu_attention",
+    "gpu_memory_utilization",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "tensor_parallel_size",
+)
+
+
+def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
+    """The command's options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help=summary,
+        description=f"Says {summary}, from a model's config alone. Exit status 1 if the prompt does not fit.",
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    names = ", ".join(sorted(CONFIGS))
+    add_model(parser, f"a model directory, a config file, a GGUF file, a hub name, or one of {names}")
+    add("--prompt-len", type=positive_tokens, metavar="N", help=f"tokens, {TOKENS} (default: the longest that fits)")
+    add("--output-len", type=positive_tokens, metavar="N", default=128, help="tokens (default: %(default)s)")
+    add("--json", action="store_true", help="everything as one JSON object")
+    add_engine_group(parser, ENGINE_OPTIONS).add_argument(
+        "--enable-cpu-offload", action=argparse.BooleanOptionalAction, help="default: if the prompt needs it"
+    )
+    _add_machine_options(
+        parser.add_argument_group(
+            "machine",
+            "With --gpu-mem, the plan is for another machine, and rates that are not given are unknown. Without it, "
+            "the plan is for this machine, and rates that are not given are measured in a few seconds. --gpu names a "
+            "card whose data sheet gives --gpu-mem, --compute, --device-bandwidth and --link; those that are given "
+            "themselves come first. Sizes: 80GB, 80G and 80 are 80 * 10^9 bytes, 80GiB is 80 * 2^30.",
+        )
+    )
+    return parser
+
+
+def _add_machine_options(group: Any) -> None:
+    add = group.add_argument
+    add("--gpu", type=_quantity(find_card), metavar="NAME", help='a card, such as "RTX 4090", H100 or L40S')
+    add("--gpu-mem", type=_quantity(parse_bytes), metavar="80GB", help="memory of the device")
+    add("--host-mem", type=_quantity(parse_bytes), metavar="256GB", help="host memory that is free for the KV cache")
+    add("--link", type=_quantity(_link_rate), metavar="50GB/s", help='between host and device, each way; or "PCIe 4"')
+    add("--compute", type=_quantity(parse_compute_rate), metavar="400TFLOPS", help="of matrix products and attention")
+    rank = "bytes that a tensor-parallel rank receives from the others"
+    add("--interconnect", type=_quantity(parse_byte_rate), metavar="400GB/s", help=rank)
+    add("--all-reduce", type=_quantity(parse_seconds), metavar="10us", help="time of a sum of few bytes over the ranks")
+    add("--device-bandwidth", type=_quantity(parse_byte_rate), metavar="3TB/s", help="of reading device memory")
+    add("--host-bandwidth", type=_quantity(parse_byte_rate), metavar="100GB/s", help="of CPU attention in host memory")
+    add("--layer-overhead", type=_quantity(parse_seconds), metavar="20us", help="fixed cost of a layer in a step")
+    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="this machine's rates")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; the exit status says whether the prompt fits."""
+    from nanovllm.apps.planner.report import plan_json, plan_table, running_arguments
+    from nanovllm.features.planner.planning import plan_of
+
+    _take_rates_of_card(args)
+    named, args.model = args.model, CONFIGS.get(args.model, args.model)
+    plan = plan_of(args)
+    prompt_len = args.prompt_len or plan.kv.max_model_len
+    if args.json:
+        print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
+    else:
+        print(plan_table(plan, prompt_len, args.output_len))
+        if args.gpu_mem is None:
+            from nanovllm.features.planner.local_machine import cpu_kernels_line
+
+            print(cpu_kernels_line(), end="")
+        if plan.fits(prompt_len):
+            room = max(1, plan.kv.max_model_len - prompt_len)
+            arguments = engine_arguments(args) | running_arguments(plan, prompt_len, args.output_len)
+            print(f"\nTo run it\n  {_command(named, arguments, min(args.output_len, room))}")
+        else:
+            _say_what_would_fit(plan, prompt_len, args)
+    return 0 if plan.fits(prompt_len) else 1
+
+
+def _say_what_would_fit(plan: Plan, prompt_len: int, args: argparse.Namespace) -> None:
+    """Every obstacle with the flags that lift it, and flags that lift all of them."""
+    print("\nWhat is in the way, and what to add")
+    for obstacle in plan.sizing.obstacles(prompt_len):
+        print(f"  {obstacle.text}")
+        for change in obstacle.changes:
+            print(f"    {as_flags(change)}")
+    size = plan.sizing.host_memory_for(prompt_len) if args.gpu_mem is not None else None
+    if size is not None and size * plan.network.num_ranks > (args.host_mem or 0):
+        if args.host_mem is None:
+            print("  --host-mem is not given, so no host memory counts")
+        print("  with so much host memory its KV cache fits")
+        print(f"    --enable-cpu-offload --host-mem {size * plan.network.num_ranks // 10**9}GB")
+    changes = plan.changes_for(prompt_len)
+    if changes:
+        print(f"Together:\n{as_flags(changes[0])}")
+
+
+def _command(model: str, arguments: dict[str, Any], output_len: int) -> str:
+    """The command line that runs a prompt with these engine arguments, without those that are defaults."""
+    if model in CONFIGS or (Path(model).is_file() and Path(model).suffix == ".json"):
+        model = str(Path(model).parent) if Path(model).name == "config.json" else "MODEL_DIR"
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    changed = {name: value for name, value in arguments.items() if value != defaults[name]}
+    words = f"nanovllm generate --model {shlex.quote(model)} --file PROMPT.txt --max-tokens {output_len}"
+    return f"{words} {as_flags(changed)}".rstrip()
+
+
+def _take_rates_of_card(args: argparse.Namespace) -> None:
+    """Put what --gpu says into the options that are not given."""
+    card = args.gpu
+    if card is not None:
+        found = {
+            "gpu_mem": int(card.memory), "compute": card.compute, "device_bandwidth": card.bandwidth, "link": card.link
+        }  # fmt: skip
+        for name, value in found.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+
+
+# ---- options
+
+
+def _link_rate(text: str) -> float:
+    return find_link(text) or parse_byte_rate(text)
+
+
+def _quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A parser for argparse that keeps the message of a ValueError."""
+
+    def parse_option(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_option

@@ -1,0 +1,181 @@
+"""`nanovllm serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanovllm.apps.cli.arguments import add_engine_flags, checked_config, engine_arguments, positive
+from nanovllm.apps.cli.boundary import Interrupt, say
+from nanovllm.apps.cli.lora import NAMED, check_lora_modules, lora_module, lora_requests
+from nanovllm.apps.cli.templates import read_template
+from nanovllm.errors import ConfigError
+from nanovllm.features.progress_bar import StatusLine
+
+KEY_VARIABLE = "NANOVLLM_API_KEY"
+
+
+def add_parser(subparsers: Any, summary: str) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "serve",
+        help=summary,
+        description="Serves OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models; also /tokenize, "
+        "/detokenize, /health, /version and /metrics. SIGTERM and Ctrl-C let running requests end first.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_limits(parser.add_argument_group("limits"))
+    add_engine_flags(parser)
+    return parser
+
+
+def _add_server_flags(group: Any) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
+    key = f"ask clients for this key; repeat it for several. {KEY_VARIABLE} in the environment is one too"
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
+    group.add_argument("--api-key-file", metavar="FILE", help="keys, one on each line")
+    origin = "let web pages of this origin use the server (CORS); repeat it for several"
+    group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template, used instead of the tokenizer's own")
+    trust = "let requests bring chat templates"
+    group.add_argument("--trust-request-chat-template", action="store_true", help=trust)
+    parser = "format of tool calls: hermes (also Qwen's), llama3_json, none; auto: as the chat template shows"
+    group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=parser)
+    adapter = f"adapters that requests may name as their model: {NAMED}"
+    group.add_argument(
+        "--lora-modules", nargs="+", action="extend", default=[], type=lora_module, metavar="NAME=PATH", help=adapter
+    )
+    group.add_argument("--ui", action=argparse.BooleanOptionalAction, default=True, help="the page at /")
+    group.add_argument("--access-log", action="store_true", help="log the path and status of every request")
+    for name, text in (
+        ("keyfile", "private key for TLS, as PEM"),
+        ("certfile", "certificate for TLS, as PEM"),
+        ("ca-certs", "ask clients for a certificate of one of these CAs"),
+    ):
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=text)
+    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="of an encrypted private key")
+
+
+def _add_limits(group: Any) -> None:
+    counts = {
+        "max-body-bytes": (32 << 20, "of a request's body"),
+        "max-prompts": (256, "prompts of a request"),
+        "max-queue": (1024, "prompts that wait for the engine; more are refused with status 429"),
+        "max-connections": (1024, "open connections; more are refused with status 503"),
+    }
+    for name, (default, text) in counts.items():
+        group.add_argument(
+            f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    times = {
+        "header-timeout": (10.0, "until a request's header is complete"),
+        "idle-timeout": (30.0, "between parts of a body, and between requests of a connection"),
+        "shutdown-timeout": (60.0, "for running requests after SIGTERM"),
+    }
+    for name, (seconds, text) in times.items():
+        text = f"seconds {text} (default: {seconds:g})"
+        group.add_argument(f"--{name}", type=float, default=seconds, metavar="X", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status: 1 if the engine has failed."""
+    _check_installed()
+    from nanovllm.apps.server.settings import ServerSettings
+
+    config = checked_config(args)
+    names = _names(config.served_model_name, args.model)
+    check_lora_modules(args.lora_modules, config, names)
+    settings = ServerSettings(
+        served_model_names=names,
+        api_keys=_api_keys(args.api_key, args.api_key_file),
+        allowed_origins=tuple(args.allow_origin),
+        chat_template=read_template(args.chat_template),
+        **{name: getattr(args, name) for name in SAME_NAME},
+    )
+    with ExitStack() as stack:
+        with StatusLine() as status, status.during(f"loading {args.model}"):
+            from nanovllm.apps.server.async_llm import AsyncLLM  # imports torch, which takes seconds
+            from nanovllm.apps.server.run import BACKLOG, address, open_socket, serve
+
+            opened = stack.enter_context(open_socket(settings))
+            with Interrupt() as interrupt, interrupt.allowed():
+                engine = AsyncLLM(args.model, **engine_arguments(args))
+            if args.lora_modules:
+                stack.callback(engine.close)  # if one of them is refused
+                adapters = tuple(lora_requests(engine.llm, args.lora_modules).values())
+                settings = replace(settings, lora_requests=adapters)
+        opened.listen(BACKLOG)
+        _log_accesses(settings.access_log)
+        say(
+            f"{settings.model_name} is served at {address(settings, opened)}, up to {engine.llm.max_model_len:,} tokens"
+        )
+        if settings.is_public and not settings.api_keys:
+            say("everyone who reaches this address can use the server: --api-key asks clients for a key")
+        return serve(engine, settings, opened)
+
+
+SAME_NAME = (
+    "host",
+    "port",
+    "trust_request_chat_template",
+    "tool_call_parser",
+    "ui",
+    "access_log",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+    "max_body_bytes",
+    "max_prompts",
+    "max_queue",
+    "max_connections",
+    "header_timeout",
+    "idle_timeout",
+    "shutdown_timeout",
+)
+
+
+def _check_installed() -> None:
+    for name in ("prometheus_client", "pydantic", "starlette", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the server needs {name}: pip install 'nanovllm[server]'")
+
+
+def _names(given: str | Sequence[str] | None, model: str) -> tuple[str, ...]:
+    """The names in requests: those given, else the directory's, and the path as it was given, which is vLLM's."""
+    if given is None:
+        return tuple(dict.fromkeys([Path(model).resolve().name or model, model]))
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _api_keys(keys: list[str], path: str | None) -> tuple[str, ...]:
+    given = [*keys, *([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else [])]
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--api-key-file {path!r} is not text: give one key on each line") from None
+        given += [line.strip() for line in lines if line.strip()]
+        if not given:
+            raise ConfigError(f"--api-key-file {path!r} holds no key: give one key on each line")
+    return tuple(given)
+
+
+def _log_accesses(wanted: bool) -> None:
+    logger = logging.getLogger("uvicorn.access")
+    logger.setLevel(logging.INFO if wanted else logging.WARNING)
+    if wanted:
+        logger.addHandler(logging.StreamHandler(sys.stderr))

@@ -1,0 +1,1 @@
+"""The planner's reports: cards, units, published models."""

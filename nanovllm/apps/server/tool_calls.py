@@ -1,0 +1,259 @@
+"""Tool calls: how a request's tools constrain the text, and how calls are read from it while it is generated."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple, Protocol
+
+from nanovllm.apps.server.http_errors import invalid
+from nanovllm.apps.server.protocol import ChatRequest, NamedTool, Tool
+from nanovllm.engine.detokenizer import open_end
+
+WHITESPACE = " \t\n\r"
+
+
+class Call(NamedTuple):
+    """A call, complete: the name of the function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+Piece = str | Call  # text that is no call, or a call
+
+
+class Parser(Protocol):
+    """Reads the text of one answer. The pieces, in order, hold all of it."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that this text completes."""
+
+    def finish(self) -> list[Piece]:
+        """What is left, after the last text. A call that is incomplete stays text."""
+
+
+class PlainText:
+    """No tool calls."""
+
+    def feed(self, text: str) -> list[Piece]:
+        return [text] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class Hermes:
+    """Calls as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._inside = False  # of a call
+        self._after_call = False  # spaces between calls are no content
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        pieces: list[Piece] = []
+        while self._take(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        if not self._inside:
+            return [] if self._after_call and not self._text.strip() else self._rest()
+        call = read_call(self._text)
+        return [call] if call is not None else [self.BEGIN, *self._rest()]
+
+    def _take(self, pieces: list[Piece]) -> bool:
+        """Move what is complete from the text to `pieces`. Returns whether there may be more."""
+        before, mark, after = self._text.partition(self.END if self._inside else self.BEGIN)
+        if self._inside:
+            if mark:
+                pieces.append(read_call(before) or f"{self.BEGIN}{before}{mark}")
+                self._text, self._inside, self._after_call = after, False, True
+            return bool(mark)
+        held = "" if mark else open_end(before, [self.BEGIN])
+        content = before[: len(before) - len(held)]
+        if self._after_call and not content.strip(WHITESPACE):
+            self._text = after if mark else self._text
+        else:
+            pieces += [content] if content else []
+            self._text, self._after_call = after if mark else held, False
+        self._inside = bool(mark)
+        return self._inside
+
+    def _rest(self) -> list[Piece]:
+        return [self._text] if self._text else []
+
+
+class Llama3Json:
+    """Calls as Llama 3 writes them: an answer that is nothing but `{"name": ..., "parameters": {...}}`.
+
+    Several are separated by semicolons, and a `<|python_tag|>` may stand before them.
+    """
+
+    TAG = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        begin = self._text.lstrip(WHITESPACE)
+        may_call = not begin or begin.startswith(("{", self.TAG)) or self.TAG.startswith(begin)
+        if may_call and not self._is_text:
+            return []
+        self._is_text = True
+        text, self._text = self._text, ""
+        return [text] if text else []
+
+    def finish(self) -> list[Piece]:
+        calls = self._calls(self._text.strip(WHITESPACE).removeprefix(self.TAG))
+        if calls:
+            return list(calls)
+        return [self._text] if self._text else []
+
+    def _calls(self, text: str) -> list[Call]:
+        """All calls of the text; none if anything else is in it."""
+        decoder, calls, position = json.JSONDecoder(), [], 0
+        while position < len(text):
+            try:
+                value, position = decoder.raw_decode(text, position)
+            except (ValueError, RecursionError):
+                return []
+            call = as_call(value)
+            if call is None:
+                return []
+            calls.append(call)
+            separator = re.compile(r"[\s;]*").match(text, position)
+            position = separator.end() if separator else position
+        return calls
+
+
+class JsonList:
+    """The answer to `tool_choice: required`: structured outputs make it a JSON list of calls."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[Piece]:
+        values = _read(self._text)
+        calls = [as_call(value) for value in values] if isinstance(values, list) else [None]
+        complete = [call for call in calls if call is not None]
+        return list(complete) if len(complete) == len(calls) else [self._text]
+
+
+class NamedCall:
+    """The answer to a `tool_choice` that names a function: structured outputs make it the function's arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._text = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return []
+
+    def finish(self) -> list[Piece]:
+        return [Call(self._name, self._text)]
+
+
+def read_call(text: str) -> Call | None:
+    """The call that a JSON text is; None if it is none."""
+    return as_call(_read(text))
+
+
+def as_call(value: Any) -> Call | None:
+    """The call that a JSON value is: an object with a name, and arguments or parameters."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as JSON text
+        arguments = _read(arguments)
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+# ---- which parser
+
+
+def detect_format(template: str) -> str | None:
+    """The format of tool calls that a chat template shows: "hermes", "llama3_json" or None."""
+    if Hermes.BEGIN in template:
+        return "hermes"
+    return "llama3_json" if "python_tag" in template or "ipython" in template.lower() else None
+
+
+def shown_tools(body: ChatRequest) -> list[Tool]:
+    """The tools that the chat template shows. Raises ApiError for a `tool_choice` that does not fit them."""
+    tools = body.tools or []
+    if body.tool_choice not in (None, "none") and not tools:
+        raise invalid("tool_choice needs tools", "tool_choice")
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        if all(tool.function.name != name for tool in tools):
+            raise invalid(f"tool_choice names the function {name!r:.100}, which is not in tools", "tool_choice")
+    return [] if body.tool_choice == "none" else tools
+
+
+def forced_schema(body: ChatRequest) -> dict[str, Any] | None:
+    """The JSON schema that `tool_choice` forces the answer into; None for "auto" and "none"."""
+    tools = body.tools or []
+    if isinstance(body.tool_choice, NamedTool):
+        (tool,) = [tool for tool in tools if tool.function.name == body.tool_choice.function.name][:1]
+        return _parameters(tool)
+    if body.tool_choice != "required":
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+
+
+def make_parser(body: ChatRequest, form: str | None) -> Parser:
+    """A parser for one choice. form: "hermes", "llama3_json", or None if the template shows none of them."""
+    if not body.tools or body.tool_choice == "none" or form == "none":
+        return PlainText()
+    if isinstance(body.tool_choice, NamedTool):
+        return NamedCall(body.tool_choice.function.name)
+    if body.tool_choice == "required":
+        return JsonList()
+    return Llama3Json() if form == "llama3_json" else Hermes()
+
+
+def check_tools(body: ChatRequest, template: str, form: str | None) -> None:
+    """Raise ApiError for tools that the model would not see, or whose calls could not be read."""
+    if not shown_tools(body):
+        return
+    if "tools" not in template:
+        raise invalid("tools: the model's chat template does not show tools to the model", "tools")
+    if form is None and body.tool_choice in (None, "auto"):
+        raise invalid(
+            "tools: the chat template shows no format of tool calls that the server knows; start it with "
+            "--tool-call-parser hermes or llama3_json, or with none to get calls as text",
+            "tools",
+        )
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object"}

@@ -1,0 +1,79 @@
+"""A real model answers questions about a real text, with most of its KV cache on the host.
+
+The text is the first two chapters of "Alice's Adventures in Wonderland" by Lewis Carroll, 1865, in the public domain:
+Project Gutenberg's Millennium Fulcrum Edition 2.9, from alice29.txt, a file that compressors are tested with.
+
+A model of 135 million parameters answers few questions about so long a text. These two were chosen from about thirty
+because the model answers them. Most of the text's KV is on the host when it answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.kvcache.base import KVStats
+
+TITLE = "the first two chapters of Alice's Adventures in Wonderland"
+# Each with lower-case words that a right answer contains.
+QUESTIONS = (
+    ("What did the label on the bottle say?", "drink me"),
+    ("Who dropped the white kid gloves and the fan?", "rabbit"),
+)
+ANSWER_TOKENS = 32
+BLOCK_SIZE = 128
+DEVICE_BLOCKS = 6
+CHUNK_TOKENS = 1024
+MAX_MODEL_LEN = 8192  # the model's positions
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question and the model's answer. `output` has the prompt's tokens and the times."""
+
+    question: str
+    expected: str
+    text: str
+    output: RequestOutput
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer contains the expected words, regardless of line breaks."""
+        return self.expected in " ".join(self.text.lower().split())
+
+
+def story() -> str:
+    """The text, about 6,000 tokens."""
+    return files("nanovllm.apps.smollm2").joinpath("alice.txt").read_text(encoding="ascii")
+
+
+def conversation(question: str) -> list[dict[str, str]]:
+    """The text and a question about it, as a user's only message."""
+    return [{"role": "user", "content": f"{story()}\n\nQuestion: {question} Answer briefly."}]
+
+
+def read(model_dir: str | Path, device: str | None = None) -> tuple[list[Answer], KVStats]:
+    """Ask all questions in turn with greedy sampling. Later questions find the text in the prefix cache.
+
+    device: as in LLM. Raises the errors of LLM.
+    """
+    # The model often continues after its answer with another paragraph.
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, stop="\n\n")
+    with LLM(
+        model_dir,
+        device=device,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        kvcache_block_size=BLOCK_SIZE,
+        enable_cpu_offload=True,
+        num_gpu_blocks=DEVICE_BLOCKS,
+        num_cpu_blocks=MAX_MODEL_LEN // BLOCK_SIZE,
+    ) as llm:
+        answers = []
+        for question, expected in QUESTIONS:
+            (output,) = llm.chat(conversation(question), params, use_tqdm=sys.stderr.isatty())
+            answers.append(Answer(question, expected, output.outputs[0].text.strip(), output))
+        return answers, llm.kv_stats()

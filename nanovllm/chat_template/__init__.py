@@ -1,6 +1,0 @@
-"""Chat templates, rendered in a process with limits: a side, see `nanovllm.engine.sides.ChatTemplates`."""
-
-from nanovllm.chat_template.process import TemplateProcess
-from nanovllm.chat_template.template import ChatTemplate
-
-__all__ = ["ChatTemplate", "TemplateProcess"]

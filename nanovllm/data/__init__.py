@@ -1,0 +1,1 @@
+"""Plain data that several packages share, at the bottom: no torch, and no import of a package above."""

@@ -1,0 +1,214 @@
+"""The data that the engine and the runner exchange: plain and picklable in both directions."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nanovllm.data.adapter import Adapter
+from nanovllm.data.layerwise import LayerwiseStep
+from nanovllm.data.tiers import BlockMove
+
+
+def token_array(token_ids: Iterable[int] = ()) -> array[int]:
+    """Token ids in a compact form, which is pickled and joined as bytes."""
+    return array("q", token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitAdjustments:
+    """Changes to a row's logits before its token is chosen; penalties of 1, 0 and 0 change nothing.
+
+    banned: tokens that cannot be chosen. biased, biases: token ids, and the values added to their logits.
+    prompt_tokens: the distinct tokens of the prompt; output_tokens: all generated tokens. Both are empty unless a
+    penalty needs them.
+    """
+
+    banned: array[int] = field(default_factory=token_array)
+    biased: array[int] = field(default_factory=token_array)
+    biases: array[float] = field(default_factory=lambda: array("d"))
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    prompt_tokens: array[int] = field(default_factory=token_array)
+    output_tokens: array[int] = field(default_factory=token_array)
+
+
+class TokenMask(Protocol):
+    """The tokens that may be chosen: bit t of `bits` is token t, with the lowest bit of each byte first.
+
+    error: why there is no mask. Another thread may still make the mask: then both, and pickling, wait for it.
+    """
+
+    @property
+    def bits(self) -> bytes: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMask:
+    """A TokenMask that is there."""
+
+    bits: bytes = b""
+    error: str | None = None
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int], vocab_size: int) -> PackedMask:
+        """The mask that allows these tokens, which are below `vocab_size`."""
+        bits = bytearray(-(-vocab_size // 8))
+        for token in token_ids:
+            bits[token // 8] |= 1 << token % 8
+        return cls(bytes(bits))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessors:
+    """A caller's functions that change a row's logits. An executor in another process needs ones that can be pickled.
+
+    functions: each is called with the output's token ids and the logits, with the prompt's token ids in front if True
+    stands beside it.
+    """
+
+    functions: Sequence[tuple[Callable[..., Any], bool]]
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How the next token of one sequence is drawn; a pure function of these fields and the logits.
+
+    `index` counts the tokens already generated, so (seed, index) identifies one random draw of one sequence, even after
+    preemption and recomputation. temperature 0 is greedy; top_k 0 is off. `num_logprobs`: how many of the most likely
+    tokens to report in addition to the chosen one, at most the vocabulary size; None reports nothing.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    index: int
+    num_logprobs: int | None = None
+    adjustments: LogitAdjustments | None = None
+    mask: TokenMask | None = None
+    processors: LogitsProcessors | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One position: the chosen token's natural-log probability and rank (from 1), and the most likely tokens in order.
+
+    Of the raw logits: before penalties, temperature and cuts.
+    """
+
+    logprob: float
+    rank: int
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A drawn token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Prompt tokens whose log-probabilities a step reports.
+
+    Row `first_row + i` of the sequence is followed by `token_ids[i]`; `num_logprobs` as in SamplingRow.
+    """
+
+    first_row: int
+    token_ids: Sequence[int]
+    num_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: compute `token_ids` at positions [context_len, context_len + len(token_ids)).
+
+    `samples`: the tokens to draw from the last row's logits. Empty while the prompt is not complete; several where
+    sequences that share the prompt begin. `layerwise`: `token_ids` are prefilled layer by layer, and the step runs only
+    these layer chunks of them; None: they go through all layers in the step. `adapter`: its number, or None.
+    """
+
+    seq_id: int
+    token_ids: Sequence[int]
+    context_len: int
+    prompt_len: int
+    rope_len: int  # that dynamic RoPE and longrope count, where the sequence up to the token is not longer
+    block_table: Sequence[int]  # physical block ids, covering every position up to the last computed one
+    samples: Sequence[SamplingRow] = ()
+    prompt_targets: PromptTargets | None = None
+    layerwise: LayerwiseStep | None = None
+    request_id: str = ""
+    adapter: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: the block moves, in order, then the sequences. At most one goes layer by layer, and it is the last.
+
+    adapters: of all running requests, those that the step does not compute too.
+    """
+
+    sequences: Sequence[ScheduledSequence]
+    moves: Sequence[BlockMove] = ()
+    adapters: Sequence[Adapter] = ()
+
+    @property
+    def chunked(self) -> Sequence[ScheduledSequence]:
+        """The sequences whose tokens go through all layers in this step."""
+        return self.sequences if self.layerwise is None else self.sequences[:-1]
+
+    @property
+    def layerwise(self) -> ScheduledSequence | None:
+        """The sequence that is prefilled layer by layer."""
+        return self.sequences[-1] if self.sequences and self.sequences[-1].layerwise is not None else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through all layers."""
+        return sum(len(s.token_ids) for s in self.chunked)
+
+    def token_layers(self, num_layers: int) -> int:
+        """Tokens times layers that the step computes."""
+        part = None if self.layerwise is None else self.layerwise.layerwise
+        return self.num_tokens * num_layers + (0 if part is None else part.token_layers)
+
+    def prompt_tokens(self, num_layers: int) -> float:
+        """Prompt tokens that the step computes; those of a layer-by-layer prefill in proportion to their layers."""
+        part = None if self.layerwise is None else self.layerwise.layerwise
+        chunked = sum(max(0, min(len(s.token_ids), s.prompt_len - s.context_len)) for s in self.chunked)
+        return chunked + (0 if part is None else part.token_layers / num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """For each scheduled sequence, in batch order: the tokens drawn for its `samples`, KV bytes moved each way.
+
+    prompt_logprobs: of each sequence's `prompt_targets`; empty if no sequence has any. errors: by the index of a
+    sequence, what is wrong with its numbers; its samples are then meaningless.
+    """
+
+    samples: list[list[Sample]] = field(default_factory=list)
+    h2d_bytes: list[int] = field(default_factory=list)
+    d2h_bytes: list[int] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs batches: all that the engine knows of tensors, devices and processes."""
+
+    def execute(self, batch: Batch) -> StepResult: ...
+
+    def close(self) -> None: ...

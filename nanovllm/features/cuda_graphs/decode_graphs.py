@@ -1,0 +1,193 @@
+"""CUDA graphs of decode steps.
+
+Where attention can be recorded, one graph computes a complete step. Elsewhere there is one graph for each piece of the
+model between two attention calls, and attention runs eagerly between the replays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.config import EngineConfig
+from nanovllm.device import Device, Graph
+from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
+from nanovllm.features.cuda_graphs.pieces import StepMemory, run_piece
+from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
+from nanovllm.layers.forward_context import ForwardContext, KVCache
+from nanovllm.memory.block_size import layout_of
+from nanovllm.models.decoder import Decoder
+from nanovllm.ops import row_attention
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
+from nanovllm.ops.kv_quantization import stored_dtype
+from nanovllm.ops.upload import refill
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BUCKET = 512
+TRIED_BUCKETS = 4  # recorded to estimate the memory of all buckets but the largest
+
+
+def bucket_sizes(config: EngineConfig) -> list[int]:
+    """Batch sizes that have graphs: 1, 2, 4, then every multiple of 8, and the largest that a step can have.
+
+    A step takes the next larger one, so it computes fewer than 8 padded rows. Steps above LARGEST_BUCKET run eagerly.
+    Under offload a bucket takes a graph for each layer and one more, and steps wait for the link: there the sizes are
+    powers of two, which makes 330 graphs for 32 layers instead of 2,211.
+    """
+    most = min(config.max_num_seqs, config.max_num_batched_tokens, LARGEST_BUCKET)
+    doubled = [2**power for power in range(3, LARGEST_BUCKET.bit_length())]
+    larger = doubled if config.enable_cpu_offload else range(8, most, 8)
+    return [size for size in (1, 2, 4, *larger) if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The graphs of steps of up to `rows` rows, in order, and the memory that they read and write."""
+
+    inputs: Tensor  # int64 [3, rows]: token ids, positions, RoPE lengths
+    step: StepMemory
+    graphs: Sequence[Graph]
+
+
+class DecodeGraphs:
+    """Records its graphs when made. All buckets share one memory, of which a smaller bucket uses the first rows."""
+
+    def __init__(self, device: Device, model: Decoder, tables: DecodeTables | None, sizes: Sequence[int]) -> None:
+        """tables: for recorded attention, None if it runs eagerly; sizes: batch sizes of the buckets, ascending."""
+        self._device = device
+        self._model = model
+        self._tables = tables
+        self._sizes = sizes
+        self._inputs = torch.zeros(3 * sizes[-1], dtype=torch.int64, device=model.device)
+        memory = StepMemory.of(model, sizes[-1])
+        # The largest bucket first: the others then allocate from the memory that it took.
+        cut = [(self._inputs[: 3 * rows].view(3, rows), memory.first(rows)) for rows in reversed(sizes)]
+        graphs = device.capture([work for inputs, step in cut for work in self._works(inputs, step)])
+        count = len(graphs) // len(sizes)
+        self._buckets = [Bucket(*cut[i], graphs[i * count : (i + 1) * count]) for i in range(len(sizes))][::-1]
+        self.num_graphs = len(graphs)
+
+    def take(self, sequences: Sequence[SequenceMetadata]) -> bool:
+        """Whether a step of these sequences has graphs: each computes one token, and the largest bucket holds them."""
+        return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
+
+    def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
+        """See `engine.execution_order.DecodeRunner`."""
+        rows = len(sequences)
+        bucket = self._buckets[bisect_left(self._sizes, rows)]
+        padding = bucket.inputs.shape[1] - rows
+        refill(self._inputs, F.pad(inputs, (0, padding)).flatten())
+        if self._tables is not None:
+            self._tables.fill(sequences, rows + padding)
+            self._tables.declare(self._device, sequences)
+            bucket.graphs[0].replay()
+            self._device.end_kernel()
+        else:
+            _, positions, rope_lengths = bucket.inputs[:, :rows]
+            ctx = ForwardContext(positions, rope_lengths, sequences, kv_cache)
+            self._run_pieces(bucket.graphs, bucket.step.first(rows), ctx)
+        return bucket.step.x[:rows]
+
+    def _run_pieces(self, graphs: Sequence[Graph], step: StepMemory, ctx: ForwardContext) -> None:
+        for layer, graph in enumerate(graphs[:-1]):
+            graph.replay()
+            step.q.copy_(ctx.kv_cache.attend(layer, step.q, step.k, step.v, ctx))
+        graphs[-1].replay()
+
+    def _works(self, inputs: Tensor, step: StepMemory) -> list[Callable[[], None]]:
+        """The functions that a bucket records, a graph of each."""
+        num_layers = self._model.spec.num_layers
+
+        def piece(index: int) -> Callable[[], None]:
+            return lambda: run_piece(self._model, index, step, inputs)
+
+        def complete_step(tables: DecodeTables) -> None:
+            for layer in range(num_layers):
+                run_piece(self._model, layer, step, inputs)
+                step.q.copy_(tables.attend(layer, step.q, step.k, step.v))
+            run_piece(self._model, num_layers, step, inputs)
+
+        tables = self._tables
+        return [piece(index) for index in range(num_layers + 1)] if tables is None else [lambda: complete_step(tables)]
+
+
+def _are_recorded(device: Device, model: Decoder, config: EngineConfig) -> bool:
+    return device.captures and not config.enforce_eager and model.spec.experts is None
+
+
+@torch.inference_mode()
+def record_decode_graphs(
+    device: Device, model: Decoder, kv_cache: KVCacheBase, max_len: int, config: EngineConfig
+) -> DecodeGraphs | None:
+    """The graphs of an engine whose longest sequence has `max_len` tokens.
+
+    None, so that every step is eager, with enforce_eager, on a device that records no graphs, for a model with experts,
+    whose rows are grouped anew in each step, and, with a warning, if recording fails.
+    """
+    if not _are_recorded(device, model, config):
+        return None
+    sizes, start, free = bucket_sizes(config), time.perf_counter(), device.free_memory()
+    try:
+        with device.compute():
+            tables = _decode_tables(kv_cache.attended_pool, sizes[-1], max_len)
+            graphs = DecodeGraphs(device, model, tables, sizes)
+    except Exception as error:  # torch, CUDA and compilers raise errors of many types
+        logger.warning("decode runs without CUDA graphs, recording them failed: %s", error)
+        return None
+    seconds, mib = time.perf_counter() - start, (free - device.free_memory()) / 2**20
+    text = "CUDA graphs: %d for decode steps of up to %d sequences, recorded in %.1f s, %.0f MiB"
+    logger.info(text, graphs.num_graphs, sizes[-1], seconds, mib)
+    return graphs
+
+
+@torch.inference_mode()
+def graph_bytes(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+    """Bytes of device memory that graphs will take, measured by recording some over a KV cache of one block.
+
+    The largest bucket takes the memory that all share. The memory of the others is extrapolated from TRIED_BUCKETS of
+    them. 0 where no graphs will be recorded, or if recording fails.
+    """
+    if not _are_recorded(device, model, config):
+        return 0
+    sizes, free, kept = bucket_sizes(config), [device.free_memory()], list[DecodeGraphs]()
+    few = sizes[:-1][:TRIED_BUCKETS]
+    try:
+        for part in (sizes[-1:], few):
+            if part:
+                with device.compute():
+                    tables = _scratch_tables(model, backend, config, part[-1])
+                    kept.append(DecodeGraphs(device, model, tables, part))
+            free.append(device.free_memory())
+    except Exception:  # `record_decode_graphs` will fail in the same way, and logs why
+        return 0
+    return free[0] - free[1] + (free[1] - free[2]) * (len(sizes) - 1) // max(1, len(few))
+
+
+def _scratch_tables(
+    model: Decoder, backend: AttentionBackend, config: EngineConfig, max_rows: int
+) -> DecodeTables | None:
+    """Tables as the engine will have them, over a single block that takes the part of every block of every layer."""
+    spec = model.spec
+    if config.enable_cpu_offload:
+        return None
+    shape = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads).block_shape
+    dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
+    pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
+    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), model.dtype)
+    return _decode_tables(AttendedPool(pool, geometry, backend), max_rows, config.max_model_len or spec.max_model_len)
+
+
+def _decode_tables(attended: AttendedPool | None, max_rows: int, max_len: int) -> DecodeTables | None:
+    """Tables for graphs of steps of up to `max_rows` rows; None if a graph cannot record attention."""
+    attention = None if attended is None else row_attention(attended.backend)
+    if attended is None or attention is None:
+        return None
+    return DecodeTables(attended.pool, attended.geometry, attention, max_rows, max_len)

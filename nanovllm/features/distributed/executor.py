@@ -1,0 +1,397 @@
+"""The executor of several ranks: starts them, sends every step to all of them, and ends all if one fails.
+
+Every rank is a process of its own, the first one too. So a rank that waits for a dead one never blocks the engine: the
+engine notices the end of a process at once, kills the others and raises the error of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import selectors
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.data.batch import Batch, StepResult
+from nanovllm.device import Busy
+from nanovllm.errors import Advice, EngineError
+from nanovllm.features.distributed import launch
+from nanovllm.features.distributed.messages import (
+    Channel,
+    Close,
+    CollectiveError,
+    Done,
+    Exchange,
+    Exchanged,
+    Execute,
+    Failure,
+    Hello,
+    Log,
+    Process,
+    Processed,
+    Progress,
+    Ready,
+)
+from nanovllm.kvcache.base import KVStats
+from nanovllm.layers.logits import process
+from nanovllm.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+STOPPED_SECONDS = 5.0  # a process that is suspended for so long has failed
+LOOK_SECONDS = 1.0  # between two looks at the processes
+CAUSE_SECONDS = 1.0  # a rank that fails because of another one often says so first
+CLOSE_SECONDS = 10.0
+LARGE_MESSAGE = 64 << 10  # bytes; a pipe holds more, so that sending less never waits
+
+
+class RankTraceback(Exception):
+    """The traceback of an error in a rank's process, as the cause of the engine's error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"\n{text}")
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank as the engine sees it.
+
+    process: None if torchrun has started it. stopped_at: when it was first seen to be suspended.
+    """
+
+    index: int
+    channel: Channel
+    process: BaseProcess | None
+    said_hello: bool = False
+    stopped_at: float | None = None
+
+
+class TensorParallelExecutor:
+    """Implements `engine.sides.Runner` with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
+
+    def __init__(self, config: EngineConfig, spec: DecoderSpec) -> None:
+        """Start the ranks and wait until they have loaded the model. spec: of the whole model.
+
+        Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
+        """
+        self._size = config.tensor_parallel_size
+        spec.of_ranks(self._size)  # refuses too many ranks at once
+        self._patience = config.distributed_timeout_seconds
+        self._step = 0
+        self._interrupted = False  # while a step runs, and after an exception until its result was received
+        self._deadline: float | None = None  # for the next message of the first rank
+        self._error: EngineError | None = None  # why no step can run any more
+        self._on_layer: Callable[[float], None] | None = None
+        self._busy = Busy()
+        started = launch.start_ranks(config, spec)
+        self._ranks = [Rank(i, Channel(connection), process) for i, (connection, process) in enumerate(started.ranks)]
+        self._selector = selectors.DefaultSelector()
+        for rank in self._ranks:
+            self._selector.register(rank.channel.connection.fileno(), selectors.EVENT_READ, (rank, False))
+            if rank.process is not None:
+                self._selector.register(rank.process.sentinel, selectors.EVENT_READ, (rank, True))
+        self._end = weakref.finalize(self, _end_ranks, os.getpid(), self._ranks, self._selector, started.store)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self._end()
+            raise
+
+    # ---- what the engine asks for
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Run one step on all ranks. Raises EngineError if a rank fails, and from then on."""
+        self._check_open()
+        if self._interrupted:
+            self._result(None)
+        self._step += 1
+        self._send(Execute(self._step, _without_processors(batch), self._on_layer is not None))
+        self._interrupted = True
+        return self._result(batch)
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more, also if a rank has failed since the last step."""
+        self._check_open()
+        if not self._interrupted:  # else the next step needs the messages
+            for _ in self._arrived(0.0):
+                pass
+
+    def advise(self, num_tokens: int) -> Advice:
+        return self.sizing.advice(num_tokens)
+
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
+        """See `LLM.watch_steps`."""
+        before, self._on_layer = self._on_layer, on_layer
+        return before
+
+    def kv_stats(self) -> KVStats:
+        """Of the first rank, as of the last message from it."""
+        return self._stats
+
+    def link_busy(self) -> Busy:
+        """Of the first rank."""
+        return self._busy
+
+    def close(self) -> None:
+        """End the ranks. Safe to call twice."""
+        if self._error is None:
+            self._error = EngineError("the engine is closed: make a new LLM")
+            for rank in self._ranks:
+                with suppress(OSError):
+                    rank.channel.send(Close())
+            deadline = time.monotonic() + CLOSE_SECONDS
+            for rank in self._ranks:
+                if rank.process is not None:
+                    rank.process.join(max(0.0, deadline - time.monotonic()))
+        self._end()
+
+    # ---- messages
+
+    def _send(self, message: Any) -> None:
+        """Send a message to all ranks. A rank that has ended is noticed when its answer is awaited."""
+        packed = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+        def send() -> None:
+            for rank in self._ranks:
+                with suppress(OSError):
+                    rank.channel.send_packed(packed)
+
+        if len(packed) < LARGE_MESSAGE:
+            send()
+        else:  # a suspended rank reads nothing, and must not stop the engine
+            threading.Thread(target=send, name="rank-messages", daemon=True).start()
+
+    def _messages(self) -> Iterator[tuple[Rank, Any]]:
+        """The messages of all ranks as they come.
+
+        Raises the error of a rank that fails, is suspended, or does not answer before the deadline.
+        """
+        while True:
+            yield from self._arrived(LOOK_SECONDS)
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                raise self._ended(f"rank 0 has not finished a step {self._patience:g} s after the others")
+
+    def _arrived(self, seconds: float) -> Iterator[tuple[Rank, Any]]:
+        """The messages that have come, or else the next ones within some seconds. Those of no step are handled here.
+
+        Raises the error of a rank that fails or is suspended.
+        """
+        for key, _ in self._selector.select(seconds):
+            rank, has_ended = key.data
+            message = _last_words(rank) if has_ended else _received(rank)
+            if message is None or isinstance(message, Failure):
+                raise self._failed(rank, message)
+            if isinstance(message, Hello):
+                rank.said_hello = True
+            elif isinstance(message, Log):
+                logging.getLogger(message.record.name).handle(message.record)
+            else:
+                yield rank, message
+        self._look_for_suspended()
+
+    def _wait_until_ready(self) -> None:
+        exchanged: dict[int, Any] = {}
+        ready = 0
+        for rank, message in self._messages():
+            if isinstance(message, Exchange):
+                exchanged[rank.index] = message.value
+                if len(exchanged) == self._size:
+                    self._send(Exchanged([exchanged[index] for index in range(self._size)]))
+                    exchanged.clear()
+            elif isinstance(message, Ready):
+                ready += 1
+                if rank.index == 0:
+                    self.spec, self.dtype, self._stats = message.spec, message.dtype, message.stats
+                    self.sizing, self.plan, self.num_swap_blocks = message.sizing, message.plan, message.num_swap_blocks
+                if ready == self._size:
+                    return
+
+    def _report(self, message: Progress) -> None:
+        """Call `on_layer`. An error in it is logged and does not fail the step."""
+        self._stats = message.stats
+        try:
+            if self._on_layer is not None:
+                self._on_layer(message.share)
+        except Exception:
+            self._on_layer = None
+            logger.exception("the function that watches the steps has failed, and is not called again")
+
+    def _result(self, batch: Batch | None) -> StepResult:
+        """Wait for the result of the step in progress. batch: of the step; None if it was interrupted."""
+        self._deadline = None
+        for rank, message in self._messages():
+            if isinstance(message, Done) and message.step == self._step:
+                if rank.index == 0:
+                    assert message.result is not None and message.stats is not None and message.busy is not None
+                    self._stats, self._busy, self._interrupted = message.stats, message.busy, False
+                    return message.result
+                self._deadline = time.monotonic() + self._patience
+            elif rank.index == 0 and self._deadline is not None:  # a rank that says something does not hang
+                self._deadline = time.monotonic() + self._patience
+            if isinstance(message, Progress) and batch is not None:
+                self._report(message)
+            elif isinstance(message, Process):
+                self._process(rank, batch, message)
+        raise AssertionError("messages end with an error only")
+
+    def _process(self, rank: Rank, batch: Batch | None, message: Process) -> None:
+        """Apply logits processors and answer the rank, also if the caller's function is interrupted."""
+        answer = Processed(None, RuntimeError("the step was interrupted"))
+        try:
+            if batch is not None:
+                answer = _processed(batch, message)
+        finally:
+            rank.channel.send(answer)
+
+    # ---- failures
+
+    def _failed(self, rank: Rank, failure: Failure | None) -> Exception:
+        """The error to raise because of a failure, or of the end of a rank without one. Ends all ranks."""
+        failures = {rank.index: failure}
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and not any(map(_is_cause, failures.values())):
+            for key, _ in self._selector.select(left):
+                other, has_ended = key.data
+                message = _last_words(other) if has_ended else _received(other)
+                if message is None or isinstance(message, Failure):
+                    failures[other.index] = failures.get(other.index) or message
+        index = next((index for index, each in failures.items() if _is_cause(each)), rank.index)
+        found = failures[index]
+        if found is None:
+            return self._ended(_how_it_ended(self._ranks[index]))
+        if found.kind is CollectiveError:
+            silent = [str(each.index) for each in self._ranks if each.index not in failures]
+            answers = f"; rank {', '.join(silent)} has not answered for {self._patience:g} s" if silent else ""
+            return self._ended(f"{found.message}{answers}", found)
+        if issubclass(found.kind, EngineError):
+            return self._ended(f"rank {index} has failed: {found.message}", found)
+        self._ended(found.message, found)
+        error = found.kind(found.message)
+        if found.changes:
+            error.changes = tuple(found.changes)  # type: ignore[attr-defined]
+        error.__cause__ = RankTraceback(found.traceback)
+        return error
+
+    def _ended(self, message: str, failure: Failure | None = None) -> EngineError:
+        """The error of an engine without ranks, which all later steps raise too."""
+        self._error = EngineError(f"{message}; the engine has ended: make a new LLM")
+        self._error.__cause__ = None if failure is None else RankTraceback(failure.traceback)
+        self._end()
+        return self._error
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise EngineError(str(self._error)) from self._error.__cause__
+
+    def _look_for_suspended(self) -> None:
+        """Raise EngineError if a rank has been suspended for STOPPED_SECONDS, as by SIGSTOP."""
+        now = time.monotonic()
+        for rank in self._ranks:
+            if rank.process is None or not _is_suspended(rank.process):
+                rank.stopped_at = None
+            elif rank.stopped_at is None:
+                rank.stopped_at = now
+            elif now - rank.stopped_at > STOPPED_SECONDS:
+                raise self._ended(f"rank {rank.index} has been suspended for {STOPPED_SECONDS:g} s")
+
+
+def _received(rank: Rank) -> Any | None:
+    """The next message of a rank, or None if it has ended."""
+    try:
+        return rank.channel.receive()
+    except (EOFError, OSError):
+        return None
+
+
+def _last_words(rank: Rank) -> Failure | None:
+    """The failure that a rank has sent before its process ended, if any."""
+    with suppress(EOFError, OSError):
+        while rank.channel.connection.poll():
+            if isinstance(message := rank.channel.receive(), Failure):
+                return message
+    return None
+
+
+def _is_cause(failure: Failure | None) -> bool:
+    """Whether a failure is no consequence of another rank's. None: the process has ended without a word."""
+    return failure is None or failure.kind is not CollectiveError
+
+
+def _how_it_ended(rank: Rank) -> str:
+    if rank.process is None:
+        return f"rank {rank.index} has ended: its own output says why"
+    rank.process.join(CAUSE_SECONDS)
+    code = rank.process.exitcode
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"has ended with exit status {code}"
+    if rank.said_hello:
+        return f"rank {rank.index} {how}"
+    return (
+        f"rank {rank.index} {how} while it started: a script that makes an LLM with several ranks needs "
+        "`if __name__ == '__main__':` around it, since every rank imports the script"
+    )
+
+
+def _is_suspended(process: BaseProcess) -> bool:
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _end_ranks(owner: int, ranks: Sequence[Rank], selector: selectors.BaseSelector, store: list[Any]) -> None:
+    """Kill what still runs, and close the connections, which ends ranks on other machines. Forks of `owner` do not."""
+    if os.getpid() != owner:
+        return
+    selector.close()
+    for rank in ranks:
+        if rank.process is not None:
+            rank.process.kill()
+    for rank in ranks:
+        if rank.process is not None:
+            rank.process.join()
+        rank.channel.connection.close()
+    store.clear()
+
+
+# ---- logits processors
+
+
+def _without_processors(batch: Batch) -> Batch:
+    """The batch with logits processors that are only marks: the functions are called in this process."""
+    if not any(row.processors is not None for seq in batch.sequences for row in seq.samples):
+        return batch
+    return replace(
+        batch,
+        sequences=[
+            replace(
+                seq,
+                samples=[
+                    row if row.processors is None else replace(row, processors=replace(row.processors, functions=()))
+                    for row in seq.samples
+                ],
+            )
+            for seq in batch.sequences
+        ],
+    )
+
+
+def _processed(batch: Batch, message: Process) -> Processed:
+    processors = batch.sequences[message.sequence].samples[message.sample].processors
+    assert processors is not None
+    try:
+        return Processed(process(message.logits, processors))
+    except Exception as error:  # a caller's function may raise any type
+        with suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return Processed(None, error)
+        return Processed(None, RuntimeError(str(error)))

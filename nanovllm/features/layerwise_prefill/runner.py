@@ -1,0 +1,102 @@
+"""Layer-by-layer prefill on the runner's side: the hidden states of one long prompt, kept from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.data.batch import Batch, ScheduledSequence
+from nanovllm.data.layerwise import LayerwiseStep
+from nanovllm.engine.execution_order import AdapterManager, ComputedRows
+from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
+from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.layers.forward_context import ForwardContext, KVCache, WatchedKVCache
+from nanovllm.models.decoder import Decoder
+from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
+from nanovllm.ops.upload import upload
+
+
+@dataclass(slots=True)
+class LayerwiseState:
+    """A layer-by-layer prefill between two steps: its sequence, the layer chunk to run next, the hidden states."""
+
+    seq_id: int
+    next_layer_chunk: int
+    x: Tensor  # [tokens of the prefill, hidden]
+
+
+class LayerwiseOrder:
+    """Runs the layer chunks that a step has of a long prompt. See `engine.execution_order.ExecutionOrder`.
+
+    At most one layer-by-layer prefill is in progress. A step without a part of it drops its hidden states: the sequence
+    was aborted or preempted or has failed, and starts the prefill again if it is resumed.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        engine: OffloadEngine,
+        geometry: AttentionGeometry,
+        backend: AttentionBackend,
+        adapters: AdapterManager | None = None,
+    ) -> None:
+        self._model = model
+        self._adapters = adapters
+        self._kv_cache = LayerwiseKVCache(engine, geometry, backend)
+        self._sequence: ScheduledSequence | None = None  # of the step in progress
+        self.state: LayerwiseState | None = None
+
+    def begin_step(self, batch: Batch) -> StepTraffic | None:
+        """Start the loads of the step's layer chunks; to be called after the step's block moves."""
+        seq = self._sequence = batch.layerwise
+        if seq is None or seq.layerwise is None:
+            self.state = None
+            return None
+        first = seq.layerwise.first_layer_chunk
+        if first == 0:
+            self.state = None  # frees the hidden states of an earlier prefill before the new ones are allocated
+            self.state = LayerwiseState(seq.seq_id, 0, self._embed(seq))
+        assert self.state is not None and (self.state.seq_id, self.state.next_layer_chunk) == (seq.seq_id, first)
+        h2d_bytes, d2h_bytes = self._kv_cache.begin_part(seq.layerwise, seq.block_table)
+        return StepTraffic([h2d_bytes], [d2h_bytes])
+
+    def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
+        """Run the layer chunks of the step.
+
+        Rows are due with the last layer chunk alone: the last token's, or all of them if the prompt is scored.
+        """
+        seq, state = self._sequence, self.state
+        assert seq is not None and seq.layerwise is not None and state is not None
+        part, x = seq.layerwise, state.x
+        kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
+        for layer_chunk in range(part.first_layer_chunk, part.end_layer_chunk):
+            self._run_layer_chunk(layer_chunk, seq, part, x, kv_cache)
+        self._kv_cache.end_part()
+        state.next_layer_chunk = part.end_layer_chunk
+        if part.end_layer_chunk < part.layerwise.num_chunks * self._model.spec.num_layers:
+            hidden = x[:0]
+        else:
+            self.state = None
+            hidden = self._model.normalize_(x if seq.prompt_targets is not None else x[-1:].clone())
+        return ComputedRows(hidden, [seq], [hidden.shape[0] - len(seq.token_ids)])
+
+    def abandon_step(self) -> None:
+        self.state = None
+
+    def _embed(self, seq: ScheduledSequence) -> Tensor:
+        return self._model.embed(upload(torch.tensor(seq.token_ids, dtype=torch.int64), self._model.device))
+
+    def _run_layer_chunk(
+        self, layer_chunk: int, seq: ScheduledSequence, part: LayerwiseStep, x: Tensor, kv_cache: KVCache
+    ) -> None:
+        where = part.layerwise.positions(layer_chunk)
+        chunk = SequenceMetadata.full(0, len(where), where.start, seq.block_table)
+        positions = torch.arange(where.start, where.stop, device=x.device)
+        adapters = self._adapters.of_rows([(seq.adapter, len(where))]) if self._adapters is not None else ()
+        ctx = ForwardContext(positions, (positions + 1).clamp(min=seq.rope_len), (chunk,), kv_cache, adapters)
+        rows = x[where.start - part.layerwise.begin : where.stop - part.layerwise.begin]
+        self._model.forward_layer_(part.layerwise.layer(layer_chunk), rows, ctx)

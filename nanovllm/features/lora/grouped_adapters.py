@@ -1,0 +1,86 @@
+"""The adapters of a batch on a GPU: all of a layer's products in two launches (`ops.triton_lora`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.features.lora.batch_adapters import ranges_of_parts
+from nanovllm.features.lora.weights import AdapterWeights, LinearLayout
+from nanovllm.layers.linear import Linear
+from nanovllm.models.decoder import Decoder
+from nanovllm.ops.triton_lora import A_OFFSET, B_OFFSET, END_COLUMN, FIELDS, FIRST_COLUMN, RANK, add_low_rank_
+from nanovllm.ops.upload import upload
+
+DeviceAdapters = Mapping[int, tuple[int, AdapterWeights]]  # by number: the slot of each, and its matrices
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAdapters:
+    """Of a part of a batch: its rows with an adapter, int64 [entries], sorted by slot, and int64 [slots], where those
+    of each slot end; the table of each linear layer that some of these adapters change.
+
+    See `layers.linear.RowAdapters`.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    tables: Mapping[Linear, Tensor]
+    memory: Tensor
+    max_rank: int
+
+    def add_(self, linear: Linear, x: Tensor, y: Tensor) -> None:
+        """Add each adapter's product to its rows of y, if one adapts this layer."""
+        if linear in self.tables:
+            add_low_rank_(y, x, self.memory, self.tables[linear], self.rows, self.ends, self.max_rank)
+
+
+class AdapterTables:
+    """Where in memory the matrices of each slot's adapter are, on the device: see `ops.triton_lora.add_low_rank_`."""
+
+    def __init__(self, model: Decoder, memory: Tensor, max_rank: int) -> None:
+        """memory: of the adapters, [slots, elements]."""
+        linears = [linear for layer in model.layers for linear in layer.linears]
+        parts = max(len(linear.parts) for linear in linears)
+        self._memory, self._max_rank = memory, max_rank
+        self._rows = {linear: index for index, linear in enumerate(linears)}
+        self._table = torch.zeros(len(linears), len(memory), parts, FIELDS, dtype=torch.int64, device=memory.device)
+
+    def fill(self, slot: int, layouts: Sequence[LinearLayout]) -> None:
+        """The matrices in `slot` have these layouts from now on."""
+        table = torch.zeros(len(self._rows), *self._table.shape[2:], dtype=torch.int64)
+        begin = slot * self._memory.stride(0)
+        for layout in layouts:
+            for part, fields in zip(layout.parts, table[self._rows[layout.linear]], strict=False):
+                fields[A_OFFSET] = begin + layout.a_offset + part.ranks.start * layout.linear.in_features
+                fields[RANK] = part.adapter.rank
+                fields[B_OFFSET] = begin + part.b_offset
+                fields[FIRST_COLUMN], fields[END_COLUMN] = part.columns.start, part.columns.stop
+        self._table[:, slot].copy_(upload(table, self._table.device))
+
+    def batch_parts(
+        self, sequences: Sequence[tuple[int | None, int]], slots: DeviceAdapters, part_rows: int
+    ) -> list[GroupedAdapters | None]:
+        """The adapters of each part of a batch, as `lora.batch_adapters.batch_parts`.
+
+        slots: the adapters on the device, by their numbers.
+        """
+        return [self._grouped(part, slots) for part in ranges_of_parts(sequences, slots, part_rows)]
+
+    def _grouped(self, part: Mapping[int, Sequence[range]], slots: DeviceAdapters) -> GroupedAdapters | None:
+        if not part:
+            return None
+        by_slot = sorted((slots[number][0], ranges) for number, ranges in part.items())
+        counts = torch.zeros(len(self._memory), dtype=torch.int64)
+        for slot, ranges in by_slot:
+            counts[slot] = sum(map(len, ranges))
+        rows = [torch.arange(each.start, each.stop) for _, ranges in by_slot for each in ranges]
+        ends, on_device = upload(torch.cat([counts.cumsum(0), *rows]), self._memory.device).split(
+            [len(counts), int(counts.sum())]
+        )
+        adapted = {linear for number in part for linear in slots[number][1]}
+        tables = {linear: self._table[self._rows[linear], :, : len(linear.parts)] for linear in adapted}
+        return GroupedAdapters(on_device, ends, tables, self._memory, self._max_rank)

@@ -1,0 +1,161 @@
+"""The plan of `nanovllm plan`, for this machine or for the one that the flags describe. Torch only for this one."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.apps.cli.arguments import check_offload_flags, engine_arguments
+from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
+from nanovllm.engine.block_manager import WATERMARK
+from nanovllm.errors import ConfigError
+from nanovllm.features.planner.activations import activation_peak
+from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.planner.network import Network
+from nanovllm.features.planner.plan import Plan, make_plan
+from nanovllm.formats.gguf_side import is_gguf
+from nanovllm.formats.hub import find_directory
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.sizing import MemoryFacts, smallest
+from nanovllm.memory.step_memory import check_step_fits, layerwise_sizing, needs_activation_peak, reserve_for_adapters
+from nanovllm.models.hf_config import read_decoder_spec
+
+if TYPE_CHECKING:
+    from nanovllm.features.planner.local_machine import LocalMachine
+
+HOST_SIZES = ("num_cpu_blocks", "kv_offloading_size")  # engine arguments that only offload has
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the arguments ask for. Raises ConfigError and ModelError."""
+    if not Path(args.model).is_file():  # a config or a GGUF file
+        args.model = str(find_directory("model", args.model, content="config"))
+    given = engine_arguments(args)
+    dtype = given.get("dtype", "auto")
+    spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
+    num_ranks = given.get("tensor_parallel_size", 1)
+    if num_ranks > 1:
+        spec = max(spec.of_ranks(num_ranks), key=lambda part: part.num_weights)
+    network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
+    if args.gpu_mem is not None:
+        return _plan(args, network, None)
+    if args.host_mem is not None:
+        raise ConfigError("--host-mem needs --gpu-mem: without it, the plan is for this machine's memory")
+    from nanovllm.features.planner.local_machine import local_machine
+
+    with local_machine(network) as machine:
+        return _plan(args, network, machine)
+
+
+def _plan(args: argparse.Namespace, network: Network, machine: LocalMachine | None) -> Plan:
+    """The plan for `machine`, or if it is None, for the one that the arguments describe."""
+    sizing = _choose(args, network, machine)
+    return make_plan(network, sizing, _rates(args, sizing, machine))
+
+
+# ---- memory
+
+
+def _choose(args: argparse.Namespace, network: Network, machine: LocalMachine | None) -> KVSizing:
+    """With or without offload: as requested, else with it if the prompt does not fit the device."""
+    given = engine_arguments(args)
+    check_offload_flags(args.enable_cpu_offload, given)
+    if args.enable_cpu_offload is not None:
+        return _sizing(args, network, machine, args.enable_cpu_offload)
+    if any(name in given for name in HOST_SIZES):
+        return _sizing(args, network, machine, offload=True)
+    wanted = args.prompt_len + args.output_len if args.prompt_len else network.spec.max_model_len
+    resident = _sizing(args, network, machine, offload=False)
+    held = _longest(resident)
+    if held >= min(wanted, network.spec.max_model_len) or (machine is None and args.host_mem is None):
+        return resident
+    offloaded = _sizing(args, network, machine, offload=True)
+    return resident if held and held > _longest(offloaded) else offloaded
+
+
+def _longest(sizing: KVSizing) -> int:
+    """Tokens of the longest sequence; 0 if the engine would refuse the configuration."""
+    try:
+        return sizing.plan().max_model_len
+    except ConfigError:
+        return 0
+
+
+def _sizing(args: argparse.Namespace, network: Network, machine: LocalMachine | None, offload: bool) -> KVSizing:
+    arguments = engine_arguments(args)
+    if not offload and args.enable_cpu_offload is None:
+        arguments.pop("cpu_attention", None)  # only applies to offload
+    path = Path(args.model)
+    is_config = path.is_file() and not is_gguf(path)
+    config = engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
+    if offload and machine is None and args.host_mem is None:
+        raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
+    if config.enable_lora and machine is None and args.host_mem is None:
+        raise ConfigError(
+            "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
+        )
+
+    def memory_of(config: EngineConfig) -> MemoryFacts:
+        if machine is None:
+            memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
+        else:
+            memory = machine.memory(config)
+        return reserve_for_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
+
+    memory = memory_of(config)
+    layout = network.layout(network.block_size(config))
+    spec = network.spec
+    return KVSizing(
+        config, layout, spec.max_model_len, memory, WATERMARK, spec.yarn_positions, None if machine else memory_of
+    )
+
+
+def _given_memory(network: Network, config: EngineConfig, gpu_mem: int, host_mem: int) -> MemoryFacts:
+    weights = network.weight_bytes
+    if weights >= gpu_mem:
+        raise ConfigError(f"--gpu-mem is {gpu_mem / 1e9:.1f} GB: the weights alone take {weights / 1e9:.1f} GB")
+    spec, itemsize = network.spec, network.itemsize
+    check_step_fits(spec, itemsize, config, gpu_mem - weights)
+    return MemoryFacts(
+        device_total=gpu_mem,
+        device_free=gpu_mem - weights,
+        host_free=host_mem,
+        tiers_share_memory=False,
+        activation_peak=_activation_peak(network, config) if needs_activation_peak(config) else 0,
+        layerwise=layerwise_sizing(spec, itemsize, config),
+    )
+
+
+def _activation_peak(network: Network, config: EngineConfig) -> int:
+    if network.spec.quantization is not None:  # the module of its format has imported torch already
+        from nanovllm.features.planner.local_machine import counted_peak
+
+        return counted_peak(network, config)
+    sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_logprobs
+    return activation_peak(network.spec, network.itemsize, *sizes)
+
+
+# ---- rates
+
+
+def _rates(args: argparse.Namespace, sizing: KVSizing, machine: LocalMachine | None) -> Rates:
+    rates = machine.rates(sizing) if machine is not None and args.measure else Rates()
+    given: dict[str, Any] = {}
+    if args.compute is not None:
+        given |= {"compute": args.compute, "attention": args.compute}
+    if args.device_bandwidth is not None:
+        names = ("weight_bandwidth", "head_bandwidth", "device_bandwidth")
+        given |= dict.fromkeys(names, args.device_bandwidth)
+    if args.host_bandwidth is not None:
+        given["host_bandwidth"] = args.host_bandwidth
+    if args.link is not None:
+        given["link"] = Link(args.link, args.link)
+    if args.interconnect is not None:
+        given["interconnect"] = args.interconnect
+    if args.all_reduce is not None:
+        given["all_reduce_seconds"] = args.all_reduce
+    if args.layer_overhead is not None:
+        given["layer_seconds"] = args.layer_overhead
+    return replace(rates, **given)

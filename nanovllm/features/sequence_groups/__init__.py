@@ -1,0 +1,26 @@
+"""Requests of several sequences, and preemption by swapping: a side, see `nanovllm.engine.sides.SequenceGroups`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from nanovllm.engine.request import Request
+from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.features.sequence_groups.beams import BeamRequest
+from nanovllm.features.sequence_groups.requests import GroupRequest, check_num_sequences
+from nanovllm.features.sequence_groups.swap import SwapPreemption, asked_swap_bytes, plan_swap_space
+from nanovllm.sampling_params import SamplingParams
+
+__all__ = ["SwapPreemption", "asked_swap_bytes", "plan_swap_space", "request_factory"]
+
+
+def request_factory(
+    request_id: str, params: SamplingParams, limits: SchedulerLimits, vocab_size: int
+) -> Callable[..., Request]:
+    """Makes a request of several sequences from `Request`'s arguments.
+
+    Raises RequestError for more sequences than fit in one step.
+    """
+    check_num_sequences(request_id, params.num_sequences, limits)
+    return partial(BeamRequest, limits, vocab_size) if params.use_beam_search else GroupRequest

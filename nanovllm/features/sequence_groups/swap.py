@@ -1,0 +1,100 @@
+"""Preemption by swapping: the blocks of a preempted request move to extra host memory, and back when it resumes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+
+from nanovllm.config import EngineConfig, PreemptionMode
+from nanovllm.data.layout import KVLayout
+from nanovllm.data.memory_checks import check_fits
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.preemption import Preemption
+from nanovllm.engine.request import Request, RequestStatus
+from nanovllm.engine.scheduling_budget import SchedulingBudget
+from nanovllm.memory.sizing import KVPlan, MemoryFacts
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
+
+
+class SwapPreemption(Preemption):
+    """Preempts requests. By default those with several running sequences are swapped, others are recomputed.
+
+    Recomputing one sequence costs little, as the prefix cache often holds its prompt.
+    """
+
+    def __init__(self, manager: BlockManager, mode: PreemptionMode | None) -> None:
+        super().__init__(manager)
+        self._mode = mode
+        self._has_swapped_out = False  # in the step that is being scheduled
+
+    def preempt(self, request: Request) -> None:
+        """Free or swap out the request's blocks. Its status becomes WAITING or SWAPPED."""
+        mode = self._mode or ("swap" if len(request.computing) > 1 else "recompute")
+        if mode == "recompute" or not self._swap_out(request):
+            self.recompute(request)
+        request.metrics.preemptions += 1
+
+    def resume(self, swapped: Seq[Request], budget: SchedulingBudget) -> Request | None:
+        if self._has_swapped_out:  # else the blocks would go back and forth
+            self._has_swapped_out = False
+            return None
+        if not swapped or not self._can_resume(swapped[0], budget):
+            return None
+        request = swapped[0]
+        self.stats.blocks_swapped_in += len(self.manager.swap_in(request.live))
+        request.status = RequestStatus.RUNNING
+        return request
+
+    def _can_resume(self, request: Request, budget: SchedulingBudget) -> bool:
+        if request.num_seqs > budget.free_seqs or not budget.has_slot(request):
+            return False
+        manager = self.manager
+        needed = manager.num_swapped_blocks(request.live) + manager.num_to_grow(request.computing)
+        fits = manager.num_allocatable - needed >= manager.watermark
+        return fits and bool(request.chunks(budget.left, budget.max_prefill_chunk))
+
+    def _swap_out(self, request: Request) -> bool:
+        moved = self.manager.swap_out(request.live)
+        if moved is None:
+            logger.warning("the swap space is too full for request %r: it is recomputed", request.request_id)
+            return False
+        self._has_swapped_out = True
+        self.stats.swapped += 1
+        self.stats.blocks_swapped_out += len(moved)
+        request.metrics.swaps += 1
+        request.status = RequestStatus.SWAPPED
+        logger.warning(
+            "preempted request %r: its %d KV blocks are swapped out, 0 computed tokens are lost (preemption %d)",
+            request.request_id,
+            len(moved),
+            self.stats.total,
+        )
+        return True
+
+
+def asked_swap_bytes(config: EngineConfig) -> int:
+    """Host memory that the user reserved for swapping."""
+    return int((config.swap_space or 0) * 2**30)
+
+
+def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int:
+    """Blocks of the swap tier, next to the tiers of `plan`. Raises ConfigError if `swap_space` does not fit.
+
+    At most as many as the cache has blocks: more are never swapped out at once. A request that does not fit the swap
+    tier is recomputed.
+    """
+    taken = plan.num_cpu_blocks
+    if memory.tiers_share_memory:
+        taken += plan.num_gpu_blocks
+    working_bytes = plan.working_bytes if memory.tiers_share_memory else 0
+    left = max(0, memory.host_free - taken * layout.block_bytes - working_bytes)
+    if config.swap_space is None:
+        return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
+    asked = asked_swap_bytes(config)
+    remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
+    if not memory.host_may_grow:
+        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
+    return min(asked // layout.block_bytes, plan.num_sequence_blocks)

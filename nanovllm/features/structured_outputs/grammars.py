@@ -1,0 +1,229 @@
+"""Compiles grammars with llguidance, and makes the masks of each sequence beside the forward pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from nanovllm.data.batch import PackedMask
+from nanovllm.errors import RequestError, one_line, quoted, told
+from nanovllm.features.structured_outputs.grammar_process import GrammarProcess
+from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+MOST_BYTES = 1 << 20  # of a grammar's text
+WHITESPACE = r"[ \t\n\r]{1,64}"  # without a bound, small models go on with it for ever
+MOST_KEPT = 32  # compiled grammars, the least recently used is dropped first
+MOST_THREADS = 4
+# llguidance's own bounds of one mask stay as they are: about 20 ms. Its automata may have 250,000 states of 2 kB.
+LIMITS: Mapping[str, Any] = MappingProxyType({"max_lexer_states": 20_000, "verbose_errors": False})
+
+
+class GrammarCompiler:
+    """Compiles the structured outputs of one engine's requests. See `engine.grammar.GrammarCompiler`."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._process = GrammarProcess()
+        self._pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="token masks")
+        self._library_tokenizer: Any = None  # llguidance's, made for the first grammar
+        self._matchers: OrderedDict[tuple[str, str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()  # of the matchers, held for moments only
+        self._reading = threading.Lock()  # held while a new grammar is compiled
+
+    def compile(
+        self, params: StructuredOutputsParams, end_tokens: Collection[int], allowed: PackedMask | None
+    ) -> MatchedGrammar:
+        if not end_tokens:
+            raise RequestError(
+                "structured_outputs need a token that ends the output, and ignore_eos or the checkpoint leaves none: "
+                "give stop_token_ids, or ignore_eos=False"
+            )
+        return MatchedGrammar(
+            self.prepare(params),
+            self._pool,
+            eos=_bits(self._library_tokenizer.eos_tokens),
+            ends=_bits(end_tokens),
+            allowed=None if allowed is None else int.from_bytes(allowed.bits, "little"),
+        )
+
+    def prepare(self, params: StructuredOutputsParams) -> Any:
+        """The compiled grammar, before its first token. It is kept for the next request with the same one."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise RequestError(
+                "structured_outputs need the library llguidance, which is not installed: "
+                "pip install 'nanovllm[structured]'"
+            )
+        kind, text, options = _source(params)
+        if len(text.encode()) > MOST_BYTES:
+            raise RequestError(f"{kind} has {len(text.encode()):,} bytes: give at most {MOST_BYTES:,}")
+        key = (kind, text, json.dumps(options))
+        if (kept := self._kept(key)) is not None:
+            return kept
+        try:
+            with self._reading:
+                return self._kept(key) or self._compiled(key, options)
+        except RequestError as error:
+            value = getattr(params, kind)
+            raise RequestError(f"{kind}={quoted(value)}: cannot be used for structured outputs: {error}") from None
+
+    def close(self) -> None:
+        self._process.close()
+        self._pool.shutdown(wait=False)
+
+    def _kept(self, key: tuple[str, str, str]) -> Any | None:
+        with self._lock:
+            if key in self._matchers:
+                self._matchers.move_to_end(key)
+            return self._matchers.get(key)
+
+    def _compiled(self, key: tuple[str, str, str], options: dict[str, Any]) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        kind, text, _ = key
+        tokenizer = self._read_tokenizer()
+        grammar = self._process.read("json" if kind == "json_object" else kind, text, options, LIMITS)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise RequestError(one_line(matcher.get_error(), 400))
+        with self._lock:
+            self._matchers[key] = matcher
+            if len(self._matchers) > MOST_KEPT:
+                self._matchers.popitem(last=False)
+        return matcher
+
+    def _read_tokenizer(self) -> Any:
+        """The library's tokenizer, which takes about a second for a large vocabulary."""
+        if self._library_tokenizer is None:
+            from llguidance import LLTokenizer
+            from tokenizers import Tokenizer as Backend
+
+            own = self._tokenizer
+            if not isinstance(own, HuggingFaceTokenizer) or own.backend is None:
+                raise RequestError("they need a tokenizer with a tokenizer.json: add the file to the model directory")
+            try:
+                copied = Backend.from_str(own.backend.to_str())
+                copied.no_padding()
+                copied.no_truncation()
+                known = copied.get_vocab_size(with_added_tokens=True)
+                # It needs an end token that the tokenizer knows; `MatchedGrammar` puts in those of the request.
+                ends = [token for token in (*self._eos_token_ids, *own.silent_ids) if token < known]
+                self._library_tokenizer = LLTokenizer(
+                    copied.to_str(), n_vocab=max(self._vocab_size, known), eos_token=ends or None
+                )
+            except Exception as error:
+                raise RequestError(f"llguidance cannot read the tokenizer: {told(error)}") from None
+        return self._library_tokenizer
+
+
+def _source(params: StructuredOutputsParams) -> tuple[str, str, dict[str, Any]]:
+    """Kind, text and options of the grammar."""
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if not params.disable_any_whitespace:
+        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
+    if params.json is not None:
+        text = params.json if isinstance(params.json, str) else json.dumps(params.json)
+        return "json", text, options | {"disable_additional_properties": params.disable_additional_properties}
+    if params.json_object:
+        return "json_object", '{"type": "object"}', options
+    if params.choice is not None:
+        return "choice", json.dumps(params.choice), {}
+    if params.regex is not None:
+        return "regex", params.regex, {}
+    assert params.grammar is not None
+    return "grammar", params.grammar, {}
+
+
+def _bits(token_ids: Collection[int]) -> int:
+    """A whole number with these bits."""
+    return sum(1 << token for token in set(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedGrammar:
+    """A compiled grammar with the tokens that end an output. Sets of tokens are whole numbers, with a bit per token.
+
+    eos: what llguidance takes for end tokens. ends: what ends an output. allowed: the tokens that may be used at all.
+    """
+
+    matcher: Any
+    pool: ThreadPoolExecutor
+    eos: int
+    ends: int
+    allowed: int | None
+
+    def start(self) -> MatcherState:
+        return MatcherState(self)
+
+
+class MatcherState:
+    """The state of one sequence's output, see `engine.grammar.GrammarState`.
+
+    It outlives preemption, which loses K/V and no tokens.
+    """
+
+    def __init__(self, grammar: MatchedGrammar) -> None:
+        self.num_read = 0
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
+        self._last: Future[PackedMask] | None = None
+
+    def mask(self, token_ids: Sequence[int], hold_end: bool) -> PendingMask:
+        if self._last is not None:  # a step that failed, or that sampled nothing, has not waited for it
+            wait([self._last])
+        self.num_read += len(token_ids)
+        self._last = self._grammar.pool.submit(self._make, list(token_ids), hold_end)
+        return PendingMask(self._last)
+
+    def _make(self, token_ids: Sequence[int], hold_end: bool) -> PackedMask:
+        """Runs in a thread of the pool; the library releases the interpreter's lock."""
+        matcher, grammar = self._matcher, self._grammar
+        if token_ids:
+            matcher.consume_tokens(token_ids)
+        packed = matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = one_line(matcher.get_error().replace("<non-verbose/>", ""), 400)
+            return PackedMask(error=f"the structured output cannot go on: {reason}")
+        bits = int.from_bytes(packed, "little") & ~grammar.eos
+        if matcher.is_accepting():
+            bits |= grammar.ends
+        if grammar.allowed is not None:
+            bits &= grammar.allowed
+        if hold_end:
+            bits = bits & ~grammar.ends or bits
+        return PackedMask(bits.to_bytes(max(len(packed), -(-bits.bit_length() // 8)), "little"))
+
+
+class PendingMask:
+    """A mask that another thread makes, see `engine.batch.TokenMask`. It is pickled as the finished mask."""
+
+    def __init__(self, made: Future[PackedMask]) -> None:
+        self._made = made
+
+    @property
+    def bits(self) -> bytes:
+        return self._found().bits
+
+    @property
+    def error(self) -> str | None:
+        return self._found().error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = self._found()
+        return PackedMask, (found.bits, found.error)
+
+    def _found(self) -> PackedMask:
+        try:
+            return self._made.result()
+        except Exception as error:
+            return PackedMask(error=f"the structured output cannot go on: {told(error)}")

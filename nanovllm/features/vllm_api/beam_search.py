@@ -1,0 +1,143 @@
+"""Beam search with vLLM's parameters and results, run by the engine's own beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nanovllm.errors import RequestError, quoted
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import Prompt, lora_request_for_each, prompt_list
+
+
+class Generates(Protocol):
+    """What a beam search needs of an LLM."""
+
+    config: Any
+    engine: Any
+
+    def generate(
+        self, prompts: Any, sampling_params: Any, *, use_tqdm: bool, lora_request: Any
+    ) -> list[RequestOutput]: ...
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`. Invalid values raise RequestError when the search starts.
+
+    beam_width: beams to follow and to return. max_tokens: most generated tokens. ignore_eos: do not end beams at the
+    model's end tokens. length_penalty: beams are ranked by cumulative log-probability / length ** length_penalty, where
+    length counts the generated tokens, as in Transformers. skip_special_tokens: leave special tokens out of the text.
+    temperature, include_stop_str_in_output, structured_outputs and watermarking are vLLM's, for their defaults only.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: object | None = None
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
+
+
+@dataclass
+class BeamSearchSequence:
+    """A beam. tokens and text: of the prompt and of what was generated. logprobs: of the generated tokens.
+
+    text is None without a tokenizer.
+    """
+
+    orig_prompt: Prompt
+    tokens: list[int]
+    logprobs: list[Mapping[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of a prompt, the best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def beam_search(
+    llm: Generates,
+    prompts: Prompt | Sequence[Prompt],
+    params: BeamSearchParams,
+    lora_request: Any = None,
+    use_tqdm: bool = False,
+    concurrency_limit: int | None = None,
+) -> list[BeamSearchOutput]:
+    """The best beams of each prompt, in order. concurrency_limit: most prompts at a time; None for no limit.
+
+    Raises RequestError for parameters and prompts that cannot be used. A beam that fails raises RequestError too.
+    """
+    sampling_params = _sampling_params(params, llm.config.max_logprobs)
+    given = prompt_list(prompts)
+    at_once = len(given) if concurrency_limit is None else concurrency_limit
+    if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
+        rule = "must be None or a whole number of at least 1"
+        raise RequestError(f"concurrency_limit={quoted(concurrency_limit)}: {rule}")
+    adapters = lora_request_for_each(lora_request, len(given))
+    outputs: list[RequestOutput] = []
+    for start in range(0, len(given), max(at_once, 1)):
+        end = start + at_once
+        outputs += llm.generate(given[start:end], sampling_params, use_tqdm=use_tqdm, lora_request=adapters[start:end])
+    return [_result(llm, prompt, output, params) for prompt, output in zip(given, outputs, strict=True)]
+
+
+def _sampling_params(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
+    """The parameters with which the engine searches."""
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params must be BeamSearchParams, got {quoted(params)}")
+    width = params.beam_width
+    if type(width) is not int or width < 1:
+        raise RequestError(f"beam_width={quoted(width)}: must be a whole number of at least 1")
+    rules: dict[str, tuple[object, str]] = {
+        "temperature": (0.0, "beams are ranked by the raw log-probabilities, which no temperature changes"),
+        "include_stop_str_in_output": (False, "beams end with a token: skip_special_tokens=False shows it"),
+        "structured_outputs": (None, "not supported with beam search: use generate()"),
+        "watermarking": (None, "not supported: the engine does not mark its text"),
+    }
+    for name, (default, rule) in rules.items():
+        if getattr(params, name) != default:
+            raise RequestError(f"{name}={quoted(getattr(params, name))}: {rule}")
+    return SamplingParams(
+        n=width,
+        use_beam_search=width > 1,  # one beam is greedy decoding
+        temperature=0.0,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        length_penalty=params.length_penalty if width > 1 else 1.0,
+        early_stopping="never" if width > 1 else False,
+        logprobs=2 * width if max_logprobs < 0 else min(2 * width, max_logprobs),
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+def _result(llm: Generates, prompt: Prompt, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+    if output.error is not None:
+        raise RequestError(f"the beam search of request {output.request_id} failed: {output.error}")
+    return BeamSearchOutput([_sequence(llm, prompt, output, beam, params) for beam in output.outputs])
+
+
+def _sequence(
+    llm: Generates, prompt: Prompt, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams
+) -> BeamSearchSequence:
+    tokens, tokenizer = [*output.prompt_token_ids, *beam.token_ids], llm.engine.tokenizer
+    return BeamSearchSequence(
+        orig_prompt=prompt,
+        tokens=tokens,
+        logprobs=list(beam.logprobs or ()),
+        cum_logprob=beam.cumulative_logprob or 0.0,
+        text=None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens),
+        finish_reason=beam.finish_reason,
+        stop_reason=beam.stop_reason,
+    )

@@ -1,0 +1,1 @@
+"""Files of models: checkpoints, GGUF, quantized weights, strict JSON."""

@@ -1,0 +1,223 @@
+"""The safetensors files of a model directory, and the tensors in each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanovllm.data.json_fields import OBJECT, checked_fields, read_json_object
+from nanovllm.data.memory_checks import check_fits, gib
+from nanovllm.device.memory import address_space_left
+from nanovllm.errors import ConfigError, ModelError, quoted, told
+from nanovllm.formats.gguf_side import gguf_side, is_gguf
+from nanovllm.formats.hub import INDEX
+from nanovllm.layers.sharding import Part
+
+SINGLE = "model.safetensors"
+MAX_NAME = 255  # bytes, of a file
+MAPPINGS = 2  # of one file at the same time: by the safetensors library and by torch
+QUOTED = 200  # characters of a tensor's name, with its shapes, in a message
+# What is read of a file before it is opened anew: pages that stay mapped would add up to a second copy of the weights.
+REOPEN_BYTES = 64 << 20
+READ_AROUND = 128 << 10  # bytes that Linux maps beside those of a tensor, at both ends
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its file's header describes it, without its data.
+
+    dtype: safetensors' code, such as BF16; for GGUF its type, such as Q4_K. read: reads the data, or what slices of the
+    first axes give of it; None for safetensors. whole: the name of the tensor of the file of which it is a part, and
+    one number or range for each first axis there; None if it is a tensor of the file.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[tuple[slice, ...]], Tensor] | None = None
+    whole: tuple[str, Sequence[int | range]] | None = None
+
+    def slices(self, part: tuple[slice, ...]) -> tuple[int | slice, ...]:
+        """What slices of the first axes select, as an index of the tensor of the file."""
+        kept = iter(part)
+        index = () if self.whole is None else self.whole[1]
+        chosen = [each if isinstance(each, int) else _as_slice(each[next(kept, slice(None))]) for each in index]
+        return (*chosen, *kept)
+
+
+def _as_slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
+
+
+def some_of(names: Iterable[str], limit: int = 5) -> str:
+    """The number of names and the first few of them, for messages: "3: a, b, c"."""
+    listed = [name if name.isprintable() and len(name) <= QUOTED else quoted(name) for name in names]
+    more = f", and {len(listed) - limit} more" if len(listed) > limit else ""
+    return f"{len(listed)}: {', '.join(listed[:limit])}{more}"
+
+
+def list_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, a directory or a GGUF file, by name. Reads headers only.
+
+    Raises ModelError if there are no safetensors files, if one is damaged, or if index and shards do not agree.
+    """
+    if is_gguf(directory):
+        return gguf_side(directory).list_tensors(directory)
+    if (directory / SINGLE).is_file():
+        return headers(directory / SINGLE)
+    if not (directory / INDEX).is_file():
+        raise ModelError(_no_weights(directory))
+    index = _read_index(directory / INDEX)
+    shards = _shards(directory, index)
+    found = {file.name: headers(file) for file in shards}
+    _check_index(directory / INDEX, index, found)
+    return {name: found[shard][name] for name, shard in index.items()}
+
+
+class TensorReader:
+    """Reads tensors one after the other. Close it at the end.
+
+    A safetensors file stays open for the next tensors, until REOPEN_BYTES of it have been read.
+    """
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._file: Path | None = None
+        self._tensors: Any = None
+        self._num_read = 0  # bytes, since the file was opened
+
+    def read(self, name: str, stored: StoredTensor, part: Part = ()) -> Tensor:
+        """The tensor's data, or a part of it. Raises as `open_file`."""
+        if stored.read is not None:
+            return joined(stored.read, part)
+        if stored.file != self._file or self._num_read >= REOPEN_BYTES:
+            self.close()
+            self._tensors = self._open.enter_context(open_file(stored.file))
+            self._file = stored.file
+        with _file_errors(stored.file):
+            found = self._selected(name, stored, part)
+        # A part may be of every page.
+        self._num_read += math.prod(stored.shape) * found.element_size() + READ_AROUND
+        return found
+
+    def _selected(self, name: str, stored: StoredTensor, part: Part) -> Tensor:
+        if stored.whole is None and not part:
+            whole: Tensor = self._tensors.get_tensor(name)
+            return whole
+        view = self._tensors.get_slice(name if stored.whole is None else stored.whole[0])
+        return joined(lambda slices: view[stored.slices(slices)], part)
+
+    def close(self) -> None:
+        self._open.close()
+        self._file, self._tensors, self._num_read = None, None, 0
+
+
+def joined(read: Callable[[tuple[slice, ...]], Tensor], part: Part) -> Tensor:
+    """A part of a tensor, of which `read` gives what a slice of each axis selects."""
+    tensors = [read(slices) for slices in product(*part)]
+    if len(tensors) == 1:
+        return tensors[0]
+    (axis,) = (index for index, slices in enumerate(part) if len(slices) > 1)
+    return torch.cat(tensors, axis)
+
+
+@contextmanager
+def open_file(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """A safetensors file, mapped into memory but not read.
+
+    framework: of the tensors, "pt" or "np". "np" is enough for headers and needs no second mapping by torch. Raises
+    ModelError if the file is truncated or damaged, and ConfigError if it cannot be mapped, for instance under
+    `ulimit -v`.
+    """
+    left = address_space_left()
+    if left is not None:
+        what, size = f"{path} is mapped to be read, which takes", MAPPINGS * _size(path)
+        check_fits(what, size, left, "ulimit -v leaves", "raise it, or split the checkpoint into smaller files")
+    with _file_errors(path), safe_open(path, framework=framework, device="cpu") as file:
+        yield file
+
+
+@contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is truncated or damaged ({told(error)}); copy it again.") from error
+    except RuntimeError as error:  # torch's
+        if "mmap" not in str(error):
+            raise
+        raise ConfigError(
+            f"{path} cannot be mapped to be read: {gib(_size(path))} are more than the system sets aside; split the "
+            "checkpoint into smaller files"
+        ) from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def headers(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name. Raises as `open_file`."""
+    with open_file(path, "np") as file:
+        parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
+        return {name: StoredTensor(path, tuple(part.get_shape()), part.get_dtype()) for name, part in parts}
+
+
+def _no_weights(directory: Path) -> str:
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if pickled:
+        return (
+            f"{directory} has no {SINGLE} and no {INDEX}, but pickled files ({some_of(pickled)}). Only "
+            "safetensors are read; convert it with Transformers: from_pretrained(...).save_pretrained(...)."
+        )
+    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    hint = f", but other safetensors ({some_of(others)})" if others else ""
+    return f"{directory} has no {SINGLE} and no {INDEX}{hint}."
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = checked_fields(path, read_json_object(path), {"weight_map": OBJECT}).get("weight_map")
+    if not weight_map:
+        raise ModelError(f"{path} has no weight_map that says which tensor is in which file.")
+    assert isinstance(weight_map, dict)
+    for shard in weight_map.values():
+        if not _is_file_name(shard):
+            raise ModelError(f"{path} names {quoted(shard)}, which is not a file of its own directory.")
+    return weight_map
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether `name` is a plain file name, which leads to no other directory."""
+    if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
+        return False
+    return len(name.encode()) <= MAX_NAME
+
+
+def _shards(directory: Path, index: dict[str, str]) -> list[Path]:
+    names = sorted(set(index.values()))
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise ModelError(f"{directory / INDEX} names files that do not exist ({some_of(absent)}).")
+    return [directory / name for name in names]
+
+
+def _check_index(path: Path, index: dict[str, str], found: dict[str, dict[str, StoredTensor]]) -> None:
+    absent = [f"{name} in {shard}" for name, shard in index.items() if name not in found[shard]]
+    if absent:
+        raise ModelError(f"{path} names tensors that their files do not hold ({some_of(absent)}).")
+    held = ((name, shard) for shard, tensors in found.items() for name in tensors)
+    extra = [f"{name} in {shard}" for name, shard in held if index.get(name) != shard]
+    if extra:
+        raise ModelError(f"{path} does not name tensors that the files hold ({some_of(extra)}).")

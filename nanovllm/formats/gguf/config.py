@@ -1,0 +1,221 @@
+"""From a GGUF file's metadata to the fields of a config.json, which the core checks like any other.
+
+The names of llama.cpp's metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from nanovllm.data.json_fields import TEXT, Field, integer
+from nanovllm.errors import MOST_QUOTED, ModelError, one_line, quoted
+from nanovllm.formats.config_fields import NETWORK_FIELDS, ROPE_FIELDS
+from nanovllm.formats.gguf.fields import Metadata
+from nanovllm.formats.gguf.header import GgufHeader
+from nanovllm.formats.gguf.tokenizer import end_token_ids
+
+# Architectures in GGUF, with their name and model type in Transformers. Mistral is stored as llama.
+ARCHITECTURES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "llama": ("LlamaForCausalLM", "llama"),
+        "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+        "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    }
+)
+SIZES = {  # the key without the architecture, and the field of config.json
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+HEAD_KEYS = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count")
+ROPE_KEYS = {
+    "rope.scaling.factor": "factor",
+    "rope.scale_linear": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+ATTENTION_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")  # the older name and the newer one
+OTHER_KEYS = ("rope.freq_base", "rope.scaling.type", "attention.sliding_window", *ATTENTION_FACTORS)
+WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned")
+OFF_VALUES: Mapping[str, object] = MappingProxyType(
+    {
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "attention.causal": True,
+        "attention.max_alibi_bias": 0,
+        "attention.clamp_kqv": 0,
+        "use_parallel_residual": False,
+        "logit_scale": 1,
+        "embedding_scale": 1,
+        "residual_scale": 1,
+        "rope.scaling.yarn_ext_factor": 1,
+    }
+)
+SAMPLING = {  # of generation_config.json
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+DTYPES = {"F32": "float32", "F16": "float16"}  # of all other types: bfloat16
+
+
+def config_fields(header: GgufHeader) -> dict[str, Any]:
+    """The fields of config.json. Raises ModelError for an architecture or a feature that is not supported."""
+    metadata = Metadata(header.path, header.metadata)
+    name = metadata.get("general.architecture", TEXT)
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{header.path}: general.architecture={quoted(name)} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}."
+        )
+    _refuse_unread(metadata, name)
+    tensors = header.tensors
+    if EMBEDDING not in tensors:
+        raise ModelError(f"{header.path} lacks the tensor {EMBEDDING}.")
+    architecture, model_type = ARCHITECTURES[name]
+    fields = {field: _size(metadata, f"{name}.{key}", NETWORK_FIELDS[field]) for key, field in SIZES.items()}
+    fields |= {
+        "vocab_size": tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": HEAD not in tensors,
+        "hidden_act": "silu",
+        "dtype": _dtype(header),
+        **_heads(metadata, name, fields),
+        **_rope(metadata, name, fields["max_position_embeddings"]),
+    }
+    window = metadata.get(f"{name}.attention.sliding_window", integer(0))
+    if window and name == "llama":
+        architecture, model_type = "MistralForCausalLM", "mistral"
+        fields["sliding_window"] = window
+    elif window:
+        fields |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    if model_type in ("llama", "qwen3"):
+        fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    if model_type == "llama":
+        fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if ends := end_token_ids(metadata):
+        fields["eos_token_id"] = ends
+    return {"architectures": [architecture], "model_type": model_type, **fields}
+
+
+def generation_fields(header: GgufHeader) -> dict[str, Any]:
+    """The fields of generation_config.json: how the file recommends to sample. Most files recommend nothing."""
+    return {field: header.metadata[key] for key, field in SAMPLING.items() if key in header.metadata}
+
+
+def rope_factors(header: GgufHeader) -> tuple[float, ...]:
+    """What each RoPE frequency is divided by, as Llama 3.1 scales them; empty if the file says nothing."""
+    tensor = header.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return ()
+    if tensor.type.name != "F32" or len(tensor.shape) != 1:
+        raise ModelError(
+            f"{header.path}: {ROPE_FACTORS} has shape {list(tensor.shape)} of {tensor.type.name}, not F32."
+        )
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.offset)
+        values = np.frombuffer(file.read(tensor.num_bytes), "<f4")
+    if len(values) != tensor.shape[0] or not (np.isfinite(values) & (values > 0)).all():
+        raise ModelError(f"{header.path}: {ROPE_FACTORS} at byte {tensor.offset} must hold numbers above 0.")
+    return tuple(map(float, values))
+
+
+def rotated_heads(header: GgufHeader) -> dict[str, int]:
+    """The modules whose rows llama.cpp has put into another order for RoPE, with their numbers of heads."""
+    metadata = Metadata(header.path, header.metadata)
+    if metadata.get("general.architecture", TEXT) != "llama":
+        return {}
+    num_heads = _size(metadata, "llama.attention.head_count", integer(1))
+    return {"attn_q": num_heads, "attn_k": _num_kv_heads(metadata, "llama", num_heads)}
+
+
+# ---- helpers
+
+
+def _refuse_unread(metadata: Metadata, name: str) -> None:
+    """Raise ModelError for a value of the network that is not read, since it may change what the model computes."""
+    read = {*SIZES, *HEAD_KEYS, *ROPE_KEYS, *OTHER_KEYS, *WITHOUT_EFFECT}
+    for key in metadata:
+        short = key.removeprefix(f"{name}.")
+        if short == key or short in read:
+            continue
+        value = metadata.get(key, Field("", lambda value: True))
+        if short in OFF_VALUES and value == OFF_VALUES[short]:
+            continue
+        hint = "mixtures of experts are not supported" if short.startswith("expert_") else "it is not supported"
+        shown = f"{one_line(key, MOST_QUOTED)}={quoted(value)}"
+        raise ModelError(f"{metadata.path}: {shown} may change what the model computes, and {hint}.")
+
+
+def _size(metadata: Metadata, key: str, field: Field) -> Any:
+    """The value for all layers; some files have it for each."""
+    values = metadata.need(key, Field(f"{field.rule}, or such a list", lambda value: True))
+    if not isinstance(values, np.ndarray):
+        return metadata.need(key, field)
+    if not len(values) or (values != values[0]).any() or not field.holds(values[0].item()):
+        raise ModelError(f"{metadata.path}: {key}={quoted(values.tolist())}: must be the same for all layers.")
+    return values[0].item()
+
+
+def _heads(metadata: Metadata, name: str, fields: Mapping[str, Any]) -> dict[str, int]:
+    """The number of KV heads, and the size of a head."""
+    num_heads = int(fields["num_attention_heads"])
+    sizes = {key: metadata.get(f"{name}.{key}", integer(1)) for key in HEAD_KEYS[1:]}
+    default = fields["hidden_size"] // num_heads
+    head_dim = sizes["attention.key_length"] or default
+    for key, size in sizes.items():
+        if (size or (head_dim if key.startswith("rope") else default)) != head_dim:
+            raise ModelError(
+                f"{metadata.path}: {name}.{key}={size}: heads of {head_dim} numbers have another size than this; keys, "
+                "values and the part that RoPE turns must be equal."
+            )
+    return {"num_key_value_heads": _num_kv_heads(metadata, name, num_heads), "head_dim": head_dim}
+
+
+def _num_kv_heads(metadata: Metadata, name: str, num_heads: int) -> int:
+    key = f"{name}.attention.head_count_kv"
+    return int(_size(metadata, key, integer(1))) if key in metadata else num_heads
+
+
+def _rope(metadata: Metadata, name: str, positions: int) -> dict[str, Any]:
+    theta = metadata.get(f"{name}.rope.freq_base", ROPE_FIELDS["rope_theta"])
+    found: dict[str, Any] = {"rope_theta": 10_000.0 if theta is None else theta}
+    for key, field in ROPE_KEYS.items():
+        value = metadata.get(f"{name}.{key}", ROPE_FIELDS[field])
+        if value is not None:
+            found[field] = value
+    kind = metadata.get(f"{name}.rope.scaling.type", TEXT)
+    if kind is None:
+        kind = "linear" if found.get("factor", 1) != 1 else "none"
+    if kind == "none" or (kind == "linear" and found.get("factor", 1) == 1):
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": found["rope_theta"]}}
+    if kind not in ("linear", "yarn"):
+        raise ModelError(
+            f"{metadata.path}: {name}.rope.scaling.type={quoted(kind)} is not supported; supported: none, linear, yarn."
+        )
+    if kind == "yarn":
+        found.setdefault("original_max_position_embeddings", positions)
+        given = [metadata.get(f"{name}.{key}", ROPE_FIELDS["attention_factor"]) for key in ATTENTION_FACTORS]
+        factor = next((value for value in given if value is not None), None)
+        if factor is not None and found.get("factor"):  # llama.cpp multiplies the paper's factor by this
+            found["attention_factor"] = factor * (0.1 * math.log(max(found["factor"], 1)) + 1)
+    return {"rope_parameters": {"rope_type": kind, **found}}
+
+
+def _dtype(header: GgufHeader) -> str:
+    """What the network computes in by default: the type of most matrices; bfloat16 if they are quantized."""
+    matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) == 2]
+    counts = Counter(tensor.type.name for tensor in matrices)
+    return DTYPES.get(counts.most_common(1)[0][0] if counts else "F32", "bfloat16")

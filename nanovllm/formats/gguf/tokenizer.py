@@ -1,0 +1,229 @@
+"""The tokenizer that a GGUF file describes, with its chat template.
+
+Two kinds: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, whose merges follow from scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from nanovllm.data.json_fields import FLAG, TEXT, integer
+from nanovllm.errors import ModelError, quoted, told
+from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer
+from nanovllm.formats.gguf.fields import Metadata
+from nanovllm.formats.gguf.header import read_header
+from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
+from nanovllm.formats.gguf_side import NoTokenizerError
+
+PREFIX = "tokenizer.ggml."
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # types of tokens
+NO_TOKENIZER = (None, "none", "no_vocab")
+MAX_TOKENS = 1 << 21
+SPACE = "▁"  # SentencePiece's mark
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Tokens that end a turn. Files name only one end, and llama.cpp too stops at these.
+END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+
+
+def load_tokenizer(path: Path) -> FastTokenizer:
+    """See `model_files.gguf_side.GgufSide`. Raises ModelError for a tokenizer that is not supported."""
+    metadata = Metadata(path, read_header(path).metadata)
+    kind = metadata.get(f"{PREFIX}model", TEXT)
+    remedy = f"supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."
+    if kind in NO_TOKENIZER:
+        raise NoTokenizerError(f"{path} has no tokenizer; {remedy}")
+    if kind not in _KINDS:
+        raise ModelError(f"{path} has a tokenizer of kind {quoted(kind)}; {remedy}")
+    tokens, types = _tokens(metadata)
+    try:
+        backend = _KINDS[kind](metadata, tokens, types)
+        backend.add_tokens([_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ == USER_DEFINED])
+        backend.add_special_tokens(
+            [_added(text) for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL)]
+        )
+        special = {name: tokens[i] for name, key in SPECIAL.items() if (i := token_id(metadata, key)) is not None}
+        adds = {name: _adds(metadata, name, kind) and f"{name}_token" in special for name in ("bos", "eos")}
+        _add_special_(backend, special, adds)
+        template = _chat_template(metadata)
+        return FastTokenizer(backend, template, special, lambda: _as_transformers(backend, special, adds, template))
+    except ModelError:
+        raise
+    except BaseException as error:  # the library raises many types on damaged vocabularies, also panics
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ModelError(f"the tokenizer in {path} cannot be read: {told(error)}") from error
+
+
+def _add_special_(backend: Tokenizer, special: Mapping[str, str], adds: Mapping[str, bool]) -> None:
+    """Make the named tokens special, and let encoding add those that `adds` names, as Transformers does."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    texts = dict.fromkeys(special[name] for name in SPECIAL_TOKENS if name in special)
+    backend.add_tokens([AddedToken(text, special=True) for text in texts if text not in known])
+    bos, eos = (f"{special[f'{name}_token']}:0" if adds[name] else "" for name in ("bos", "eos"))
+    added = [special[f"{name}_token"] for name in ("bos", "eos") if adds[name]]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A:0 {eos}".strip(), special_tokens=[(text, backend.token_to_id(text)) for text in set(added)]
+    )
+
+
+def _as_transformers(backend: Tokenizer, special: Mapping[str, str], adds: Mapping[str, bool], template: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=adds["bos"],
+        add_eos_token=adds["eos"],
+        chat_template=template,
+        **special,
+    )
+
+
+def end_token_ids(metadata: Metadata) -> list[int]:
+    """The tokens that end a sequence: those that the metadata name, and control tokens known to end a turn."""
+    tokens, types = _tokens(metadata)
+    named = [token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    known = [i for i, text in enumerate(tokens) if text in END_TEXTS and types[i] == CONTROL]
+    return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
+
+
+def token_id(metadata: Metadata, name: str) -> int | None:
+    """The id of a special token, such as "eos"; None if there is none."""
+    count = len(metadata.texts(f"{PREFIX}tokens"))
+    key = f"{PREFIX}{name}_token_id"
+    found = metadata.get(key, integer(0, 2**32 - 1))
+    if found is None or found == 2**32 - 1:  # which older files have for "none"
+        return None
+    if found >= count:
+        raise ModelError(f"{metadata.path}: {key}={found}: must be one of the {count} tokens.")
+    return int(found)
+
+
+def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
+    """The texts and the types of all tokens."""
+    tokens = metadata.texts(f"{PREFIX}tokens")
+    if len(tokens) > MAX_TOKENS:
+        raise ModelError(f"{metadata.path}: {PREFIX}tokens has {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
+    types = metadata.numbers(f"{PREFIX}token_type", len(tokens), default=1)
+    return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)], [int(each) for each in types]
+
+
+def _vocab(metadata: Metadata, tokens: list[str]) -> dict[str, int]:
+    vocab = {text: i for i, text in enumerate(tokens)}
+    if not tokens:
+        raise ModelError(f"{metadata.path} has no {PREFIX}tokens, which its tokenizer needs.")
+    if len(vocab) < len(tokens):
+        first = next(i for i, text in enumerate(tokens) if vocab[text] != i)
+        raise ModelError(
+            f"{metadata.path}: {PREFIX}tokens has {quoted(tokens[first])} twice, as tokens {first} and "
+            f"{vocab[tokens[first]]}."
+        )
+    return vocab
+
+
+def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> Tokenizer:
+    """BPE over bytes, as GPT-2, Llama 3 and Qwen have it."""
+    name = metadata.get(f"{PREFIX}pre", TEXT) or "default"
+    pre = PRE_TOKENIZERS.get(name)
+    if pre is None:
+        raise ModelError(
+            f"{metadata.path}: {PREFIX}pre={quoted(name)}: this pre-tokenizer is not supported; supported: "
+            f"{', '.join(PRE_TOKENIZERS)}. Name the model's own tokenizer with tokenizer=."
+        )
+    metadata.refuse_true(f"{PREFIX}add_space_prefix", f"{PREFIX}remove_extra_whitespaces")
+    pairs = [_pair(metadata, text) for text in metadata.texts(f"{PREFIX}merges")]
+    tokenizer = Tokenizer(models.BPE(vocab=_vocab(metadata, tokens), merges=pairs, ignore_merges=pre.ignore_merges))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(metadata: Metadata, merge: str) -> tuple[str, str]:
+    first, space, second = merge[1:].partition(" ")  # the first token may be a space itself
+    if not space or not second:
+        raise ModelError(f"{metadata.path}: {PREFIX}merges has {quoted(merge)}, which are not two tokens.")
+    return merge[0] + first, second
+
+
+def _sentence_piece(metadata: Metadata, tokens: list[str], types: list[int]) -> Tokenizer:
+    """BPE over characters, with bytes for those that the vocabulary lacks, as Llama 2 and Mistral have it."""
+    metadata.refuse_true(f"{PREFIX}remove_extra_whitespaces")
+    if f"{PREFIX}precompiled_charsmap" in metadata:
+        raise ModelError(f"{metadata.path}: {PREFIX}precompiled_charsmap is not supported; use tokenizer=.")
+    vocab, unknown = _vocab(metadata, tokens), token_id(metadata, "unknown")
+    scores = metadata.numbers(f"{PREFIX}scores", len(tokens), default=None)
+    special = {text for text, type_ in zip(tokens, types, strict=True) if type_ in (UNKNOWN, CONTROL, BYTE)}
+    merges = merges_by_score(vocab, dict(zip(tokens, map(float, scores), strict=True)), special)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges,
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    mark_spaces, show_spaces = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
+    show = [show_spaces, decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get(f"{PREFIX}add_space_prefix", FLAG) is not False:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), mark_spaces])
+        tokenizer.decoder = decoders.Sequence([*show, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = mark_spaces
+        tokenizer.decoder = decoders.Sequence(show)
+    return tokenizer
+
+
+def merges_by_score(
+    vocab: Mapping[str, int], scores: Mapping[str, float], special: Collection[str]
+) -> list[tuple[str, str]]:
+    """The merges of a vocabulary whose tokens have scores: all pairs whose union is a token, that of the best first.
+
+    Of equal scores, the pair with the longer first part comes first, then that with the lower ids.
+    """
+    pairs: list[tuple[float, int, int, str, str]] = []
+    for text, score in scores.items():
+        if text in special:
+            continue
+        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
+        known = [(a, b) for a, b in splits if a in vocab and b in vocab and a not in special and b not in special]
+        known.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        pairs.extend((score, len(a), len(b), a, b) for a, b in known)
+    pairs.sort(key=lambda pair: pair[:3], reverse=True)
+    return [(a, b) for *_, a, b in pairs]
+
+
+_KINDS: Mapping[str, Callable[[Metadata, list[str], list[int]], Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentence_piece,
+}
+
+
+def _added(text: str) -> AddedToken:
+    return AddedToken(text, normalized=False)
+
+
+def _adds(metadata: Metadata, name: str, kind: str) -> bool:
+    """Whether encoding adds the token in front, or at the end. Where the file says nothing, llama.cpp's defaults."""
+    given = metadata.get(f"{PREFIX}add_{name}_token", FLAG)
+    if given is not None or name == "eos":
+        return bool(given)
+    return kind == "llama" or PRE_TOKENIZERS[metadata.get(f"{PREFIX}pre", TEXT) or "default"].add_bos
+
+
+def _chat_template(metadata: Metadata) -> str | dict[str, str] | None:
+    """The template's text; several named ones as a dict."""
+    own = metadata.get("tokenizer.chat_template", TEXT)
+    names = metadata.texts("tokenizer.chat_templates")
+    named = {name: metadata.get(f"tokenizer.chat_template.{name}", TEXT) for name in names}
+    if not any(named.values()):
+        return own
+    return {name: text for name, text in ({"default": own} | named).items() if text is not None}

@@ -1,0 +1,167 @@
+"""Model names of the Hugging Face hub: the local snapshot of one, from the cache or downloaded.
+
+Only config, tokenizer and safetensors files are downloaded: no code and no pickles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from nanovllm.data.json_fields import read_json_object
+from nanovllm.errors import ConfigError, ModelError, quoted, told
+from nanovllm.formats.gguf_side import is_gguf
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+LEFT_OUT = ("*/*", "consolidated*")  # folders, and a second copy of the weights in another layout
+INDEX = "model.safetensors.index.json"
+Content = Literal["model", "config", "tokenizer"]  # config: a model without its weights
+MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments with `model`, and with directories in the place of the names of model and tokenizer.
+
+    Raises ConfigError as `find_directory` does.
+    """
+    found = dict(engine_args)
+    tokenizer = found.get("tokenizer")
+    if tokenizer is None and found.get("tokenizer_revision") is not None:
+        tokenizer = model
+    content: Content = "config" if found.get("load_format") == "dummy" else "model"
+    found["model"] = str(_find("model", model, "revision", content, found))
+    if not _is_local(Path(model)) and found.get("served_model_name") is None:
+        found["served_model_name"] = model
+    if tokenizer is not None:
+        found["tokenizer"] = str(_find("tokenizer", tokenizer, "tokenizer_revision", "tokenizer", found))
+    return found
+
+
+def _find(argument: str, name: str | Path, revision: str, content: Content, given: Mapping[str, Any]) -> Path:
+    if not isinstance(name, str | Path):
+        raise ConfigError(
+            f"{argument}={quoted(name)}: must be a directory, a GGUF file or the name of a model on the hub"
+        )
+    if given.get(revision) is not None and _is_local(Path(name)):
+        kind = "a file" if is_gguf(name) else "a directory"
+        raise ConfigError(
+            f"{revision}={quoted(given[revision])}: {argument}={quoted(str(name))} is {kind}, which has no "
+            f"revisions: leave {revision} out"
+        )
+    return find_directory(
+        argument,
+        name,
+        revision=given.get(revision),
+        download_dir=given.get("download_dir"),
+        token=given.get("hf_token"),
+        content=content,
+    )
+
+
+def find_directory(
+    argument: str,
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    token: str | None = None,
+    content: Content = "model",
+) -> Path:
+    """The directory or GGUF file `name`; where there is none, the local snapshot of the hub's model of that name.
+
+    A complete snapshot in the cache is used as it is, without a network; another one is downloaded. argument: the
+    engine argument that gave the name, for messages. revision: a branch, tag or commit; "main" by default.
+    download_dir: the cache directory; huggingface_hub's own by default. content: what the snapshot is needed for.
+    Raises ConfigError, with the directories that were looked in.
+    """
+    if _is_local(Path(name)):
+        return Path(name)
+    if MODEL_NAME.fullmatch(str(name)) is None or _exists(Path(name)):
+        raise ConfigError(
+            f"{argument}={quoted(str(name))} is not a directory: give the path of a local checkpoint in Hugging Face "
+            "format or of a GGUF file, or the name of a model on the hub, such as Qwen/Qwen3-0.6B"
+        )
+    # Slow to import, and not needed for directories.
+    from huggingface_hub import constants, snapshot_download
+
+    cache = Path(constants.HF_HUB_CACHE if download_dir is None else download_dir)
+    patterns = [*CONFIG_FILES, *TOKENIZER_FILES, *(WEIGHT_FILES if content == "model" else ())]
+
+    def snapshot(local_files_only: bool) -> Path:
+        found = snapshot_download(
+            str(name),
+            revision=revision,
+            cache_dir=cache,
+            token=token,
+            allow_patterns=patterns,
+            ignore_patterns=list(LEFT_OUT),
+            local_files_only=local_files_only,
+        )
+        return Path(found)
+
+    try:
+        cached = snapshot(local_files_only=True)
+        if _is_complete(cached, content):
+            return cached
+    except Exception:  # the library raises many types if the cache has no such snapshot
+        pass
+    try:
+        downloaded = snapshot(local_files_only=False)
+        if not _is_complete(downloaded, content):
+            raise FileNotFoundError(f"{downloaded} lacks files of the {content}")
+        return downloaded
+    except Exception as error:
+        at = "" if revision is None else f" at revision {quoted(revision)}"
+        raise ConfigError(
+            f"{argument}={quoted(str(name))}: {Path(name).absolute()} is not a directory, {cache} holds no complete "
+            f"snapshot of a model of that name{at}, and it cannot be downloaded ({told(error)}): give the path of a "
+            "local directory, or download the model where the hub can be reached"
+        ) from error
+
+
+def _is_complete(snapshot: Path, content: Content) -> bool:
+    """Whether a snapshot has what it is needed for; an interrupted download lacks some of it."""
+    if content == "tokenizer":
+        return any((snapshot / name).is_file() for name in TOKENIZER_FILES)
+    if not (snapshot / "config.json").is_file():
+        return False
+    if content == "config" or (snapshot / "model.safetensors").is_file():
+        return True
+    try:
+        shards = read_json_object(snapshot / INDEX).get("weight_map")
+    except ModelError:
+        return False
+    return isinstance(shards, dict) and all((snapshot / str(name)).is_file() for name in shards.values())
+
+
+def _is_local(path: Path) -> bool:
+    return _is_directory(path) or is_gguf(path)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # such as a name that is too long
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

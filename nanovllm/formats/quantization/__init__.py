@@ -1,0 +1,36 @@
+"""Quantized checkpoints: from the config's `quantization_config` to the method that stores the matrices.
+
+Matrices stay quantized in memory. Their values are those of the format's own formula, in fp32. Activations are
+quantized to fp8 where the checkpoint says so and a GPU multiplies fp8, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nanovllm.data.json_fields import TEXT, checked_fields
+from nanovllm.errors import ModelError, quoted
+from nanovllm.formats.quantization.awq import read_awq
+from nanovllm.formats.quantization.compressed_tensors import read_compressed_tensors
+from nanovllm.formats.quantization.config_fields import WHERE
+from nanovllm.formats.quantization.fp8 import read_fp8
+from nanovllm.formats.quantization.gptq import read_gptq
+from nanovllm.layers.linear_method import LinearMethod
+
+METHODS = MappingProxyType(
+    {"gptq": read_gptq, "awq": read_awq, "compressed-tensors": read_compressed_tensors, "fp8": read_fp8}
+)
+
+
+def read_quantization(config: Mapping[str, Any], dtype: str) -> LinearMethod:
+    """See `models.hf_config.Quantizations`."""
+    name: str | None = checked_fields(WHERE, config, {"quant_method": TEXT}).get("quant_method")
+    if name is None or name not in METHODS:
+        found = f"it has no quant_method ({quoted(config)})" if name is None else f"quant_method={quoted(name)}"
+        raise ModelError(
+            f"{WHERE}: {found}: not supported; supported are {', '.join(METHODS)}, and checkpoints in float32, "
+            "float16, bfloat16."
+        )
+    return METHODS[name](config, dtype)

@@ -1,0 +1,83 @@
+"""AWQ checkpoints (AutoAWQ) in the layout "gemm", 4 bits.
+
+weight[o, i] = (qweight[i, o] - qzeros[g, o]) * scales[g, o] with g = i // group_size. Both pack outputs; the eight
+values of an int32 belong, from the low bits up, to outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight. Source: AutoAWQ,
+modules/linear/gemm.py and utils/packing_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from nanovllm.data.json_fields import FLAG, TEXT, integer
+from nanovllm.formats.quantization.config_fields import (
+    GROUP_SIZE,
+    NAMES,
+    Modules,
+    checked_group_size,
+    read_fields,
+    refuse_unless,
+)
+from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod, integer_layout
+from nanovllm.formats.quantization.unpacking import check_multiple, exact_scales, packed_data, unpacked_last
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
+
+_RULES = MappingProxyType(
+    {
+        "quant_method": TEXT,
+        "bits": integer(1, 64),
+        "group_size": GROUP_SIZE,
+        "zero_point": FLAG,
+        "version": TEXT,
+        "format": TEXT,
+        "modules_to_not_convert": NAMES,
+    }
+)
+_WITHOUT_EFFECT = frozenset({"backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"})
+_VALUES = 8  # in an int32
+_POSITIONS = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7 in an int32
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """The format."""
+
+    group_size: int
+
+    def layout(self, out_features: int, in_features: int) -> Layout:
+        return integer_layout(in_features, 4, self.group_size, "float16", zeros=True)
+
+    def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
+        check_multiple("out_features", out_features, _VALUES)
+        check_multiple("in_features", in_features, 2)
+        layout = self.layout(out_features, in_features)
+        groups, group = layout.scale_columns, Axis(COLUMNS, layout.group_size)
+        words, word = out_features // _VALUES, Axis(ROWS, _VALUES)
+        data = CheckpointTensor((in_features, words), ("I32",), axes=(Axis(COLUMNS), word))
+        scales = CheckpointTensor((groups, out_features), ("F16", "BF16", "F32"), axes=(group, Axis(ROWS)))
+        return {
+            "qweight": Filling(data, "data", lambda qweight: packed_data(_outputs(qweight).contiguous(), 4)),
+            "qzeros": Filling(CheckpointTensor((groups, words), ("I32",), axes=(group, word)), "zeros", _outputs),
+            "scales": Filling(scales, "scales", lambda scales: exact_scales(scales, "float16").T),
+        }
+
+
+def _outputs(packed: Tensor) -> Tensor:
+    """int32 [rows, out / 8] -> uint8 [out, rows]."""
+    return unpacked_last(packed, 4).unflatten(-1, (-1, _VALUES))[..., _POSITIONS].flatten(-2).T
+
+
+def read_awq(config: Mapping[str, Any], dtype: str) -> PackedMethod:
+    """The method of an AWQ `quantization_config`. Raises ModelError for what is not supported."""
+    fields = read_fields(config, _RULES, _WITHOUT_EFFECT)
+    refuse_unless(fields, "bits", 4)
+    refuse_unless(fields, "zero_point", True)
+    for name in ("version", "format"):
+        refuse_unless(fields, name, "gemm", "GEMM")
+    ignored = tuple(fields.get("modules_to_not_convert", ()))
+    return PackedMethod("awq", Awq(checked_group_size(fields.get("group_size", 128))), Modules(ignored))

@@ -1,0 +1,89 @@
+"""FP8 checkpoints: weights in float8_e4m3fn with fp32 scales per tensor, per output, or per block of 128 x 128.
+
+weight[o, i] = float(weight[o, i]) * scale[o // 128, i // 128], as in the FP8 checkpoints of Qwen3 and DeepSeek-V3,
+where the scale is called weight_scale_inv; without blocks weight_scale[o] or one weight_scale. Source: DeepSeek-V3,
+inference/kernel.py, weight_dequant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.data.json_fields import FLAG, TEXT, integer, list_of
+from nanovllm.errors import ModelError
+from nanovllm.formats.quantization.config_fields import NAMES, Modules, read_fields, refuse_unless
+from nanovllm.formats.quantization.packed_method import Filling, Layout, PackedMethod
+from nanovllm.layers.linear_method import COLUMNS, ROWS, Axis, CheckpointTensor
+
+BLOCK = 128
+_FLOATS = ("F32", "BF16", "F16")
+_RULES = MappingProxyType(
+    {
+        "quant_method": TEXT,
+        "activation_scheme": TEXT,
+        "fmt": TEXT,
+        "scale_fmt": TEXT,
+        "weight_block_size": list_of(integer(1), 2),
+        "modules_to_not_convert": NAMES,
+        "ignored_layers": NAMES,
+        "modules_to_convert": NAMES,
+        "is_checkpoint_fp8_serialized": FLAG,
+    }
+)
+_WITHOUT_EFFECT = frozenset({"dequantize", "expert_dtype"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """The format. scale: the name of the scales in the checkpoint; fp8_inputs: whether it asks for inputs in fp8."""
+
+    scale: str
+    in_blocks: bool
+    fp8_inputs: bool = False
+
+    def layout(self, out_features: int, in_features: int) -> Layout:
+        group_size = min(BLOCK, in_features) if self.in_blocks else in_features
+        return Layout("fp8", in_features, group_size, "float32", fp8_inputs=self.fp8_inputs)
+
+    def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
+        weight = CheckpointTensor((out_features, in_features), ("F8_E4M3",))
+        if self.in_blocks:
+            blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+            scale = Filling(
+                CheckpointTensor(blocks, _FLOATS, axes=(Axis(ROWS, BLOCK), Axis(COLUMNS, BLOCK))),
+                "scales",
+                lambda scales: scales.repeat_interleave(BLOCK, dim=0)[:out_features],
+            )
+        else:
+            shapes = CheckpointTensor((out_features, 1), _FLOATS, other_shapes=((out_features,), (1,), (1, 1), ()))
+            scale = Filling(shapes, "scales", lambda scales: scales.reshape(-1, 1).expand(out_features, 1))
+        return {"weight": Filling(weight, "data", _data), self.scale: scale}
+
+
+def _data(weight: Tensor) -> Tensor:
+    """The bytes of the weight. Raises ModelError if it holds NaN; float8_e4m3fn has no infinity."""
+    data = weight.contiguous().view(torch.uint8)
+    if bool(((data & 127) == 127).any()):
+        raise ModelError("the weight holds NaN: get the checkpoint anew.")
+    return data
+
+
+def read_fp8(config: Mapping[str, Any], dtype: str) -> PackedMethod:
+    """The method of an fp8 `quantization_config`. Raises ModelError for what is not supported."""
+    fields = read_fields(config, _RULES, _WITHOUT_EFFECT)
+    refuse_unless(fields, "activation_scheme", "dynamic")
+    refuse_unless(fields, "fmt", "e4m3", "float8_e4m3fn")
+    refuse_unless(fields, "scale_fmt", "float")
+    refuse_unless(fields, "weight_block_size", [BLOCK, BLOCK])
+    refuse_unless(fields, "is_checkpoint_fp8_serialized", True)
+    refuse_unless(fields, "modules_to_convert", [])
+    in_blocks = "weight_block_size" in fields
+    ignored = (*fields.get("modules_to_not_convert", ()), *fields.get("ignored_layers", ()))
+    format = Fp8("weight_scale_inv" if in_blocks else "weight_scale", in_blocks, "activation_scheme" in fields)
+    return PackedMethod("fp8", format, Modules(ignored))

@@ -1,0 +1,201 @@
+"""The method of checkpoints whose matrices become `PackedWeight`s: which tensors fill which part of which matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import lcm
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.formats.quantization.config_fields import Modules
+from nanovllm.layers.linear import DenseWeight
+from nanovllm.layers.linear_method import (
+    COLUMNS,
+    ROWS,
+    CheckpointTensor,
+    NamedSlots,
+    NamedTensors,
+    StoredWeight,
+    WeightSlot,
+    dense_tensors,
+)
+from nanovllm.layers.packed_matrix import PackedMatrix, stack_by_form
+from nanovllm.ops.packed_weights import PackedWeight
+
+Scheme = Literal["int4", "int8", "fp8"]
+_DATA_DTYPES = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# Standard deviation of what `randomize` draws for the data: evenly distributed values around zero.
+_DEVIATION = {"int4": (21.25) ** 0.5, "int8": (5461.25) ** 0.5, "fp8": 448 / 3**0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is known of a `PackedWeight` from the config. Each output has a row of `scale_columns` scales.
+
+    scales_dtype: of torch, by name; fp8_inputs: see `PackedWeight`. Modules with equal layouts can be stored one below
+    the other.
+    """
+
+    scheme: Scheme
+    in_features: int
+    group_size: int
+    scales_dtype: str
+    zeros: bool = False
+    fp8_inputs: bool = False
+
+    @property
+    def scale_columns(self) -> int:
+        return -(-self.in_features // self.group_size)
+
+    def nbytes(self, out_features: int) -> int:
+        """Bytes of a weight of this layout."""
+        data = out_features * (self.in_features // 2 if self.scheme == "int4" else self.in_features)
+        scales = out_features * self.scale_columns
+        zeros = out_features * self.scale_columns if self.zeros else 0
+        scale_bytes: int = getattr(torch, self.scales_dtype).itemsize
+        return data + scales * scale_bytes + zeros
+
+    def empty(self, out_features: int, device: torch.device) -> PackedWeight:
+        """A weight of this layout, not initialized."""
+        columns = self.in_features // 2 if self.scheme == "int4" else self.in_features
+        dtype = _DATA_DTYPES[self.scheme]
+        scales_shape = (out_features, self.scale_columns)
+        return PackedWeight(
+            self.scheme,
+            torch.empty(out_features, columns, dtype=dtype, device=device),
+            torch.empty(scales_shape, dtype=getattr(torch, self.scales_dtype), device=device),
+            torch.empty(out_features, self.scale_columns, dtype=dtype, device=device) if self.zeros else None,
+            self.group_size,
+            self.in_features,
+            fp8_inputs=self.fp8_inputs,
+        )
+
+
+def integer_layout(in_features: int, bits: int, group_size: int, scales_dtype: str, *, zeros: bool) -> Layout:
+    """The layout of integers of 4 or 8 bits in groups along a row; group_size -1: a row is one group."""
+    group_size = in_features if group_size == -1 else min(group_size, in_features)
+    return Layout("int4" if bits == 4 else "int8", in_features, group_size, scales_dtype, zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How one tensor of a checkpoint fills its module's rows of a weight.
+
+    part: of the `PackedWeight`; convert: from the tensor to the rows of the part; raises ModelError for values that
+    cannot be used. Both are None for a tensor that is only checked.
+    """
+
+    tensor: CheckpointTensor
+    part: Literal["data", "scales", "zeros"] | None = None
+    convert: Callable[[Tensor], Tensor] | None = None
+
+
+class PackedFormat(Hashable, Protocol):
+    """A format of checkpoints. Plain data: equal formats give equal layouts and fillings."""
+
+    def layout(self, out_features: int, in_features: int) -> Layout:
+        """How a matrix is stored in memory."""
+        ...
+
+    def fillings(self, out_features: int, in_features: int) -> Mapping[str, Filling]:
+        """The tensors of a module, by the last part of their names. Raises ModelError for sizes that do not fit."""
+        ...
+
+
+# Computed once for all matrices of a size: a mixture of experts has 20,000 of a few sizes.
+@lru_cache(maxsize=256)
+def _fillings(format: PackedFormat, out_features: int, in_features: int) -> Mapping[str, Filling]:
+    return format.fillings(out_features, in_features)
+
+
+@lru_cache(maxsize=256)
+def _nbytes(format: PackedFormat, out_features: int, in_features: int) -> int:
+    return format.layout(out_features, in_features).nbytes(out_features)
+
+
+class QuantizedWeight(PackedMatrix):
+    """Modules of one layout, filled as their format says."""
+
+    def __init__(
+        self, format: PackedFormat, layout: Layout, parts: Mapping[str, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(layout.empty(sum(parts.values()), device), parts, dtype)
+        self._format = format
+        self._layout = layout
+
+    def slots(self) -> NamedSlots:
+        for module, part in self.module_weights():
+            for suffix, filling in _fillings(self._format, part.out_features, self._layout.in_features).items():
+                if filling.part is not None:
+                    yield f"{module}.{suffix}", self._slot(filling, filling.part, part)
+
+    def _slot(self, filling: Filling, part: str, rows: PackedWeight) -> WeightSlot:
+        view: Tensor = getattr(rows, part)
+        if view.dtype is torch.float8_e4m3fn:
+            view = view.view(torch.uint8)
+        return WeightSlot(view, filling.tensor.shape, filling.convert, partial(self._randomize, part, view))
+
+    def _randomize(self, part: str, view: Tensor, generator: torch.Generator) -> None:
+        """Fill with values of variance 1 / in_features; see `loader.fill_with_random_weights`."""
+        scheme, in_features = self._layout.scheme, self._layout.in_features
+        if part == "scales":
+            view.fill_(in_features**-0.5 / _DEVIATION[scheme])
+        elif part == "zeros":
+            view.fill_(8 if scheme == "int4" else 0)
+        elif scheme == "fp8":
+            values = torch.empty(view.shape, device=view.device).uniform_(-448, 448, generator=generator)
+            view.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8))
+        else:
+            low, high = (0, 256) if scheme == "int4" else (-128, 128)
+            view.random_(low, high, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMethod:
+    """A `LinearMethod` that stores the included modules in one format, and the others as plain numbers."""
+
+    name: str
+    format: PackedFormat
+    modules: Modules
+
+    def tensors(self, module: str, out_features: int, in_features: int) -> NamedTensors:
+        if not self.modules.include(module):
+            yield from dense_tensors(module, out_features, in_features)
+            return
+        for suffix, filling in _fillings(self.format, out_features, in_features).items():
+            yield f"{module}.{suffix}", filling.tensor
+
+    def units(self, module: str, out_features: int, in_features: int) -> tuple[int, int]:
+        """See `LinearMethod.units`. An entry that stands for all rows or columns stands for those of each rank too."""
+        if not self.modules.include(module):
+            return 1, 1
+        fillings = _fillings(self.format, out_features, in_features).values()
+        axes = [axis for filling in fillings for axis in filling.tensor.axes]
+
+        def unit(dimension: int, size: int) -> int:
+            return lcm(*(axis.size for axis in axes if axis.dimension == dimension and axis.size < size))
+
+        values = 2 if self.format.layout(out_features, in_features).scheme == "int4" else 1  # in a byte
+        return unit(ROWS, out_features), lcm(unit(COLUMNS, in_features), values)
+
+    def weight_bytes(self, module: str, out_features: int, in_features: int, itemsize: int) -> int:
+        if not self.modules.include(module):
+            return out_features * in_features * itemsize
+        return _nbytes(self.format, out_features, in_features)
+
+    def create(
+        self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> StoredWeight:
+        def layout_of(module: str, size: int) -> Layout | None:
+            return self.format.layout(size, in_features) if self.modules.include(module) else None
+
+        def create(layout: Layout | None, own: dict[str, int]) -> StoredWeight:
+            if layout is None:
+                return DenseWeight(own, in_features, dtype, device)
+            return QuantizedWeight(self.format, layout, own, dtype, device)
+
+        return stack_by_form(parts, layout_of, create, dtype)

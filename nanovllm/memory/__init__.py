@@ -1,0 +1,1 @@
+"""How many blocks and how many bytes: every question about sizes of memory."""

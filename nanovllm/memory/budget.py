@@ -1,0 +1,159 @@
+"""Arithmetic of KV memory: how a device budget is split, and what a step copies or leaves to CPU attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nanovllm.data.layerwise import LayerwisePrefill, chunk_by_chunk
+from nanovllm.data.layout import KVLayout
+
+MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; a deeper ring has as many groups of slots
+MAX_RING_SLOTS = 16  # a deeper ring only takes memory from resident blocks
+GROUP_BYTES = 16 << 20  # smallest group of host blocks: its copy takes several times as long as issuing it
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSplit:
+    """`num_gpu_blocks` device blocks, split into ring slots (a layer of a block each) and resident blocks."""
+
+    ring_slots: int
+    resident_blocks: int
+
+    def group_slots(self, slot_bytes: int) -> int:
+        """The most host blocks that are loaded and attended together.
+
+        A quarter of the ring. Where that is less than GROUP_BYTES, up to half of it: one group loads while the other is
+        attended. The ring is divided evenly into `ring_slots // group_slots` groups.
+        """
+        wanted = max(self.ring_slots // MIN_RING_SLOTS, -(-GROUP_BYTES // slot_bytes))
+        size = max(1, min(wanted, self.ring_slots // 2))
+        groups = self.ring_slots // size
+        return self.ring_slots // groups if groups else 1
+
+
+def split_device(num_gpu_blocks: int, num_layers: int, slot_bytes: int | None = None) -> DeviceSplit:
+    """Give the ring the fewest blocks that reach its depth; all others are resident.
+
+    slot_bytes: one layer of a block. Where slots are small, the ring uses as much of its blocks as two groups of
+    GROUP_BYTES need, which costs no further block.
+    """
+    ring_slots = max(MIN_RING_SLOTS, min(MAX_RING_SLOTS, num_layers))
+    ring_blocks = -(-ring_slots // num_layers)
+    if slot_bytes is not None:
+        ring_slots = max(ring_slots, min(ring_blocks * num_layers, 2 * -(-GROUP_BYTES // slot_bytes)))
+    return DeviceSplit(ring_slots=ring_slots, resident_blocks=num_gpu_blocks - ring_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCount:
+    """KV copies over the link and their bytes, in each direction, and what the CPU attended to without a copy.
+
+    A copy is one layer of a block, or all layers of a block moved between steps. Neighbouring blocks take one call, so
+    there may be fewer calls than copies. `cpu_attention_blocks` also counts single layers of a block.
+    """
+
+    h2d_copies: int = 0
+    h2d_bytes: int = 0
+    d2h_copies: int = 0
+    d2h_bytes: int = 0
+    cpu_attention_blocks: int = 0
+    cpu_attention_bytes: int = 0
+
+    @property
+    def without_cpu_attention(self) -> TransferCount:
+        """What would have been copied without CPU attention: each of its blocks saves one load."""
+        h2d = self.h2d_copies + self.cpu_attention_blocks, self.h2d_bytes + self.cpu_attention_bytes
+        return TransferCount(*h2d, self.d2h_copies, self.d2h_bytes)
+
+    def __bool__(self) -> bool:
+        return self.h2d_copies + self.d2h_copies > 0
+
+    def __add__(self, other: TransferCount) -> TransferCount:
+        return TransferCount(
+            self.h2d_copies + other.h2d_copies,
+            self.h2d_bytes + other.h2d_bytes,
+            self.d2h_copies + other.d2h_copies,
+            self.d2h_bytes + other.d2h_bytes,
+            self.cpu_attention_blocks + other.cpu_attention_blocks,
+            self.cpu_attention_bytes + other.cpu_attention_bytes,
+        )
+
+    def __sub__(self, other: TransferCount) -> TransferCount:
+        return TransferCount(
+            self.h2d_copies - other.h2d_copies,
+            self.h2d_bytes - other.h2d_bytes,
+            self.d2h_copies - other.d2h_copies,
+            self.d2h_bytes - other.d2h_bytes,
+            self.cpu_attention_blocks - other.cpu_attention_blocks,
+            self.cpu_attention_bytes - other.cpu_attention_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAttentionUse:
+    """CPU attention of a `share` of the host blocks, in steps with at most `most_tokens` new tokens."""
+
+    share: float
+    most_tokens: int  # see `cpu_attention.shares.cpu_attention_query_len`
+
+
+def blocks_of_share(count: int, share: float) -> int:
+    """`share` of `count` blocks, rounded to a whole number of blocks, halves up."""
+    return int(count * share + 0.5)
+
+
+def predict_transfers(
+    layout: KVLayout,
+    resident_blocks: int,
+    context_len: int,
+    query_len: int,
+    window: int | None = None,
+    cpu_attention: CpuAttentionUse | None = None,
+) -> TransferCount:
+    """What a step copies for a sequence alone whose first `resident_blocks` blocks are on the device.
+
+    Of the other blocks, every stored token is loaded once per layer, block by block, and every new token is stored once
+    per layer, with one copy for each block that gets new tokens. With a sliding window, blocks that no new token sees
+    are not loaded. CPU attention saves the loads of full blocks without new tokens.
+    """
+    block_size, layers = layout.block_size, layout.num_layers
+    first = resident_blocks * block_size  # first position on the host
+    seen = 0 if window is None else max(0, context_len - window + 1) // block_size * block_size
+    total = context_len + query_len
+    loaded, stored = max(0, context_len - max(first, seen)), max(0, total - max(first, context_len))
+    store_begin = max(first, context_len) // block_size
+    spared = 0
+    if cpu_attention is not None and query_len <= cpu_attention.most_tokens:
+        spared = blocks_of_share(loaded // block_size, cpu_attention.share)
+    return TransferCount(
+        h2d_copies=layers * (-(-loaded // block_size) - spared),
+        h2d_bytes=loaded * layout.token_bytes - spared * layout.block_bytes,
+        d2h_copies=layers * (-(-total // block_size) - store_begin) if stored else 0,
+        d2h_bytes=stored * layout.token_bytes,
+        cpu_attention_blocks=layers * spared,
+        cpu_attention_bytes=spared * layout.block_bytes,
+    )
+
+
+def predict_request(
+    layout: KVLayout,
+    resident_blocks: int,
+    prompt_len: int,
+    output_len: int,
+    max_num_batched_tokens: int,
+    cpu_attention: CpuAttentionUse | None = None,
+    prefill_steps: Iterable[LayerwisePrefill] | None = None,
+) -> TransferCount:
+    """`predict_transfers` summed over a request: its prefill, then one step for each further token.
+
+    prefill_steps: see `LayerwiseSizing.prefill_steps`; None for chunk by chunk. A layer-by-layer prefill copies what a
+    single chunk of its length would.
+    """
+    total = TransferCount()
+    for step in prefill_steps or chunk_by_chunk(prompt_len, max_num_batched_tokens):
+        taking = cpu_attention if step.num_chunks == 1 else None
+        total += predict_transfers(layout, resident_blocks, step.begin, step.end - step.begin, cpu_attention=taking)
+    for context_len in range(prompt_len, prompt_len + output_len - 1):
+        total += predict_transfers(layout, resident_blocks, context_len, 1, cpu_attention=cpu_attention)
+    return total

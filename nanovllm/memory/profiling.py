@@ -1,0 +1,195 @@
+"""The memory that a step needs in addition to weights and KV cache: that of one forward pass of the largest batch.
+
+A device that reports its allocator's peak runs that pass. Elsewhere the pass runs on meta tensors, whose bytes are
+counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.config import EngineConfig
+from nanovllm.data.batch import SamplingRow
+from nanovllm.data.layerwise import LayerwiseSizing
+from nanovllm.device import Device
+from nanovllm.engine import sides
+from nanovllm.layers import logprobs, sampler
+from nanovllm.layers.forward_context import ForwardContext, KVCache
+from nanovllm.layers.parallel import MetaRanks
+from nanovllm.layers.row_limits import LOGPROB_ROWS
+from nanovllm.memory.block_size import layout_of
+from nanovllm.memory.meta_results import meta_result
+from nanovllm.memory.sizing import MemoryFacts
+from nanovllm.memory.step_memory import check_step_fits, layerwise_sizing, needs_activation_peak, sized_from_memory
+from nanovllm.models.decoder import Decoder
+from nanovllm.ops import is_chunk_invariant
+from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
+from nanovllm.ops.kv_quantization import stored_dtype
+
+
+class ScratchKVCache:
+    """A KV cache of a single block, used as every block of one sequence of max_num_batched_tokens tokens."""
+
+    def __init__(self, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> None:
+        spec, tokens = model.spec, config.max_num_batched_tokens
+        layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
+        self._backend = backend
+        self._scale = spec.head_dim**-0.5
+        self._windows = spec.sliding_windows
+        dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
+        self._pool = torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device)
+        blocks = [0] * -(-tokens // layout.block_size)
+        self._table = AttentionMetadata([SequenceMetadata(0, tokens, 0, 0, tokens, blocks)])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """See `forward_context.KVCache`; does not store k and v."""
+        state = AttentionState.empty(q)
+        self._backend.attend(q, self._pool, self._table, state, self._scale, self._windows[layer])
+        return q.copy_(state.out)
+
+
+_META = torch.device("meta")
+
+
+class _NoKVCache:
+    """Allocates what attention allocates for each query row, and stores nothing."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        return q.copy_(AttentionState.empty(q).out)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of referenced tensors that operators made, and keeps the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._references: dict[int, int] = {}  # storage -> tensors on it
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. Otherwise torch imports its compiler, which takes over a second."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = meta_result(func, args, kwargs or {})
+        if result is None:
+            result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._track(tensor)
+        return result
+
+    def _track(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._references:
+            self._references[key] = 0
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        self._references[key] += 1
+        weakref.finalize(tensor, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._references[key] -= 1
+        if not self._references[key]:
+            del self._references[key]
+            self.live -= size
+
+
+def measure_memory(
+    device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
+) -> MemoryFacts:
+    """The memory that there is, with what the largest batch and graphs will take if anything is sized from memory.
+
+    to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run.
+    """
+    check_step_fits(model.spec, model.dtype.itemsize, config, device.free_memory() - to_load)
+    # Before free memory is read: kernels and libraries that this pass loads stay loaded.
+    if sized_from_memory(config):
+        graphs = sides.cuda_graphs()
+        peak = _peak(device, model, backend, config)
+        peak += graphs.graph_bytes(device, model, backend, config) if graphs is not None else 0
+    else:
+        peak = activation_peak(model, config) if needs_activation_peak(config) else 0
+    shared = device.torch_device.type == "cpu"
+    return MemoryFacts(
+        device_total=device.total_memory(),
+        device_free=device.free_memory() - to_load,
+        host_free=device.free_host_memory() - (to_load if shared else 0),
+        tiers_share_memory=shared,
+        activation_peak=peak,
+        host_may_grow=device.host_memory_may_grow,
+        layerwise=_layerwise_sizing(model, backend, config),
+    )
+
+
+def _layerwise_sizing(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> LayerwiseSizing | None:
+    """None with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows."""
+    return layerwise_sizing(model.spec, model.dtype.itemsize, config) if is_chunk_invariant(backend) else None
+
+
+def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:
+    def run() -> None:
+        largest_step(model, ScratchKVCache(model, backend, config), config)
+
+    measured = device.peak_memory(run)
+    return activation_peak(model, config) if measured is None else measured
+
+
+@torch.inference_mode()
+def activation_peak(model: Decoder, config: EngineConfig) -> int:
+    """Bytes that a step of max_num_batched_tokens tokens holds at its peak, sampling for max_num_seqs of them.
+
+    Measured on a model of one layer of each kind, since a layer keeps no activations for the next. What kernels
+    allocate themselves is not counted.
+    """
+    group = model.group and MetaRanks(model.group.rank, model.group.size)
+    twin = Decoder(model.spec.one_of_each_kind(), model.dtype, _META, group)
+    twin.chunk_rows = model.chunk_rows
+    with _LiveBytes() as counter:
+        largest_step(twin, _NoKVCache(), config)
+    return counter.peak
+
+
+@torch.inference_mode()
+def largest_step(model: Decoder, kv_cache: KVCache, config: EngineConfig) -> None:
+    """Run one prefill of max_num_batched_tokens tokens, with prompt log-probabilities and max_num_seqs samples."""
+    tokens = config.max_num_batched_tokens
+    rows = min(config.max_num_seqs, tokens)
+    zeros = torch.zeros(tokens, dtype=torch.int64, device=model.device)  # token ids and positions
+    sequence = SequenceMetadata.full(query_start=0, query_len=tokens, context_len=0, block_table=())
+    hidden = model(zeros, ForwardContext(zeros, zeros, (sequence,), kv_cache))
+    prompt_logits = model.compute_logits(hidden[:LOGPROB_ROWS])
+    if model.has_logits:
+        _score(prompt_logits, config.max_logprobs)
+    del prompt_logits
+    logits = model.compute_logits(hidden[:rows])
+    if not model.has_logits:
+        return
+    _score(logits[:LOGPROB_ROWS].clone(), config.max_logprobs)
+    _draw(logits[: sampler.rows_at_once(model.spec.vocab_size, model.device)])
+
+
+def _score(logits: Tensor, max_logprobs: int) -> None:
+    """Compute log-probabilities with as many of the most likely tokens as a request may ask for."""
+    rows, vocab_size = logits.shape
+    token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    found, _, _ = logprobs.chosen_logprobs(logits, token_ids)
+    found.topk(vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size), dim=-1)
+
+
+def _draw(logits: Tensor) -> None:
+    """Draw in both ways, from all tokens, as with a top_p just below 1."""
+    rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
+    scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
+    torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
+    del scores, tokens
+    sampler.draw_from_all(logits.clone(), rows)

@@ -1,0 +1,300 @@
+"""How many KV blocks each tier and the swap space get, and the longest sequence that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
+from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
+from nanovllm.data.layout import KVLayout
+from nanovllm.data.memory_checks import check_fits, gib
+from nanovllm.errors import ConfigError
+from nanovllm.memory.budget import DeviceSplit, split_device
+
+CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
+LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Bytes of memory once the weights are loaded and before any KV memory is allocated."""
+
+    device_total: int
+    device_free: int
+    host_free: int
+    tiers_share_memory: bool  # on the CPU, "device" and host are the same memory
+    activation_peak: int  # of the largest batch, including CUDA graphs; 0 if nothing is sized from memory
+    host_may_grow: bool = False  # more than `host_free` may be available: only an allocation can tell
+    adapter_bytes: int = 0  # of LoRA adapters on the device, which neither tier counts as free
+    layerwise: LayerwiseSizing | None = None  # of layer-by-layer prefill; None if no prompt goes that way
+
+    @property
+    def layerwise_token_bytes(self) -> int:
+        return 0 if self.layerwise is None else self.layerwise.token_bytes
+
+
+def smallest(facts: Sequence[MemoryFacts], local_size: int) -> MemoryFacts:
+    """What every tensor-parallel rank has at least, so that all of them can allocate the same blocks.
+
+    The `local_size` ranks of a machine share its host memory, and on the CPU the device's too.
+    """
+    device_share = local_size if facts[0].tiers_share_memory else 1
+    return replace(
+        facts[0],
+        device_total=min(each.device_total for each in facts) // device_share,
+        device_free=min(each.device_free for each in facts) // device_share,
+        host_free=min(each.host_free for each in facts) // local_size,
+        activation_peak=max(each.activation_peak for each in facts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """The KV memory to allocate. Without offload every device block is resident and there is no ring."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    split: DeviceSplit
+    max_model_len: int
+    layerwise_memory: LayerwiseMemory  # limits of layer-by-layer prefill
+    working_bytes: int  # beyond weights and KV blocks: activations, memory of layer-by-layer prefill
+
+    @property
+    def num_sequence_blocks(self) -> int:
+        """Blocks that sequences can hold, on both tiers."""
+        return self.split.resident_blocks + self.num_cpu_blocks
+
+
+class PositionsError(ConfigError):
+    """max_model_len is beyond the model's positions."""
+
+
+class NoMemoryError(ConfigError):
+    """The memory holds no KV cache at all."""
+
+
+class CacheTooSmallError(ConfigError):
+    """The blocks of `plan` hold no sequence of the requested length."""
+
+    def __init__(self, message: str, plan: KVPlan) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+def plan_kv_cache(
+    config: EngineConfig, layout: KVLayout, model_max_len: int, memory: MemoryFacts, watermark: float
+) -> KVPlan:
+    """Size both tiers. Raises ConfigError, with numbers, if that is impossible; `fitting` suggests what to change."""
+    wanted_len = config.max_model_len or model_max_len
+    if wanted_len > model_max_len:
+        raise PositionsError(f"max_model_len={wanted_len}: the model's positions end at {model_max_len}")
+    useful = _useful_blocks(config, layout, memory, wanted_len, watermark)
+    layerwise_memory = _layerwise_memory(config, layout, memory, wanted_len)
+    layerwise_bytes = layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
+    left = replace(memory, activation_peak=memory.activation_peak + layerwise_bytes)
+    num_gpu_blocks = _device_blocks(config, layout, left, useful, layerwise_memory.buffer_bytes(layout))
+    if config.enable_cpu_offload:
+        split = split_device(num_gpu_blocks, layout.num_layers, layout.block_layer_bytes)
+        num_cpu_blocks = _host_blocks(config, layout, left, num_gpu_blocks, max(useful - split.resident_blocks, 0))
+    else:
+        split, num_cpu_blocks = DeviceSplit(ring_slots=0, resident_blocks=num_gpu_blocks), 0
+    capacity = longest_sequence(split.resident_blocks + num_cpu_blocks, layout.block_size, watermark)
+    longest = min(wanted_len, capacity)
+    if layerwise_bytes and longest < (config.max_model_len or 1):  # rather fit the prompt
+        return plan_kv_cache(config, layout, model_max_len, replace(memory, layerwise=None), watermark)
+    if memory.layerwise is not None and layerwise_bytes and num_cpu_blocks:
+        layerwise_memory = memory.layerwise.divide(layout, layerwise_bytes, longest, config.max_num_batched_tokens)
+    else:  # no KV is ever copied
+        layerwise_memory = NO_LAYERWISE
+    working_bytes = memory.activation_peak + layerwise_memory.num_bytes(layout, memory.layerwise_token_bytes)
+    plan = KVPlan(num_gpu_blocks, num_cpu_blocks, split, longest, layerwise_memory, working_bytes)
+    _check_capacity(config, layout, plan)
+    return plan
+
+
+def uses_utilization(config: EngineConfig) -> bool:
+    """Whether gpu_memory_utilization decides about the blocks of either tier."""
+    device = config.num_gpu_blocks == -1 and config.kv_cache_memory_bytes is None
+    host = config.enable_cpu_offload and config.num_cpu_blocks == -1 and config.kv_offloading_size is None
+    return device or host
+
+
+def _useful_blocks(
+    config: EngineConfig, layout: KVLayout, memory: MemoryFacts, wanted_len: int, watermark: float
+) -> int:
+    """The most blocks to take where none are named: what max_num_seqs sequences of full length can use.
+
+    On the CPU other programs use the memory too. There it is CPU_KV_BYTES, or one sequence of full length if that is
+    more.
+    """
+
+    def blocks_of(sequences: int) -> int:
+        return int(sequences * -(-wanted_len // layout.block_size) * (1 + 2 * watermark)) + 1
+
+    useful = blocks_of(config.max_num_seqs)
+    if memory.tiers_share_memory:
+        useful = min(useful, max(CPU_KV_BYTES // layout.block_bytes, blocks_of(1)))
+    return useful
+
+
+def longest_sequence(num_blocks: int, block_size: int, watermark: float) -> int:
+    """Tokens of the longest sequence that fits `num_blocks` blocks, of which the share `watermark` stays free."""
+    return (num_blocks - int(watermark * num_blocks)) * block_size
+
+
+def _layerwise_memory(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, longest: int) -> LayerwiseMemory:
+    """Memory for layer-by-layer prefill, so that the longest prompt is prefilled that way if memory allows.
+
+    If KV blocks are sized from the same memory, or kv_cache_memory_bytes is the memory of both, it is at most
+    1 / LAYERWISE_SHARE of that, and leaves the smallest cache. If all block counts are given, it is what they leave.
+    """
+    if not config.enable_cpu_offload or memory.layerwise is None:
+        return NO_LAYERWISE
+    left = _budget(config, memory)
+    shared = memory.tiers_share_memory
+    if shared:  # the swap space is taken from host memory
+        left -= max(0, memory.device_free - memory.host_free)
+    if shared:
+        left -= max(_named_host_blocks(config, layout), 0) * layout.block_bytes
+    named_bytes = config.kv_cache_memory_bytes
+    if named_bytes is not None:
+        share = min(named_bytes // LAYERWISE_SHARE, named_bytes - _fewest_blocks(config, layout) * layout.block_bytes)
+        left = share + min(0, left - named_bytes)
+        return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
+    left -= max(config.num_gpu_blocks, 0) * layout.block_bytes
+    if config.num_gpu_blocks == -1 or (shared and _named_host_blocks(config, layout) == -1):
+        smallest = MIN_GPU_BLOCKS * layout.block_bytes * (2 if shared else 1)
+        left = min(left // LAYERWISE_SHARE, left - smallest)
+    return memory.layerwise.divide(layout, left, longest, config.max_num_batched_tokens)
+
+
+def _budget(config: EngineConfig, memory: MemoryFacts) -> int:
+    """Device memory for the KV cache: total * gpu_memory_utilization - memory in use - memory of a step."""
+    held = memory.device_total - memory.device_free
+    return int(memory.device_total * config.gpu_memory_utilization) - held - memory.activation_peak
+
+
+def device_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, int]:
+    """The engine argument that gives the device so many blocks, in the unit that `config` has."""
+    if config.kv_cache_memory_bytes is None:
+        return {"num_gpu_blocks": blocks}
+    return {"kv_cache_memory_bytes": blocks * layout.block_bytes}
+
+
+def host_size(config: EngineConfig, layout: KVLayout, blocks: int) -> dict[str, float]:
+    """The engine argument that gives the host of each rank so many blocks, in the unit that `config` has."""
+    if config.kv_offloading_size is None:
+        return {"num_cpu_blocks": blocks}
+    return {"kv_offloading_size": blocks * layout.block_bytes * config.tensor_parallel_size / 2**30}
+
+
+def _named_host_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """The host blocks of a rank that are asked for; -1 if they are sized from memory."""
+    if config.kv_offloading_size is None:
+        return config.num_cpu_blocks
+    ranks, num_bytes = config.tensor_parallel_size, int(config.kv_offloading_size * 2**30)
+    blocks = num_bytes // ranks // layout.block_bytes
+    if blocks < 1:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
+        least = -(-layout.block_bytes * ranks * 10**6 // 2**30) / 10**6
+        raise ConfigError(
+            f"kv_offloading_size={config.kv_offloading_size}: {num_bytes:,} bytes hold no KV block of "
+            f"{layout.block_size} tokens, which takes {layout.block_bytes:,} bytes{each}; raise it to at least {least}",
+            [{"kv_offloading_size": least}],
+        )
+    return blocks
+
+
+def _fewest_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """The fewest blocks of the device: under offload the ring."""
+    return -split_device(0, layout.num_layers).resident_blocks if config.enable_cpu_offload else MIN_GPU_BLOCKS
+
+
+def _named_device_blocks(config: EngineConfig, layout: KVLayout, buffer_bytes: int) -> int:
+    """The device blocks that are asked for; -1 if they are sized from memory."""
+    fewest, given = _fewest_blocks(config, layout), config.kv_cache_memory_bytes
+    if given is not None:
+        blocks = (given - buffer_bytes) // layout.block_bytes
+        if blocks < fewest:
+            least = fewest * layout.block_bytes
+            raise ConfigError(
+                f"kv_cache_memory_bytes={given}: the device needs at least {fewest} KV blocks of {layout.block_size} "
+                f"tokens, {least:,} bytes; raise kv_cache_memory_bytes to that, or lower kvcache_block_size",
+                [{"kv_cache_memory_bytes": least}],
+            )
+        return blocks
+    if config.enable_cpu_offload and -1 != config.num_gpu_blocks < fewest:
+        raise ConfigError(
+            f"num_gpu_blocks={config.num_gpu_blocks}: under offload the ring of a model with {layout.num_layers} "
+            f"layers takes {fewest} blocks; raise num_gpu_blocks to at least that, or use -1"
+        )
+    return config.num_gpu_blocks
+
+
+def _device_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, useful: int, buffer_bytes: int) -> int:
+    """blocks = (total * gpu_memory_utilization - memory in use - memory of a step) // bytes per block.
+
+    buffer_bytes: of the layer buffer, which is a part of kv_cache_memory_bytes.
+    """
+    named = _named_device_blocks(config, layout, buffer_bytes)
+    if named != -1:
+        _check_blocks_fit(device_size, config, named, layout, memory.device_free, "the device has")
+        return named
+    held, budget = memory.device_total - memory.device_free, _budget(config, memory)
+    if memory.tiers_share_memory and config.enable_cpu_offload:
+        budget //= 2
+    blocks = min(budget // layout.block_bytes, useful + MIN_GPU_BLOCKS)
+    if blocks < MIN_GPU_BLOCKS:
+        raise NoMemoryError(
+            f"no memory for the KV cache: of {gib(memory.device_total)} at gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}, {gib(held)} are taken and a step needs {gib(memory.activation_peak)}, "
+            f"which leaves {gib(max(budget, 0))} for blocks of {gib(layout.block_bytes)}; raise "
+            "gpu_memory_utilization, or lower max_num_batched_tokens or kvcache_block_size"
+        )
+    return blocks
+
+
+def _host_blocks(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, num_gpu_blocks: int, useful: int) -> int:
+    free = memory.host_free
+    if memory.tiers_share_memory:
+        free -= num_gpu_blocks * layout.block_bytes + memory.activation_peak
+    named = _named_host_blocks(config, layout)
+    if named != -1:
+        if not memory.host_may_grow:
+            _check_blocks_fit(host_size, config, named, layout, free, "the host has")
+        return named
+    return max(0, min(int(free * config.gpu_memory_utilization) // layout.block_bytes, useful))
+
+
+def _check_blocks_fit(
+    size: Callable[[EngineConfig, KVLayout, int], Mapping[str, float]],
+    config: EngineConfig,
+    blocks: int,
+    layout: KVLayout,
+    free: int,
+    where: str,
+) -> None:
+    """size: `device_size` or `host_size`."""
+    most = max(free, 0) // layout.block_bytes
+    (name,) = smaller = size(config, layout, most)
+    remedy = f"at most {most} blocks of {layout.block_size} tokens fit, {most * layout.block_size} tokens"
+    possible = most >= MIN_GPU_BLOCKS if size is device_size else most > 0 or name == "num_cpu_blocks"
+    what = f"{name}={getattr(config, name)}: its KV cache takes"
+    check_fits(what, blocks * layout.block_bytes, free, where, remedy, [smaller] if possible else [])
+
+
+def _check_capacity(config: EngineConfig, layout: KVLayout, plan: KVPlan) -> None:
+    if plan.max_model_len < 1:
+        names = [*device_size(config, layout, 0), *host_size(config, layout, 0)]
+        given = ", ".join(f"{name}={getattr(config, name)}" for name in names)
+        raise CacheTooSmallError(
+            f"{given}: the ring takes all KV blocks and leaves none for a sequence",
+            plan,
+        )
+    if config.max_model_len is not None and plan.max_model_len < config.max_model_len:
+        raise CacheTooSmallError(
+            f"max_model_len={config.max_model_len}: the KV cache holds {plan.num_sequence_blocks} blocks of "
+            f"{layout.block_size} tokens, which is {plan.max_model_len} tokens for the longest sequence",
+            plan,
+        )

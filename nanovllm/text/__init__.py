@@ -1,0 +1,1 @@
+"""Text in and out: prompts, tokenizers, chat templates."""

@@ -1,0 +1,167 @@
+"""Turns conversations into prompts with a chat template, as Transformers does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanovllm.errors import RequestError, quoted
+from nanovllm.sampling_rules import check_characters
+from nanovllm.text.chat_template.process import TemplateProcess
+from nanovllm.text.prompts import Message, PromptParts
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Arguments of Transformers' apply_chat_template, which no template may take for variables of its own.
+NOT_VARIABLES = frozenset(
+    {
+        *("conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"),
+    }
+)
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to continue
+
+
+class ChatTemplate:
+    """Turns conversations into prompts with the tokenizer's chat template, or with `template` instead.
+
+    Raises RequestError if there is no template, for template arguments that it does not have, and for conversations
+    that it rejects.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        process: TemplateProcess | None = None,
+    ) -> None:
+        """process: renders the template; None for a process of its own."""
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise RequestError(
+                "the model directory has no tokenizer files, so messages cannot be read: give token ids to generate, "
+                "or add the tokenizer's files to the directory"
+            )
+        if template is not None and not isinstance(template, str):
+            raise RequestError(f"chat_template={quoted(template)}: must be the text of a Jinja template")
+        if template is None and not tokenizer.chat_template:
+            raise RequestError(
+                "the tokenizer has no chat template, which says how messages become a prompt: give one as "
+                "chat_template, or the finished prompt to generate"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message=True: needs add_generation_prompt=False, because the last message is continued"
+            )
+        for tool in tools or ():
+            if not isinstance(tool, Mapping):
+                raise RequestError(f"tools must be a list of JSON schemas, got {tool!r:.100}")
+        self._tokenizer = tokenizer
+        self._process = process or TemplateProcess()
+        self._continues = continue_final_message
+        self._template = _named_template(tokenizer, template, tools is not None)
+        variables = dict(template_kwargs or {})
+        for name in variables:
+            if name in NOT_VARIABLES:
+                raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
+        self._variables = {
+            "documents": None,
+            **tokenizer.special_tokens_map,
+            **variables,
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[PromptParts]:
+        """The prompt of one conversation, or of each of several."""
+        return [self._render(conversation) for conversation in _conversations(messages)]
+
+    def token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of one conversation as token ids."""
+        (prompt,) = self.prompts(list(messages))
+        return list(prompt.token_ids or ())
+
+    def _render(self, conversation: list[dict[str, Any]]) -> PromptParts:
+        text = self._open_text(conversation) if self._continues else self._text(conversation)
+        check_characters("the prompt that the chat template makes", text)
+        return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _text(self, conversation: list[dict[str, Any]]) -> str:
+        messages = [_as_templates_expect(message) for message in conversation]
+        return self._process.render(self._template, {**self._variables, "messages": messages})
+
+    def _open_text(self, conversation: list[dict[str, Any]]) -> str:
+        """The prompt up to the end of the last message's content, which a marker locates, as in Transformers."""
+        messages, last = copy.deepcopy(conversation), conversation[-1].get("content")
+        if last is None:
+            raise RequestError("continue_final_message=True: the last message has no content that could go on")
+        messages[-1]["content"] = last + MARK
+        text = self._text(messages)
+        end = text.rfind(MARK.strip())
+        if end < 0 or last.strip() not in text:
+            raise RequestError("continue_final_message=True: the chat template does not show the last message as it is")
+        kept = text[:end]
+        return kept if text[end:].startswith(MARK) else kept.rstrip()  # the template strips spaces
+
+
+def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as Transformers passes it: without None values, and with its reasoning under every known name."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:
+    """The text of the template to use; a tokenizer may have several named ones."""
+    own = tokenizer.chat_template
+    named = own if isinstance(own, Mapping) else {"default": own}
+    if template is not None:
+        found = named.get(template, template) if isinstance(own, Mapping) else template
+    else:
+        found = named.get("tool_use" if with_tools and "tool_use" in named else "default")
+    if not isinstance(found, str):
+        raise RequestError(
+            f"the tokenizer has chat templates named {', '.join(map(str, sorted(named)))} and none is the default: "
+            "name one as chat_template"
+        )
+    return found
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
+    """A list of conversations, from one or many; a list that begins with a message is one conversation."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list of messages or a list of such lists, got {quoted(messages)}")
+    several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    return [_conversation(conversation) for conversation in several]
+
+
+def _conversation(messages: Any) -> list[dict[str, Any]]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(f"a conversation must be a list of at least one message, got {quoted(messages)}")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """The message with its content joined to one text, as templates of text models expect."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"a message must be a dict with a role and a content, got {quoted(message)}")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "\n".join(_text_of(part) for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"the content of a message must be text or a list of text parts, got {quoted(message)}")
+    return {**message, "content": content}
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RequestError(f"a part of a message must be {{'type': 'text', 'text': ...}}, got {quoted(part)}")

@@ -1,0 +1,221 @@
+"""Conversion between text and token ids with the checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+from tokenizers import Tokenizer as Backend
+
+from nanovllm.data.json_fields import (
+    FLAG,
+    LIST,
+    NULL,
+    OBJECT,
+    TEXT,
+    Field,
+    checked_fields,
+    number,
+    one_of,
+    read_json_object,
+)
+from nanovllm.errors import ModelError, RequestError, quoted, told
+from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, load_fast
+from nanovllm.formats.gguf_side import NoTokenizerError, gguf_side, is_gguf
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
+MAX_FILE_BYTES = 256 << 20  # of each file; the largest known ones have 60 MB
+_SIDE = one_of(("left", "right"))
+_TOKEN = TEXT | OBJECT | NULL
+SPECIAL_TOKEN_FIELDS: Mapping[str, Field] = MappingProxyType(dict.fromkeys(SPECIAL_TOKENS, _TOKEN))
+CONFIG_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        **SPECIAL_TOKEN_FIELDS,
+        "tokenizer_class": TEXT | NULL,
+        "auto_map": OBJECT | LIST | NULL,
+        "model_max_length": number(0, above=True) | NULL,
+        "chat_template": TEXT | OBJECT | LIST | NULL,
+        "added_tokens_decoder": OBJECT,
+        "additional_special_tokens": LIST | NULL,
+        "extra_special_tokens": LIST | OBJECT | NULL,
+        "padding_side": _SIDE,
+        "truncation_side": _SIDE,
+        "add_bos_token": FLAG | NULL,
+        "add_eos_token": FLAG | NULL,
+        "add_prefix_space": FLAG | NULL,
+        "clean_up_tokenization_spaces": FLAG | NULL,
+    }
+)
+T = TypeVar("T")
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a directory or GGUF file. By default, encoding adds special tokens and decoding leaves them out.
+
+    `token_text` is the text of a single token, also of a special one, with U+FFFD for part of a character. `backend` is
+    the object of the tokenizers library, or None for a slow tokenizer. `silent_ids` are the special tokens that the
+    backend leaves out of text. Where the library reads the files as Transformers would, Transformers is not imported
+    before somebody asks for its `tokenizer`.
+    """
+
+    def __init__(self, model_dir: str | Path, model_type: str | None = None) -> None:
+        """model_dir: a directory, or a GGUF file. model_type: the network's, in Transformers; it selects the tokenizer
+        class if the directory's files name none."""
+        self._path, self._model_type = Path(model_dir), model_type
+        if is_gguf(self._path):
+            self._fast: FastTokenizer | None = gguf_side(self._path).load_tokenizer(self._path)
+        else:
+            config = _check_files(self._path)
+            _refuse_own_code(self._path, config)
+            self._fast = load_fast(self._path, model_type)
+        backend = self.tokenizer.backend_tokenizer if self._fast is None else self._fast.backend
+        self.backend = backend if isinstance(backend, Backend) else None
+        added = {} if self.backend is None else self.backend.get_added_tokens_decoder()
+        self.silent_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Transformers' tokenizer, which is used from then on, with what the caller changes of it.
+
+        Raises ModelError if Transformers cannot read the files.
+        """
+        fast = self._fast
+        if fast is None or fast.as_transformers is None:
+            tokenizer = _load(self._path, self._model_type)
+        else:
+            tokenizer = fast.as_transformers()
+        if fast is not None:
+            self.backend, self._fast = tokenizer.backend_tokenizer, None
+        return tokenizer
+
+    @property
+    def chat_template(self) -> Any:
+        """The text of the template; several named ones as a mapping; None without one."""
+        fast = self._fast
+        return self.tokenizer.chat_template if fast is None else fast.chat_template
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, str]:
+        """The texts of the named special tokens, such as "eos_token"."""
+        fast = self._fast
+        found: Mapping[str, str] = self.tokenizer.special_tokens_map if fast is None else fast.special_tokens
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        fast = self._fast
+        if fast is None:
+            return _guarded(lambda: list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)))
+        return _guarded(lambda: list(fast.backend.encode(text, add_special_tokens=add_special_tokens).ids))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        fast = self._fast
+        if fast is not None:
+            return _guarded(lambda: str(fast.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)))
+        # Cleaning up spaces could change earlier text when a token is appended.
+        return _guarded(
+            lambda: str(
+                self.tokenizer.decode(
+                    list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                )
+            )
+        )
+
+    def token_text(self, token_id: int) -> str:
+        if self._fast is not None:
+            return self.decode([token_id], skip_special_tokens=False)
+        return _guarded(lambda: str(self.tokenizer.decode([token_id], skip_special_tokens=False)))
+
+
+def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a directory or GGUF file, or None if it has none."""
+    path = Path(model_dir)
+    if is_gguf(path):
+        try:
+            return HuggingFaceTokenizer(path)
+        except NoTokenizerError:
+            return None
+    if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return HuggingFaceTokenizer(model_dir, model_type)
+
+
+def _check_files(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json's fields. Raises ModelError for files that are too large, and for damaged fields."""
+    if not directory.is_dir():
+        raise ModelError(f"the tokenizer files in {directory} cannot be read: there is no such directory")
+    for path in sorted(directory.iterdir()):
+        if path.suffix in READ_SUFFIXES and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes; a tokenizer file has at most {MAX_FILE_BYTES}.")
+    try:
+        _fields(directory / "special_tokens_map.json", SPECIAL_TOKEN_FIELDS)
+        return _fields(directory / "tokenizer_config.json", CONFIG_FIELDS)
+    except ModelError as error:
+        raise ModelError(f"the tokenizer files in {directory} cannot be read: {error}") from None
+
+
+def _fields(path: Path, fields: Mapping[str, Field]) -> dict[str, Any]:
+    return checked_fields(path, read_json_object(path), fields) if path.is_file() else {}
+
+
+def _refuse_own_code(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a tokenizer class that only code in the directory defines."""
+    auto_map, name = config.get("auto_map"), config.get("tokenizer_class")
+    has_code = "AutoTokenizer" in auto_map if isinstance(auto_map, Mapping) else bool(auto_map)
+    if not (has_code and name):
+        return
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if not any(tokenizer_class_from_name(known) for known in (name, f"{name}Fast")):
+        raise ModelError(
+            f"the tokenizer in {directory} needs code of its own (tokenizer_config.json: tokenizer_class={quoted(name)}"
+            ", auto_map), which is never run; use a checkpoint whose tokenizer Transformers itself has"
+        )
+
+
+def _load(directory: Path, model_type: str | None) -> Any:
+    """Transformers' tokenizer. It reads only the tokenizer's files, not config.json, and runs no code."""
+    # Slow to import, and not needed for token-id prompts.
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+
+    config = CONFIG_MAPPING[model_type]() if model_type is not None else PreTrainedConfig()
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory), config=config, local_files_only=True, trust_remote_code=False
+        )
+    except BaseException as error:  # the library raises many types on damaged files, also panics
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        if not (directory / "tokenizer.json").is_file():
+            raise ModelError(
+                f"the tokenizer files in {directory} cannot be read: there is no tokenizer.json, and none can be made "
+                f"from the others ({told(error)})"
+            ) from error
+        raise ModelError(f"the tokenizer files in {directory} cannot be read: {told(error)}") from error
+
+
+def _guarded(call: Callable[[], T]) -> T:
+    """The result of `call`. A panic of the tokenizers library, which is not an Exception, raises RequestError."""
+    try:
+        return call()
+    except BaseException as error:
+        if _is_panic(error):
+            raise RequestError(f"the tokenizer fails on this text: {told(error)}") from None
+        raise
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__module__ == "pyo3_runtime"
