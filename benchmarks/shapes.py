@@ -20,7 +20,7 @@ import torch
 import nanovllm
 from nanovllm.errors import ConfigError
 from nanovllm.features.planner.network import Network
-from nanovllm.formats.gguf_side import is_gguf
+from nanovllm.formats.hub import is_gguf
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 

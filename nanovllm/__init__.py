@@ -12,7 +12,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 
 if TYPE_CHECKING:
     from nanovllm.apps.cli.engine_args import EngineArgs
-    from nanovllm.build import LLMEngine
+    from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.features.vllm_api.choices import ChoiceScore
     from nanovllm.llm import LLM
@@ -48,7 +48,7 @@ _HOMES = {
     "CompletionOutput": "nanovllm.outputs",
     "EngineArgs": "nanovllm.apps.cli.engine_args",
     "LLM": "nanovllm.llm",
-    "LLMEngine": "nanovllm.build",
+    "LLMEngine": "nanovllm.engine.llm_engine",
     "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",

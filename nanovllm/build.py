@@ -1,199 +1,198 @@
-"""The engine of a model directory: its tokenizer, executor and scheduler, assembled from the engine arguments."""
+"""The composition root: from engine arguments to an engine.
+
+The one file that knows which features exist. It makes spec, device, model, sizes, KV cache and features, and passes
+them down as objects. A tensor-parallel rank makes its runner here too.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine import llm_engine, sides
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.data.memory_checks import gib
+from nanovllm.device import Busy, Device, create_device
+from nanovllm.device.trace import TracedDevice
+from nanovllm.engine.block_manager import WATERMARK, BlockManager
+from nanovllm.engine.forward_pass import AdapterManager, ChunkedPass, ForwardPass
 from nanovllm.engine.input_processor import ModelFacts
+from nanovllm.engine.llm_engine import EngineFeatures, Executor, LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.errors import ConfigError, RequestError, as_request_error, quoted
+from nanovllm.errors import ConfigError, quoted
+from nanovllm.features.cpu_attention.host_blocks import make_cpu_attention
+from nanovllm.features.cuda_graphs import graph_bytes, record_decode_graphs
+from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
+from nanovllm.features.layerwise_prefill.runner import LayerwisePass
+from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
+from nanovllm.features.lora.manager import LoRAManager
+from nanovllm.features.lora.registry import AdapterRegistry
+from nanovllm.features.sequence_groups import SwapPreemption, asked_swap_bytes, plan_swap_space, request_factory
+from nanovllm.features.structured_outputs import GrammarCompiler
+from nanovllm.features.vllm_api.metrics_reader import MetricsReader
+from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
+from nanovllm.kvcache.chunked_attention import OffloadedKVCache
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.paged_cache import PagedKVCache
+from nanovllm.layers.parallel import RankGroup
+from nanovllm.memory.adapters import without_adapters
+from nanovllm.memory.block_size import layout_of
+from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.profiling import measure_memory
+from nanovllm.memory.sizing import KVPlan, smallest
+from nanovllm.models.batch_invariance import keep_batch_invariance
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
+from nanovllm.models.loader import load_model
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.outputs import RequestOutput
+from nanovllm.ops import select_backend
+from nanovllm.ops.attention import AttentionBackend
+from nanovllm.ops.cpu_kernels import cpu_kernel_choice, dtype_name
+from nanovllm.ops.kv_quantization import stored_dtype
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, prompt_part
-from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from nanovllm.vllm_arguments import own_arguments
-
-if TYPE_CHECKING:  # for annotations only: the metrics in vLLM's shapes are a side
-    from nanovllm.features.vllm_api.metrics_reader import Metric
+from nanovllm.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
-ADD_REQUEST_ARGUMENTS = (
-    "sampling_params",
-    "params",
-    "prompt_token_ids",
-    "arrival_time",
-    "priority",
-    "cache_salt",
-    "lora_request",
-)
 
 
-class MakesConfig(Protocol):
-    """What `LLMEngine.from_engine_args` needs of EngineArgs."""
+class Runner(Executor, Protocol):
+    """The executor of a model directory: a `ModelRunner`, or one for several ranks.
 
-    def create_engine_config(self) -> EngineConfig: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelView:
-    """What programs written for vLLM ask the engine's `model_config`. max_model_len: tokens of the longest sequence."""
-
-    model: str
-    max_model_len: int
-
-
-class LLMEngine(llm_engine.LLMEngine):
-    """Adds, steps and aborts requests, with vLLM's names: `add_request`, `step`, `has_unfinished_requests`.
-
-    Raises ConfigError for arguments that cannot be honoured, and ModelError for damaged or unsupported checkpoints.
+    Of several ranks the sizes, `spec` and statistics are those of the first.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        # The smallest files first: no other is opened if one of them cannot be used.
-        model = ModelConfig(config.model, config.hf_overrides, config.generation_config)
-        eos_token_ids = frozenset(model.eos_token_ids())
-        self.sampling_defaults = model.sampling_defaults(config.override_generation_config)
-        self.get_default_sampling_params()  # refuses those that cannot be used
-        if config.trust_remote_code:
-            logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
-        tokenizer = _tokenizer(config, model.model_type)
-        self.config = config
-        self.runner = _runner(config, model.spec)
-        plan, spec, structured = self.runner.plan, self.runner.spec, sides.structured_outputs()
-        lora = sides.lora() if config.enable_lora else None
-        self._vllm_api = sides.vllm_api()
-        self._histograms = self._vllm_api.RequestHistograms(plan.max_model_len) if self._vllm_api else None
-        super().__init__(
-            SchedulerLimits(
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
-                plan.max_model_len,
-                eos_token_ids,
-                config.long_prefill_token_threshold,
-                config.preemption_mode,
-                num_layers=spec.num_layers,
-                layerwise_memory=plan.layerwise_memory,
-                max_loras=config.max_loras if config.enable_lora else 0,
-            ),
-            ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above),
-            BlockManager(
-                plan.split.resident_blocks,
-                plan.num_cpu_blocks,
-                self.runner.sizing.layout.block_size,
-                config.enable_prefix_caching,
-                self.runner.num_swap_blocks,
-            ),
-            self.runner,
-            tokenizer,
-            seed=config.seed,
-            max_logprobs=config.max_logprobs,
-            advise=self.runner.advise,
-            grammars=structured.GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids) if structured else None,
-            on_finish=None if self._histograms is None else self._histograms.observe,
-            adapters=lora.AdapterRegistry(spec, config.max_lora_rank) if lora is not None else None,
+    spec: DecoderSpec
+    dtype: torch.dtype
+    sizing: KVSizing
+    plan: KVPlan
+    num_swap_blocks: int
+
+    def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None: ...
+
+    def kv_stats(self) -> KVStats: ...
+
+    def link_busy(self) -> Busy: ...
+
+
+class BuiltEngine(NamedTuple):
+    """An engine and its executor, which applications ask for sizes and statistics."""
+
+    engine: LLMEngine
+    runner: Runner
+
+
+def build_engine(config: EngineConfig) -> BuiltEngine:
+    """Raises ConfigError for arguments that cannot be honoured, ModelError for damaged or unsupported checkpoints."""
+    # The smallest files first: no other is opened if one of them cannot be used.
+    model = ModelConfig(config.model, config.hf_overrides, config.generation_config)
+    eos_token_ids = frozenset(model.eos_token_ids())
+    sampling_defaults = model.sampling_defaults(config.override_generation_config)
+    SamplingParams(**sampling_defaults)  # refuses those that cannot be used
+    if config.trust_remote_code:
+        logger.warning("trust_remote_code=True changes nothing: code that a model directory holds is never run")
+    tokenizer = _load_tokenizer(config, model.model_type)
+    runner = _start_runner(config, model.spec)
+    plan, spec = runner.plan, runner.spec
+    limits = SchedulerLimits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        plan.max_model_len,
+        eos_token_ids,
+        config.long_prefill_token_threshold,
+        config.preemption_mode,
+        num_layers=spec.num_layers,
+        layerwise_memory=plan.layerwise_memory,
+        max_loras=config.max_loras if config.enable_lora else 0,
+    )
+    manager = BlockManager(
+        plan.split.resident_blocks,
+        plan.num_cpu_blocks,
+        runner.sizing.layout.block_size,
+        config.enable_prefix_caching,
+        runner.num_swap_blocks,
+    )
+    features = EngineFeatures(
+        request_factory=request_factory,
+        preemption=SwapPreemption(manager, config.preemption_mode),
+        layerwise=LayerwiseScheduler(manager, limits),
+        grammars=GrammarCompiler(tokenizer, spec.vocab_size, eos_token_ids),
+        adapters=AdapterRegistry(spec, config.max_lora_rank) if config.enable_lora else None,
+        metrics=MetricsReader(plan.max_model_len, config.model_name),
+    )
+    facts = ModelFacts(spec.vocab_size, spec.rope.length_dependent_above, spec.rope.recomputed_above)
+    engine = LLMEngine(
+        limits,
+        facts,
+        manager,
+        runner,
+        features,
+        tokenizer,
+        model=str(config.model),
+        seed=config.seed,
+        max_logprobs=config.max_logprobs,
+        sampling_defaults=sampling_defaults,
+    )
+    return BuiltEngine(engine, runner)
+
+
+def build_runner(config: EngineConfig, spec: DecoderSpec, group: RankGroup | None = None) -> ModelRunner:
+    """The runner of one process.
+
+    spec: of the whole model; group: the tensor-parallel ranks, of which this is one, None for the whole.
+    """
+    _check_quantization(config.quantization, spec)
+    dtype, device = _resolve_dtype(config.dtype, spec), create_device(config.device)
+    kv_dtype = stored_dtype(config.kv_cache_dtype, dtype)
+    backend = select_backend(device.torch_device, spec.head_dim, kv_dtype)
+    logger.info("attention backend: %s", backend.name)
+    if device.torch_device.type == "cpu":
+        logger.info("CPU kernels: %s", cpu_kernel_choice())
+    model = _load_model(config, spec, dtype, device, group)
+    keep_batch_invariance(config, model, backend)
+    sizing, plan, num_swap_blocks = _plan_memory(config, model, device, backend, group)
+    _log_sizes(sizing, plan, model, device, kv_dtype)
+    adapters = _adapter_manager(config, model, device)  # before the trace, for which all computation is of steps
+    if config.trace is not None:
+        device = TracedDevice(device, config.trace)
+    spec = model.spec  # of this rank
+    layout = replace(sizing.layout, num_kv_heads=spec.num_kv_heads)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), dtype)
+    kv_cache: KVCacheBase
+    layerwise: list[ForwardPass] = []
+    if config.enable_cpu_offload:
+        engine = OffloadEngine(
+            device, layout, kv_dtype, plan.split, plan.num_cpu_blocks, num_swap_blocks, plan.layerwise_memory
         )
-
-    @classmethod
-    def from_engine_args(cls, engine_args: MakesConfig, **vllm_arguments: Any) -> LLMEngine:
-        """The engine that `EngineArgs` describe. vllm_arguments: vLLM's others, see `vllm_names`."""
-        _refuse_others("from_engine_args", vllm_arguments)
-        return cls(engine_args.create_engine_config())
-
-    def add_request(self, request_id: str, prompt: Prompt | None = None, *args: Any, **arguments: Any) -> None:
-        """Queue a request; see `engine.llm_engine.LLMEngine.add_request`.
-
-        prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
-        vLLM's other arguments: see `vllm_names`.
-        """
-        arguments = own_arguments(
-            "argument of add_request", arguments, ADD_REQUEST_ARGUMENTS, "ENGINE_CALL_ARGUMENTS", RequestError
-        )
-        if "params" in arguments:
-            arguments["sampling_params"] = arguments.pop("params")
-        if prompt is None or isinstance(prompt, str):
-            super().add_request(request_id, prompt, *args, **arguments)
-            return
-        with as_request_error("the request cannot be taken"):
-            part = prompt_part(prompt)
-            for name, value in (("prompt_token_ids", part.token_ids), ("cache_salt", part.cache_salt)):
-                if value is not None and arguments.get(name) is not None:
-                    raise RequestError(f"{name} is given twice, in the prompt and as an argument: give it once")
-                if value is not None:
-                    arguments[name] = value
-            super().add_request(request_id, part.text, *args, **arguments)
-
-    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
-        """End a request, and return its output if it was unfinished. Several ids, as vLLM has them, return None."""
-        _refuse_others("abort_request", {"internal": internal} if internal else {})
-        if isinstance(request_id, str):
-            return super().abort_request(request_id)
-        for each in request_id:
-            super().abort_request(each)
-        return None
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
-        others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
-        _refuse_others("reset_prefix_cache", {name: value for name, value in others.items() if value})
-        return super().reset_prefix_cache()
-
-    def check_health(self) -> None:
-        """Raise EngineError if no step can run any more, as when a tensor-parallel rank has failed."""
-        with self.guard.operation("check_health"):
-            self.check_open()
-            self.runner.check_health()
-
-    @property
-    def model_config(self) -> ModelView:
-        """The model and its longest sequence, under vLLM's names."""
-        return ModelView(str(self.config.model), self.runner.plan.max_model_len)
-
-    def get_num_unfinished_requests(self) -> int:
-        return len(self._requests)
-
-    def get_tokenizer(self) -> Any:
-        """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
-        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
-            raise RequestError(
-                "no tokenizer was loaded: the model directory has no tokenizer files, or skip_tokenizer_init=True left "
-                "them out; add them, or work with token ids"
-            )
-        return self.tokenizer.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
-        return SamplingParams(**self.sampling_defaults)
-
-    def get_metrics(self) -> list[Metric]:
-        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `vllm_api.metrics_reader`."""
-        side = sides.installed(self._vllm_api, "get_metrics", "vllm_api")
-        return side.snapshot(self.metrics(), self._histograms, self.config.model_name)
+        kv_cache, layerwise_pass = _offloaded(config, plan, engine, geometry, backend, model, adapters)
+        layerwise.append(layerwise_pass)
+    else:
+        kv_cache = PagedKVCache(device, layout, kv_dtype, geometry, backend, plan.num_gpu_blocks, num_swap_blocks)
+    decode_graphs = record_decode_graphs(device, model, kv_cache, plan.max_model_len, config)
+    trace = None
+    if isinstance(device, TracedDevice):  # after the graphs, which record no marks
+        device.trace_model(model)
+        trace = device
+    passes = [ChunkedPass(model, kv_cache, decode_graphs, adapters), *layerwise]
+    return ModelRunner(device, model, kv_cache, passes, sizing, plan, num_swap_blocks, adapters, trace)
 
 
-def _runner(config: EngineConfig, spec: DecoderSpec) -> sides.Runner:
-    """The executor that the arguments ask for."""
-    sides.check_arguments(config)
-    side = sides.distributed()
-    if config.tensor_parallel_size == 1 or side is None:
-        return ModelRunner(config, spec)
-    return side.TensorParallelExecutor(config, spec)
+# ---- what build_engine assembles
 
 
-def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
-    """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
-    own_arguments(f"argument of {method}", arguments, (), "ENGINE_CALL_ARGUMENTS", RequestError)
+def _start_runner(config: EngineConfig, spec: DecoderSpec) -> Runner:
+    if config.tensor_parallel_size == 1:
+        return build_runner(config, spec)
+    from nanovllm.features.distributed.executor import TensorParallelExecutor  # torch.distributed
+
+    return TensorParallelExecutor(config, spec, build_runner)
 
 
-def _tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
+def _load_tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     """The tokenizer that the arguments name; None if the model has none, or if it is not wanted."""
     if config.skip_tokenizer_init:
         return None
@@ -202,3 +201,122 @@ def _tokenizer(config: EngineConfig, model_type: str) -> Tokenizer | None:
     if tokenizer is None and config.tokenizer is not None:
         raise ConfigError(f"tokenizer={quoted(config.tokenizer)}: the directory holds no tokenizer files")
     return tokenizer
+
+
+# ---- what build_runner assembles
+
+
+def _check_quantization(asked: str | None, spec: DecoderSpec) -> None:
+    """Raise ConfigError unless the checkpoint has the asked method, also by vLLM's name of its kernels for it."""
+    stored = None if spec.quantization is None else spec.quantization.name
+    if asked is not None and asked.removesuffix("_marlin") != stored:
+        found = "the checkpoint is not quantized" if stored is None else f"the checkpoint is stored as {stored}"
+        raise ConfigError(
+            f"quantization={quoted(asked)}: {found}, and weights are not quantized at load; leave the argument out"
+        )
+
+
+def _resolve_dtype(name: str, spec: DecoderSpec) -> torch.dtype:
+    resolved = spec.dtype if name == "auto" else name
+    dtype = getattr(torch, resolved, None)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ConfigError(f"dtype={resolved!r}: must be one of bfloat16, float16, float32")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _load_model(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: Device, group: RankGroup | None
+) -> Decoder:
+    """The model on the device, written by the stream that reads it."""
+    try:
+        with device.compute():
+            free = device.free_memory() // (group.local_size if group is not None and device.shares_host else 1)
+            load_format, seed = config.load_format, config.seed
+            return load_model(config.model, spec, dtype, device.torch_device, load_format, seed, free, group)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"model={config.model!r}: its weights do not fit into the {gib(device.total_memory())} of the device; "
+            "free device memory or use device='cpu'"
+        ) from error
+
+
+def _plan_memory(
+    config: EngineConfig, model: Decoder, device: Device, backend: AttentionBackend, group: RankGroup | None
+) -> tuple[KVSizing, KVPlan, int]:
+    """The sizes that all ranks can allocate: of both tiers, and the blocks of the swap space."""
+    spec, itemsize = model.spec, model.dtype.itemsize
+    layout = layout_of(config, spec, itemsize)
+    if group is not None:
+        group.exchange(None)  # memory is measured when all ranks have loaded their weights
+    memory = measure_memory(
+        device,
+        model,
+        backend,
+        config,
+        layerwise=layerwise_sizing(spec, itemsize, config),
+        graph_bytes=partial(graph_bytes, device, model, backend, config),
+    )
+    if group is not None:
+        memory = smallest(group.exchange(memory), group.local_size)
+    memory = without_adapters(memory, config, spec, itemsize)
+    if group is not None:  # adapters take more on the rank that has most of the model
+        memory = smallest(group.exchange(memory), local_size=1)
+    without_swap = replace(memory, host_free=memory.host_free - asked_swap_bytes(config))
+    sizing = KVSizing(config, layout, spec.max_model_len, without_swap, WATERMARK, spec.yarn_positions)
+    plan = sizing.plan()
+    return sizing, plan, plan_swap_space(config, layout, memory, plan)
+
+
+def _adapter_manager(config: EngineConfig, model: Decoder, device: Device) -> AdapterManager | None:
+    if not config.enable_lora:
+        return None
+    with device.compute():  # the stream that reads what the manager writes
+        return LoRAManager(model, config)
+
+
+def _offloaded(
+    config: EngineConfig,
+    plan: KVPlan,
+    engine: OffloadEngine,
+    geometry: AttentionGeometry,
+    backend: AttentionBackend,
+    model: Decoder,
+    adapters: AdapterManager | None,
+) -> tuple[OffloadedKVCache, ForwardPass]:
+    """The KV cache with two tiers, and the forward pass of prompts that go layer by layer."""
+    cpu_attention = None
+    if config.cpu_attention and plan.num_cpu_blocks:
+        cpu_attention = make_cpu_attention(engine, geometry, backend, model.layer_weight_bytes)
+    kv_cache = OffloadedKVCache(engine, geometry, backend, plan.num_gpu_blocks, cpu_attention)
+    return kv_cache, LayerwisePass(model, engine, geometry, backend, adapters)
+
+
+def _log_sizes(sizing: KVSizing, plan: KVPlan, model: Decoder, device: Device, kv_dtype: torch.dtype) -> None:
+    """Log what the engine holds. All of it is known without running anything."""
+    config, layout, mib = sizing.config, sizing.layout, 2**20
+    device_name, host_name = ("GPU", "CPU") if device.torch_device.type == "cuda" else ("device", "host")
+    host_bytes = plan.num_cpu_blocks * layout.block_bytes
+    resident = min(plan.max_model_len, plan.split.resident_blocks * layout.block_size) * layout.token_bytes
+    streamed = plan.max_model_len * layout.token_bytes - resident
+    buffer = plan.layerwise_memory.buffer_bytes(layout)
+    device_bytes = plan.num_gpu_blocks * layout.block_bytes + buffer
+    stored = f" in {dtype_name(kv_dtype)} with scales" if layout.scale_bytes else ""
+    for line in (
+        f"# {device_name} blocks: {plan.num_gpu_blocks}, # {host_name} blocks: {plan.num_cpu_blocks}; longest prompt: "
+        f"{plan.max_model_len} tokens (limit: {sizing.longest_limit(plan)})",
+        f"weights {model.weight_bytes / mib:,.1f} MiB, KV cache {layout.token_bytes} bytes a token{stored}; "
+        f"on the device {plan.split.resident_blocks} resident blocks of {layout.block_size} tokens, "
+        f"{plan.split.ring_slots} ring slots and a layer buffer of {buffer / mib:,.1f} MiB, in all "
+        f"{device_bytes / mib:,.1f} MiB; on the host {host_bytes / mib:,.1f} MiB",
+        f"of the longest prompt's KV cache {resident / mib:,.1f} MiB stay on the device and {streamed / mib:,.1f} "
+        "MiB are on the host",
+    ):
+        logger.info("%s", line)
+    if config.enable_cpu_offload and plan.num_cpu_blocks == 0 and config.num_cpu_blocks == -1:
+        logger.warning(
+            "enable_cpu_offload=True moves nothing to the host: the device's %s KV blocks (%s) hold all that "
+            "requests can use; to offload, give the device less, with num_gpu_blocks or kv_cache_memory_bytes",
+            f"{plan.num_gpu_blocks:,}",
+            gib(plan.num_gpu_blocks * layout.block_bytes),
+        )

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
-from nanovllm.formats.gguf_side import is_gguf
-from nanovllm.formats.hub import find_directories
+from nanovllm.formats.hub import find_directories, is_gguf
 from nanovllm.vllm_arguments import ENGINE_ALIASES, own_arguments
 
 # More than any machine has, and small enough for integer tensors.

@@ -9,20 +9,27 @@ from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.build import LLMEngine
+from nanovllm.build import build_engine
 from nanovllm.config import engine_config
 from nanovllm.device import Busy
-from nanovllm.engine import sides
 from nanovllm.engine.block_manager import PrefixCacheStats
 from nanovllm.engine.guard import EngineCall, EngineGuard
-from nanovllm.engine.llm_engine import EngineClient
+from nanovllm.engine.llm_engine import EngineClient, LLMEngine
 from nanovllm.engine.metrics import EngineMetrics
+from nanovllm.engine.request import Request
 from nanovllm.errors import EngineError, RequestError, as_request_error
+from nanovllm.features.lora.request import LoRARequest
+from nanovllm.features.progress_bar import ProgressBar
+from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from nanovllm.features.vllm_api.choices import ChoiceScore, score_choices
+from nanovllm.features.vllm_api.metrics_reader import Metric
 from nanovllm.kvcache.base import KVStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.chat_template.process import TemplateProcess
+from nanovllm.text.chat_template.template import ChatTemplate
 from nanovllm.text.prompts import (
     Message,
     Prompt,
@@ -35,17 +42,11 @@ from nanovllm.text.prompts import (
     prompt_parts,
     refuse_unknown,
 )
-from nanovllm.vllm_arguments import vllm_names
+from nanovllm.vllm_names import LLM_METHODS
 
-if TYPE_CHECKING:  # for annotations only: these are sides
-    from nanovllm.features.lora.request import LoRARequest
+if TYPE_CHECKING:
     from nanovllm.features.planner.machine import Rates
     from nanovllm.features.planner.plan import Plan
-    from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams
-    from nanovllm.features.vllm_api.choices import ChoiceScore
-    from nanovllm.features.vllm_api.metrics_reader import Metric
-    from nanovllm.text.chat_template.process import TemplateProcess
-    from nanovllm.text.chat_template.template import ChatTemplate
 
 CHAT_ARGUMENTS = (
     "messages",
@@ -59,16 +60,6 @@ CHAT_ARGUMENTS = (
     "tools",
     "chat_template_kwargs",
 )
-
-
-class _Call(NamedTuple):
-    """A checked request, with its id."""
-
-    request_id: str
-    prompt: PromptParts
-    params: SamplingParams
-    priority: int
-    lora_request: LoRARequest | None
 
 
 class OutputStream(Iterator[RequestOutput]):
@@ -115,8 +106,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **engine_args: Any) -> None:
         self.config = engine_config(model, engine_args)
-        self.engine = LLMEngine(self.config)
-        self._runner = self.engine.runner
+        self.engine, self._runner = build_engine(self.config)
         self.max_model_len = self._runner.plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
         self._template_process: TemplateProcess | None = None
@@ -128,9 +118,8 @@ class LLM:
         return cls(**vars(engine_args))
 
     def __getattr__(self, name: str) -> Any:
-        side = vllm_names()
-        if side is not None and name in side.LLM_METHODS:
-            raise AttributeError(f"LLM.{name}() is not supported: {side.LLM_METHODS[name]}", name=name, obj=self)
+        if name in LLM_METHODS:
+            raise AttributeError(f"LLM.{name}() is not supported: {LLM_METHODS[name]}", name=name, obj=self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property
@@ -160,8 +149,10 @@ class LLM:
         """
         refuse_unknown("generate", unknown, ("prompts", "sampling_params", "use_tqdm", "lora_request", "priority"))
         with self.engine.guard.call("generate"):
-            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=True)
-            return self._complete(calls, use_tqdm)
+            requests = self._requests(
+                lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=True
+            )
+            return self._complete(requests, use_tqdm)
 
     def chat(
         self,
@@ -195,8 +186,8 @@ class LLM:
                 template_kwargs=chat_template_kwargs,
             )
             read = partial(template.prompts, messages)
-            calls = self._calls(read, sampling_params, priority, lora_request, is_final=True)
-            return self._complete(calls, use_tqdm)
+            requests = self._requests(read, sampling_params, priority, lora_request, is_final=True)
+            return self._complete(requests, use_tqdm)
 
     def stream(
         self,
@@ -212,8 +203,10 @@ class LLM:
         outputs the thread that took the last one may use the LLM for other calls; other threads may not.
         """
         with self.engine.guard.operation("stream"):
-            calls = self._calls(lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=False)
-        return OutputStream(self.engine.guard, self._steps(calls))
+            requests = self._requests(
+                lambda: prompt_parts(prompts), sampling_params, priority, lora_request, is_final=False
+            )
+        return OutputStream(self.engine.guard, self._steps(requests))
 
     def beam_search(
         self,
@@ -224,15 +217,13 @@ class LLM:
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The best beams of each prompt; see `vllm_api.beam_search`. concurrency_limit: most prompts at a time."""
-        side = sides.installed(sides.vllm_api(), "beam_search", "vllm_api")
-        return side.beam_search(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
+        return beam_search(self, prompts, params, lora_request, use_tqdm, concurrency_limit)
 
     def score_choices(
         self, prompt: str | Sequence[int], choices: Sequence[str | Sequence[int]], use_tqdm: bool = False
     ) -> list[ChoiceScore]:
         """How likely each choice is after the prompt, in the order of the choices; see `vllm_api.choices`."""
-        side = sides.installed(sides.vllm_api(), "score_choices", "vllm_api")
-        return side.score_choices(self, prompt, choices, use_tqdm)
+        return score_choices(self, prompt, choices, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
@@ -252,9 +243,10 @@ class LLM:
 
     def plan(self, rates: Rates | None = None) -> Plan:
         """The plan of this engine: what its memory holds, what a prompt takes and moves and, with `rates`, how long."""
-        planner, runner = sides.installed(sides.planner(), "plan", "planner and nanovllm.features.cpu_attention"), self._runner  # noqa: E501
-        dtype = str(runner.dtype).removeprefix("torch.")
-        return planner.engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
+        from nanovllm.features.planner.plan import engine_plan  # which most programs do not need
+
+        runner, dtype = self._runner, str(self._runner.dtype).removeprefix("torch.")
+        return engine_plan(runner.spec, dtype, runner.sizing, runner.plan, rates)
 
     def watch_steps(self, on_layer: Callable[[float], None] | None) -> Callable[[float], None] | None:
         """Call `on_layer` before every layer of every step with the share of the step that is done; None ends that.
@@ -303,66 +295,63 @@ class LLM:
 
     def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
         """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
-        templates = sides.installed(sides.chat_templates(), "chat", "chat_template")
         if self._template_process is None:
-            self._template_process = templates.TemplateProcess()
-        return templates.ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)
+            self._template_process = TemplateProcess()
+        return ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)
 
-    def _complete(self, calls: Sequence[_Call], use_tqdm: bool) -> list[RequestOutput]:
-        """The final outputs of the calls, in order."""
-        check_use_tqdm(use_tqdm)
-        finished: dict[str, RequestOutput] = {}
-        side = sides.progress_bar() if use_tqdm else None
-        bar = side.ProgressBar(len(calls), self.engine.progress, self.watch_steps) if side is not None else None
-        with bar or nullcontext(), closing(self._steps(calls)) as steps:
-            for outputs in steps:
-                finished.update((output.request_id, output) for output in outputs)
-                if bar is not None:
-                    bar.update(outputs)
-        return [finished[call.request_id] for call in calls]
-
-    def _calls(
+    def _requests(
         self,
         read_prompts: Callable[[], list[PromptParts]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         is_final: bool,
-    ) -> list[_Call]:
-        """Check the prompts. is_final: each request has one output, at its end."""
+    ) -> list[Request]:
+        """Make a request of each prompt. is_final: each has one output, at its end.
+
+        Raises RequestError, which names the prompt's index if there are several.
+        """
         self.engine.check_open()
         with as_request_error("the prompts cannot be read"):
             parts = read_prompts()
             given = sampling_params if sampling_params is not None else self.get_default_sampling_params()
-            params, priorities = params_for_each(given, len(parts)), priority_for_each(priority, len(parts))
+            params = params_for_each(given, len(parts))
             params = final_only(params) if is_final else params
+            priorities = priority_for_each(priority, len(parts))
             adapters = lora_request_for_each(lora_request, len(parts))
-            for adapter in {id(each): each for each in adapters}.values():
-                self.engine.check_lora_request(adapter)
-            checked = [
-                part._replace(token_ids=self._check_prompt(index if len(parts) > 1 else None, part, param))
-                for index, (part, param) in enumerate(zip(parts, params, strict=True))
-            ]
-            calls = zip(checked, params, priorities, adapters, strict=True)
-            return [_Call(next(self._request_ids), *call) for call in calls]
+            now, requests = self.engine.arrival_time(), list[Request]()
+            for index, (part, *others) in enumerate(zip(parts, params, priorities, adapters, strict=True)):
+                try:
+                    requests.append(self._request(part, now, *others))
+                except RequestError as error:
+                    if len(parts) == 1:
+                        raise
+                    raise RequestError(f"prompts[{index}]: {error}", error.changes) from None
+            return requests
 
-    def _check_prompt(self, index: int | None, part: PromptParts, params: SamplingParams) -> list[int]:
-        """The token ids of a prompt. Raises RequestError, which names the prompt's index if that is given."""
-        try:
-            return self.engine.check_prompt(part.text, part.token_ids, params)
-        except RequestError as error:
-            if index is None:
-                raise
-            raise RequestError(f"prompts[{index}]: {error}", error.changes) from None
+    def _request(
+        self, part: PromptParts, now: float, params: SamplingParams, priority: int, adapter: LoRARequest | None
+    ) -> Request:
+        return self.engine.make_request(next(self._request_ids), part, params, now, priority, adapter)
 
-    def _steps(self, calls: Sequence[_Call]) -> Generator[list[RequestOutput], None, None]:
+    def _complete(self, requests: Sequence[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """The final outputs of the requests, in order."""
+        check_use_tqdm(use_tqdm)
+        finished: dict[str, RequestOutput] = {}
+        bar = ProgressBar(len(requests), self.engine.progress, self.watch_steps) if use_tqdm else None
+        with bar or nullcontext(), closing(self._steps(requests)) as steps:
+            for outputs in steps:
+                finished.update((output.request_id, output) for output in outputs)
+                if bar is not None:
+                    bar.update(outputs)
+        return [finished[request.request_id] for request in requests]
+
+    def _steps(self, requests: Sequence[Request]) -> Generator[list[RequestOutput], None, None]:
         """Add the requests and run them to their end; yields the outputs of each step. Closing it aborts the rest."""
         client = EngineClient(self.engine, self._inboxes)
         try:
-            for call in calls:
-                text, token_ids, salt = call.prompt
-                arguments = {"prompt_token_ids": token_ids, "priority": call.priority, "cache_salt": salt}
-                client.add(call.request_id, text, call.params, lora_request=call.lora_request, **arguments)
+            for request in requests:
+                client.add(request)
             while client.pending:
                 yield client.step()
         finally:

@@ -8,15 +8,41 @@ scripts still use. See `nanovllm.vllm_arguments` for what is accepted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-
-from nanovllm.vllm_arguments import Table, VllmName
 
 CONFIG: tuple[Any, ...] = (None, {})  # a group of settings, none of which is set
 OFF = (False,)
 OFF_OR_NONE = (None, False)
 UNSET = (None,)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmName:
+    """A name of vLLM's for something that this engine does not have.
+
+    same: the values that mean what the engine does anyway; the first is vLLM's default. reason: completes "not
+    supported: ..." for all other values.
+    """
+
+    same: tuple[Any, ...]
+    reason: str
+
+    def accepts(self, value: object) -> bool:
+        return any(value is known or _equal(value, known) for known in self.same)
+
+
+Table = Mapping[str, VllmName]
+
+
+def _equal(value: object, known: object) -> bool:
+    if isinstance(value, bool) is not isinstance(known, bool):
+        return False  # 1 is not True
+    try:
+        return bool(value == known)
+    except Exception:  # from the object's own __eq__, such as an array's
+        return False
 
 
 def _table(*groups: tuple[str, Mapping[str, tuple[Any, ...]]]) -> Table:

@@ -100,7 +100,7 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On the CPU unless the test names the device: what the tests say of bits is said of the CPU.
     """
-    runner = sys.modules.get("nanovllm.engine.model_runner")  # loaded, if the test makes engines
+    runner = sys.modules.get("nanovllm.build")  # loaded, if the test makes engines
     if runner is not None and find_spec("nanovllm.device.ordering") is not None:
         from nanovllm.device.ordering import OrderingCheck
 
@@ -111,7 +111,7 @@ def ordering_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def rates_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine measures bandwidths, so that nothing in a test depends on the machine's load."""
-    runner = sys.modules.get("nanovllm.engine.model_runner")
+    runner = sys.modules.get("nanovllm.build")
     if runner is not None and find_spec("nanovllm.features.cpu_attention") is not None:
         from nanovllm.features.cpu_attention import host_blocks
         from nanovllm.features.cpu_attention.shares import Bandwidths

@@ -17,6 +17,7 @@ from random import Random
 from nanovllm.data.batch import Batch, Sample, SamplingRow, ScheduledSequence, StepResult, TokenLogprobs
 from nanovllm.data.layerwise import LayerwisePrefill, LayerwiseStep
 from nanovllm.data.tiers import BlockMove
+from nanovllm.errors import Advice
 
 VOCAB = 50
 
@@ -129,6 +130,12 @@ class ContentExecutor:
         self.num_copies = 0  # moves that keep their source
         self.num_part_moves = 0  # moves of a part of a block
         self.fail_next = False
+
+    def advise(self, num_tokens: int) -> Advice:
+        return Advice("shorten the prompt or raise max_model_len")
+
+    def check_health(self) -> None:
+        pass
 
     def execute(self, batch: Batch) -> StepResult:
         if self.fail_next:

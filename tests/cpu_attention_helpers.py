@@ -8,11 +8,10 @@ import pytest
 from host_tasks import PythonTask, run
 
 from benchmarks.decode_by_share import ForcedShare
-from nanovllm import LLM
+from nanovllm import LLM, build
 from nanovllm.device import CallStream, HostTask
 from nanovllm.device.cpu import CpuDevice, WorkerStream
 from nanovllm.device.ordering import OrderingCheck
-from nanovllm.engine import model_runner
 from nanovllm.errors import EngineError
 from nanovllm.features.cpu_attention.host_blocks import HostBlockAttention
 from nanovllm.features.cpu_attention.shares import cpu_attention_query_len
@@ -62,7 +61,7 @@ class SilentDevice(DeviceOfItsOwn):
 
 def add_cpu_attention_streams(monkeypatch: pytest.MonkeyPatch, device: type[DeviceOfItsOwn] = DeviceOfItsOwn) -> None:
     """Engines created from now on have concurrent CPU attention."""
-    monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device()))
+    monkeypatch.setattr(build, "create_device", lambda name: OrderingCheck(device()))
 
 
 def kv_cache(llm: LLM) -> OffloadedKVCache:

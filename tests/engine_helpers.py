@@ -9,14 +9,16 @@ from typing import Any
 from content_model import VOCAB, ContentExecutor
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.adapter import Adapter
+from nanovllm.data.adapter import Adapter, Adapters
 from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
 from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import EngineFeatures, LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
+from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -72,6 +74,16 @@ def adapter_salt(adapter: int | None) -> bytes:
     return b"" if adapter is None else f"adapter {adapter}".encode()
 
 
+def features(manager: BlockManager, limits: SchedulerLimits, adapters: Adapters | None = None) -> EngineFeatures:
+    """What `build.build_engine` gives an engine, as far as it needs no tokenizer."""
+    return EngineFeatures(
+        request_factory,
+        SwapPreemption(manager, limits.preemption_mode),
+        LayerwiseScheduler(manager, limits),
+        adapters=adapters,
+    )
+
+
 class Bench:
     """An engine with named requests and recorded steps."""
 
@@ -107,9 +119,9 @@ class Bench:
             ModelFacts(VOCAB),
             self.manager,
             self.executor,
+            features(self.manager, self.limits, NumberedAdapters() if max_loras else None),
             tokenizer,
-            seed,
-            adapters=NumberedAdapters() if max_loras else None,
+            seed=seed,
         )
         self.names: dict[int, str] = {}
         self.finished: dict[str, RequestOutput] = {}

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from nanovllm import build
 from nanovllm.device import Device, Graph
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
 from nanovllm.device.wrapper import DeviceWrapper
-from nanovllm.engine import model_runner
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.ops import cpu_kernels
 from nanovllm.ops.attention import AttentionMetadata, AttentionState, DeviceMetadata, SequenceMetadata
@@ -240,10 +240,10 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice) -> 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch, device: CapturingDevice, *, rows: bool = False) -> None:
     """Engines made from now on run on `device`; with `rows` their attention can be recorded."""
-    monkeypatch.setattr(model_runner, "create_device", lambda name: OrderingCheck(device))
+    monkeypatch.setattr(build, "create_device", lambda name: OrderingCheck(device))
     record_kernels(monkeypatch, device)
     if rows:
-        monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(device))
+        monkeypatch.setattr(build, "select_backend", lambda *_: RowsOnCpu(device))
         monkeypatch.setattr(decode_tables, "store_kv", device.kernel(store_kv))
 
 
@@ -258,11 +258,11 @@ def arguments(mode: str, **others: Any) -> dict[str, Any]:
 def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What engines made from now on find of memory."""
     found: list[Any] = []
-    measure = model_runner.measure_memory
+    measure = build.measure_memory
 
     def watched(*args: Any) -> Any:
         found.append(measure(*args))
         return found[-1]
 
-    monkeypatch.setattr(model_runner, "measure_memory", watched)
+    monkeypatch.setattr(build, "measure_memory", watched)
     return found

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine import model_runner
+from nanovllm import build
 from nanovllm.errors import ModelError
 from nanovllm.features.distributed import rank
 from nanovllm.features.distributed.rank import RankSetup
@@ -31,7 +31,7 @@ def run_failing_rank(connection: Connection, setup: RankSetup) -> None:
             failure()
 
         if phase == "load":
-            model_runner.load_model = _before(model_runner.load_model, fail)  # type: ignore[assignment]
+            build.load_model = _before(build.load_model, fail)  # type: ignore[assignment]
         else:
             _fail_in_step(STEPS[phase], fail)
     rank.run_rank(connection, setup)

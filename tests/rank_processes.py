@@ -66,11 +66,11 @@ class Worker:
 
 def serve(control: Connection) -> None:
     """The main function of a worker. The KV memory of its ranks is watched for unordered accesses."""
+    from nanovllm import build
     from nanovllm.device.ordering import OrderingCheck
-    from nanovllm.engine import model_runner
 
-    create_device = model_runner.create_device
-    model_runner.create_device = lambda name: OrderingCheck(create_device(name))
+    create_device = build.create_device
+    build.create_device = lambda name: OrderingCheck(create_device(name))
     with suppress(EOFError):
         while True:
             run_rank(*control.recv())

@@ -268,7 +268,7 @@ def test_an_engine_that_can_run_no_step_is_given_up_at_once(
             await collect(engine, "a", params())
 
     monkeypatch.setattr(async_llm, "HEALTH_SECONDS", 0.01 if is_idle else 60.0)
-    in_engine(engine, lambda llm: monkeypatch.setattr(llm.engine.runner, "check_health", check_health))
+    in_engine(engine, lambda llm: monkeypatch.setattr(llm.engine.executor, "check_health", check_health))
     run_async(requests(), 10)
 
 

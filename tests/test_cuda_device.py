@@ -365,11 +365,11 @@ def test_an_engine_sized_from_memory_fits_and_gives_it_back(model_dir: Path) -> 
 
 @pytest.mark.cuda
 def test_shared_streams_give_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.engine import model_runner
+    from nanovllm import build
 
     prompts = [random_prompt(length, VOCAB, 11) for length in (100, 50)]
     with LLM(model_dir, **arguments(5)) as llm:
         expected = token_ids(llm, prompts, greedy(10))
-    monkeypatch.setattr(model_runner, "create_device", lambda name: SharedStreams(create_device(name)))
+    monkeypatch.setattr(build, "create_device", lambda name: SharedStreams(create_device(name)))
     with LLM(model_dir, **arguments(5)) as llm:
         assert token_ids(llm, prompts, greedy(10)) == expected

@@ -136,7 +136,7 @@ def logits_of_batches(path: Path, sizes: Sequence[int], **engine: Any) -> list[l
     """The logits of each step, for batches of these sizes one after the other."""
     found = []
     with LLM(path, **engine) as llm:
-        assert (llm._runner._graphs is None) == engine["enforce_eager"], "recording failed: see the log"
+        assert (llm._runner.passes[0].decode_runner is None) == engine["enforce_eager"], "recording failed: see the log"
         for rows in sizes:
             with recorded_logits(llm) as recorded:
                 token_ids(llm, [random_prompt(20 + 9 * index, VOCAB, rows) for index in range(rows)], greedy(12))
@@ -178,7 +178,7 @@ def test_real_graphs_give_the_tokens_of_the_cpu(mode: str, gpu_model_dir: Path) 
         expected = token_ids(llm, PROMPTS, params)
     small = {"num_gpu_blocks": 24} if mode == "full steps" else {"num_gpu_blocks": 8, "num_cpu_blocks": 20}
     with LLM(gpu_model_dir, **on_gpu(mode, **small)) as llm:
-        assert llm._runner._graphs is not None
+        assert llm._runner.passes[0].decode_runner is not None
         assert token_ids(llm, PROMPTS, params) == expected
 
 

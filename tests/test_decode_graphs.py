@@ -96,7 +96,7 @@ def test_config_of_the_buckets(model_dir: Path) -> None:
 def eager_logits(model_dir: Path) -> Logits:
     """Of prompts that end one after the other, while others wait for their turn."""
     with LLM(model_dir, **arguments("eager")) as llm:
-        assert llm._runner._graphs is None, "the CPU records nothing"
+        assert llm._runner.passes[0].decode_runner is None, "the CPU records nothing"
         return logits_in_turn(llm)
 
 
@@ -227,7 +227,8 @@ def test_graphs_are_part_of_what_is_sized(mode: str, model_dir: Path, monkeypatc
     with LLM(model_dir, **arguments(mode, max_num_seqs=40, **sizes)) as llm:
         # 1, 2, 4, 8, 16, 24, 32, 40, under offload without 24
         count = {"full steps": 8, "pieces, resident": 8 * (LAYERS + 1), "pieces, offloaded": 7 * (LAYERS + 1)}[mode]
-        assert llm._runner._graphs is not None and llm._runner._graphs.num_graphs == len(device.live) == count
+        graphs = llm._runner.passes[0].decode_runner
+        assert graphs is not None and graphs.num_graphs == len(device.live) == count
         eager = profiling.activation_peak(llm._runner.model, llm.config)
     assert facts[0].activation_peak == eager + count * each
     assert facts[0].device_free == device._free
@@ -240,7 +241,7 @@ def test_enforce_eager_records_nothing(model_dir: Path, monkeypatch: pytest.Monk
     device = graphed(monkeypatch, "full steps")
     with LLM(model_dir, **arguments("eager", enforce_eager=True, num_gpu_blocks=-1)) as llm:
         token_ids(llm, PROMPTS[:3], greedy(5))
-        assert llm._runner._graphs is None
+        assert llm._runner.passes[0].decode_runner is None
     assert not device.replays and not device.live
 
 

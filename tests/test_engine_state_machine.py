@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from content_model import VOCAB, ContentExecutor, expected_beams, expected_output, logprob_of
+from engine_helpers import features
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -153,7 +154,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor = ContentExecutor(num_device, num_host, block_size, num_swap, num_layers)
         length = self.manager.max_sequence_tokens
         limits = SchedulerLimits(max_num_seqs, budget, length, frozenset(), cap, mode, num_layers, layerwise_memory)
-        self.engine = LLMEngine(limits, ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE), self.manager, self.executor)
+        facts = ModelFacts(VOCAB, LENGTH_DEPENDENT_ABOVE)
+        self.engine = LLMEngine(limits, facts, self.manager, self.executor, features(self.manager, limits))
         self.names = (f"r{i}" for i in itertools.count())
         self.requests: dict[str, Asked] = {}
 

@@ -299,5 +299,5 @@ def test_no_graphs_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     use_graphs(monkeypatch, CapturingDevice(), rows=True)
     for name, recorded in (("dense", True), ("experts", False)):
         with LLM(tmp_path / name, **graph_arguments("full steps")) as llm:
-            assert (llm._runner._graphs is not None) is recorded
+            assert (llm._runner.passes[0].decode_runner is not None) is recorded
             assert token_ids(llm, [[1, 2, 3]], greedy(3))

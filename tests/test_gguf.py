@@ -24,7 +24,6 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.cli.main import main
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.formats import gguf_side
 from nanovllm.formats.gguf import header
 from nanovllm.formats.gguf.model import BY_NAME
 from nanovllm.formats.gguf.weights import GgufWeight
@@ -83,7 +82,7 @@ def test_weights_in_memory_are_the_bytes_of_the_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model, mixed)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     with LLM(path, **SMALL) as llm:
-        decoder = llm.engine.runner.model
+        decoder = llm.engine.executor.model
         qkv = decoder.layers[1].qkv.weight
         assert isinstance(qkv, StackedWeights) and decoder.layers[1].mlp.down.weight.dense is not None
         rows = [dequantize(weight.packed) for weight in qkv._weights]
@@ -306,9 +305,6 @@ def test_other_arguments_that_do_not_fit_a_file(tiny: Path, tmp_path: Path) -> N
     assert "text.gguf is not a GGUF file: it begins with b'<htm'" in refusal(lambda: LLM(tmp_path / "text.gguf"))
 
 
-def test_without_the_side_files_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_side, "find_side", lambda module: None)
-    assert "tiny.gguf: GGUF files need nanovllm.formats.gguf" in refusal(lambda: LLM(tiny))
 
 
 # ---- commands, server, structured outputs
@@ -321,7 +317,7 @@ def test_commands_take_the_file(tiny: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     with LLM(tiny, **SMALL) as llm:
-        weights = llm.engine.runner.model.weight_bytes
+        weights = llm.engine.executor.model.weight_bytes
     assert plan["model"]["weight_bytes"] < weights, "norms and KV take half as much in bfloat16"
     assert main(["plan", "--model", str(tiny), "--gpu-mem", "1GB", "--host-mem", "1GB", "--dtype", "float32"]) == 0
 

@@ -26,8 +26,8 @@ TORCH_FREE = (
     "nanovllm.apps.cli.generate",
     "nanovllm.apps.cli.main",
     "nanovllm.apps.cli.plan",
-    "nanovllm.apps.planner.report",
-    "nanovllm.apps.planner.units",
+    "nanovllm.features.planner.report",
+    "nanovllm.features.planner.units",
     "nanovllm.config",
     "nanovllm.data.json_fields",
     "nanovllm.data.layerwise",
@@ -59,18 +59,18 @@ TORCH_FREE = (
     "nanovllm.text.tokenizer",
 )
 NEEDS_TORCH = {
-    "nanovllm.engine.execution_order",
+    "nanovllm.engine.forward_pass",
     "nanovllm.memory.meta_results",
     "nanovllm.engine.model_runner",
     "nanovllm.memory.profiling",
-    "nanovllm.engine.scoring",
+    "nanovllm.engine.sampling",
 }
 
 # From the bottom up. A unit is a file or a package directly under nanovllm; "" is the package's own __init__.
 ROWS: tuple[set[str], ...] = (
-    {"errors", "side_modules"},
-    {"vllm_arguments"},
-    {"outputs", "vllm_names"},
+    {"errors"},
+    {"vllm_names"},
+    {"outputs", "vllm_arguments"},
     {"sampling_rules"},
     {"sampling_params"},
     {"data"},

@@ -42,11 +42,10 @@ from graph_devices import CapturingDevice, RowsOnCpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm import LLM
+from nanovllm import LLM, build
 from nanovllm.device import Device, Event, PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper, StreamWrapper
-from nanovllm.engine import model_runner
 from nanovllm.features.cuda_graphs import decode_tables
 from nanovllm.features.cuda_graphs.decode_graphs import DecodeGraphs
 from nanovllm.models.decoder import DecoderLayer
@@ -118,7 +117,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def llm(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """Steps of 32 tokens, so two blocks each; some blocks are resident, the others stream."""
-    monkeypatch.setattr(model_runner, "create_device", lambda name: CountedDevice(CpuDevice()))
+    monkeypatch.setattr(build, "create_device", lambda name: CountedDevice(CpuDevice()))
     sizes = {"num_gpu_blocks": 5, "num_cpu_blocks": 12, "max_num_batched_tokens": 2 * BLOCK}
     arguments = offloaded(BLOCK, **sizes, cpu_attention=False)
     with LLM(model_dir, dtype="float32", **arguments) as llm:
@@ -197,7 +196,7 @@ def test_a_group_of_a_decode_step_is_a_copy_two_waits_and_two_records(
 ) -> None:
     """What more groups add to a step, exactly: the host's work grows with them and not with blocks."""
     set_ring(monkeypatch, ring_slots)
-    monkeypatch.setattr(model_runner, "create_device", lambda name: CountedDevice(CpuDevice()))
+    monkeypatch.setattr(build, "create_device", lambda name: CountedDevice(CpuDevice()))
     found = []
     ring_blocks = -(-ring_slots // LAYERS)
     sizes = {"num_gpu_blocks": ring_blocks + 1, "num_cpu_blocks": 60, "max_num_batched_tokens": 64}
@@ -289,9 +288,9 @@ def graph_step(
     """Of a decode step of three sequences: counts at the seam, operators outside the replays, replays."""
     capturing, operators = CapturingDevice(), Operators()
     device = CountedDevice(capturing)
-    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    monkeypatch.setattr(build, "create_device", lambda name: device)
     if rows:
-        monkeypatch.setattr(model_runner, "select_backend", lambda *_: RowsOnCpu(capturing))
+        monkeypatch.setattr(build, "select_backend", lambda *_: RowsOnCpu(capturing))
         monkeypatch.setattr(decode_tables, "store_kv", capturing.kernel(store_kv))
     run = DecodeGraphs.run
 

@@ -16,7 +16,7 @@ from nanovllm.data.layerwise import LayerwiseMemory
 from nanovllm.device.ordering import OrderingError
 from nanovllm.errors import EngineError
 from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
-from nanovllm.features.layerwise_prefill.runner import LayerwiseOrder, LayerwiseState
+from nanovllm.features.layerwise_prefill.runner import LayerwisePass, LayerwiseState
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.profiling import _LiveBytes, activation_peak
 
@@ -40,8 +40,8 @@ def expected_tokens(model_dir: Path, prompts: list[list[int]], max_tokens: int) 
 
 
 def state_of(llm: LLM) -> LayerwiseState | None:
-    order = llm._runner._orders[-1]
-    assert isinstance(order, LayerwiseOrder)
+    order = llm._runner.passes[-1]
+    assert isinstance(order, LayerwisePass)
     return order.state
 
 

@@ -254,7 +254,7 @@ def test_files_that_vanish_end_their_requests_alone(folder: Path, tmp_path: Path
 
 def test_adapters_count_when_the_cache_is_sized(folder: Path) -> None:
     with make_llm(folder, num_gpu_blocks=-1) as llm:
-        memory, manager = llm.engine.runner.sizing.memory, llm.engine.runner._adapters
+        memory, manager = llm.engine.executor.sizing.memory, llm.engine.executor.adapters
         assert isinstance(manager, LoRAManager)
         assert memory.adapter_bytes == manager._slots.nbytes > 0
         rows = sum(sum(shape) for _, shape in _linear_shapes(folder))
@@ -275,7 +275,7 @@ def _linear_shapes(folder: Path) -> list[tuple[str, tuple[int, int]]]:
 def test_rows_of_the_few_row_kernels_go_to_the_other_kernels(folder: Path) -> None:
     """One row with an adapter keeps its batch from the layer of C++ that computes rows without one."""
     with make_llm(folder) as llm:
-        layer = llm.engine.runner.model.layers[0]
+        layer = llm.engine.executor.model.layers[0]
         assert layer.few_rows is not None
         calls: list[int] = []
         finish, take = layer.few_rows.finish_, layer.few_rows.takes

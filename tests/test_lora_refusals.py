@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, ModelError, RequestError
 from nanovllm.features.lora.adapter_files import read_adapter
 from nanovllm.features.lora.request import LoRARequest
@@ -256,11 +255,6 @@ def test_engine_arguments(arguments: dict[str, Any], says: str, tmp_path: Path) 
     assert says in str(refusal.value)
 
 
-def test_an_installation_without_it_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path)
-    monkeypatch.setattr(sides, "lora", lambda: None)
-    with pytest.raises(ConfigError, match=r"^enable_lora=True: needs nanovllm.features.lora, which .*; leave it out$"):
-        LLM(tmp_path, device="cpu", num_gpu_blocks=8, enable_lora=True)
 
 
 def test_a_huge_config_is_refused_without_being_read(

@@ -48,7 +48,7 @@ def test_quantized_checkpoints(variant: str, tmp_path: Path) -> None:
     with LLM(tmp_path / "dense", **SMALL, **LORA) as llm:
         expected = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     with LLM(tmp_path / "packed", **SMALL, **LORA) as llm:
-        assert llm.engine.runner.model.layers[0].qkv.weight.dense is None
+        assert llm.engine.executor.model.layers[0].qkv.weight.dense is None
         found = [
             llm.generate(prompt, params, use_tqdm=False, lora_request=adapter)[0]
             for prompt, adapter in zip(prompts, adapters, strict=True)

@@ -11,11 +11,10 @@ import torch
 from checkpoints import make_checkpoint
 from engines import greedy, random_prompt, token_ids
 
-from nanovllm import LLM
+from nanovllm import LLM, build
 from nanovllm.config import engine_config
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.wrapper import DeviceWrapper
-from nanovllm.engine import model_runner
 from nanovllm.memory.profiling import measure_memory
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
@@ -58,7 +57,7 @@ def test_a_device_that_measures_is_asked_before_its_free_memory_is(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Measures()
-    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    monkeypatch.setattr(build, "create_device", lambda name: device)
     with LLM(model_dir, dtype="float32", max_num_batched_tokens=96) as llm:
         assert len(token_ids(llm, [random_prompt(100, 97, 1)], greedy(2))[0]) == 2
         facts = llm.plan().sizing.memory
@@ -71,7 +70,7 @@ def test_nothing_is_measured_where_nothing_is_sized_from_memory(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Measures()
-    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
+    monkeypatch.setattr(build, "create_device", lambda name: device)
     with LLM(model_dir, dtype="float32", num_gpu_blocks=8):
         assert not device.runs
 
@@ -79,8 +78,8 @@ def test_nothing_is_measured_where_nothing_is_sized_from_memory(
 def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as a step may have go through every layer, with attention of the real backend."""
     device, shapes = Measures(), []
-    monkeypatch.setattr(model_runner, "create_device", lambda name: device)
-    select = model_runner.select_backend
+    monkeypatch.setattr(build, "create_device", lambda name: device)
+    select = build.select_backend
 
     def watched(*asked: Any) -> object:
         backend = select(*asked)
@@ -93,7 +92,7 @@ def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.M
         backend.attend = watch  # type: ignore[method-assign]
         return backend
 
-    monkeypatch.setattr(model_runner, "select_backend", watched)
+    monkeypatch.setattr(build, "select_backend", watched)
     with LLM(model_dir, dtype="float32", max_num_batched_tokens=333) as llm:
         spec = llm._runner.spec
     assert shapes == [(333, spec.num_heads, spec.head_dim)] * spec.num_layers
@@ -102,7 +101,7 @@ def test_the_measured_step_is_the_largest(model_dir: Path, monkeypatch: pytest.M
 def test_weights_that_are_still_to_come_are_not_free(model_dir: Path) -> None:
     config = engine_config(model_dir, {"num_gpu_blocks": 8})
     model = Decoder(load_decoder_spec(model_dir), torch.float32, torch.device("cpu"))
-    backend = model_runner.select_backend(torch.device("cpu"), model.spec.head_dim)
+    backend = build.select_backend(torch.device("cpu"), model.spec.head_dim)
     facts, later = (measure_memory(Measures(), model, backend, config, to_load) for to_load in (0, 300 * MIB))
     assert later.device_free == facts.device_free - 300 * MIB
     assert later.host_free == facts.host_free - 300 * MIB, "the tiers of a CPU share their memory"

@@ -22,15 +22,6 @@ from nanovllm import LLM
 from nanovllm.apps.cli.arguments import as_flags, engine_arguments
 from nanovllm.apps.cli.main import _parse, main
 from nanovllm.apps.planner.cards import find_card, find_link
-from nanovllm.apps.planner.units import (
-    parse_byte_rate,
-    parse_bytes,
-    parse_compute_rate,
-    parse_seconds,
-    show_bytes,
-    show_rate,
-    show_seconds,
-)
 from nanovllm.config import engine_config
 from nanovllm.data.layerwise import LayerwiseMemory
 from nanovllm.data.layout import KVLayout
@@ -39,6 +30,15 @@ from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.features.planner import local_machine
 from nanovllm.features.planner.machine import Link, Rates
 from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
+from nanovllm.features.planner.units import (
+    parse_byte_rate,
+    parse_bytes,
+    parse_compute_rate,
+    parse_seconds,
+    show_bytes,
+    show_rate,
+    show_seconds,
+)
 from nanovllm.memory.budget import predict_request
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.spec import DecoderSpec

@@ -417,7 +417,7 @@ def test_the_sizes_are_logged_and_nothing_is_measured(
     caplog.set_level(logging.INFO, logger="nanovllm")
     with LLM(model_dir, **arguments) as llm:
         plan = llm.plan(RATES)
-    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.engine.model_runner"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "nanovllm.build"]
     text = "\n".join(logged)
     assert f"# device blocks: {plan.kv.num_gpu_blocks}, # host blocks: {plan.kv.num_cpu_blocks}" in text
     assert f"longest prompt: {plan.kv.max_model_len} tokens (limit: KV memory)" in text

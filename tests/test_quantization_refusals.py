@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
-from nanovllm.models import hf_config
 from nanovllm.models.hf_config import load_decoder_spec
 
 SMALL = {"device": "cpu", "kvcache_block_size": 16, "num_gpu_blocks": 40}
@@ -87,12 +86,6 @@ def test_other_schemes_of_compressed_tensors_are_refused(
     assert says in refusal(lambda: load_decoder_spec(path))
 
 
-def test_without_the_side_a_quantized_checkpoint_is_refused(
-    quantized_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hf_config, "find_side", lambda module: None)
-    message = refusal(lambda: load_decoder_spec(quantized_copy("awq-32")))
-    assert "quantization_config={" in message and "needs nanovllm.formats.quantization" in message
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"

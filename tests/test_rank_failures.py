@@ -140,7 +140,7 @@ import sys
 from nanovllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], tensor_parallel_size=2, kvcache_block_size=16, num_gpu_blocks=40)
-    print(*(rank.process.pid for rank in llm.engine.runner._ranks), flush=True)
+    print(*(rank.process.pid for rank in llm.engine.executor._ranks), flush=True)
     if sys.argv[2] == "idle":
         input()
     while True:

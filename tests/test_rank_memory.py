@@ -47,7 +47,7 @@ def test_a_rank_holds_its_share_of_weights_and_kv_cache(tmp_path: Path) -> None:
 
 def held_bytes(llm: LLM) -> int:
     """Weights in float32 and KV cache, of a rank."""
-    return llm.kv_stats().device_bytes + llm.engine.runner.spec.num_weights * 4
+    return llm.kv_stats().device_bytes + llm.engine.executor.spec.num_weights * 4
 
 
 def anonymous_bytes(pid: int) -> int:

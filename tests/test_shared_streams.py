@@ -11,12 +11,11 @@ from checkpoints import make_checkpoint
 from engines import greedy, offloaded, random_prompt, token_ids
 
 from benchmarks.shared_streams import SharedStreams
-from nanovllm import LLM
+from nanovllm import LLM, build
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck, OrderingError
 from nanovllm.device.wrapper import DeviceWrapper
-from nanovllm.engine import model_runner
 
 BLOCK, VOCAB = 16, 97
 SHAPE = (4, 2, 1, 4, 4)  # four pieces
@@ -87,7 +86,7 @@ def test_an_engine_on_shared_streams_gives_the_same_tokens(tmp_path: Path, monke
         expected = token_ids(llm, prompts, greedy(5))
         transfers = llm.kv_stats().transfers
     watched = Watched(OrderingCheck(CpuDevice()))
-    monkeypatch.setattr(model_runner, "create_device", lambda name: SharedStreams(watched))
+    monkeypatch.setattr(build, "create_device", lambda name: SharedStreams(watched))
     with LLM(tmp_path, dtype="float32", **arguments) as llm:
         assert token_ids(llm, prompts, greedy(5)) == expected
         assert llm.kv_stats().transfers == transfers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from torch import Tensor
 from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanovllm.apps.cli.main import main
 from nanovllm.data.batch import Batch, PackedMask, StepResult
-from nanovllm.engine import sides
 from nanovllm.errors import RequestError
 from nanovllm.features.structured_outputs import GrammarCompiler
 from nanovllm.features.structured_outputs.grammar_worker import close_objects
@@ -406,24 +404,6 @@ def test_grammars_without_measure_are_bounded(llm: LLM) -> None:
     assert other.outputs == run(llm, [[1, 2]], beside)[0].outputs
 
 
-def test_what_is_missing_is_named(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    params = structured("regex")
-    with pytest.raises(RequestError, match=r"need a token that ends the output.*give stop_token_ids"):
-        run(llm, [[1]], structured("regex", ignore_eos=True))
-    make_checkpoint(tmp_path, vocab=VOCAB, eos_token_id=EOS)
-    with LLM(tmp_path, num_gpu_blocks=20, kvcache_block_size=16) as bare:
-        with pytest.raises(RequestError, match=r"need a tokenizer with a tokenizer.json"):
-            run(bare, [[1]], params)
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "llguidance", None)
-            with pytest.raises(RequestError, match=re.escape("pip install 'nanovllm[structured]'")):
-                run(bare, [[1]], params)
-    monkeypatch.setattr(sides, "structured_outputs", lambda: None)
-    with (
-        LLM(model_dir, num_gpu_blocks=20, kvcache_block_size=16) as without,
-        pytest.raises(RequestError, match=r"structured_outputs need nanovllm.features.structured_outputs"),
-    ):
-        run(without, [[1]], params)
 
 
 def test_closing_ends_the_process_and_the_threads(model_dir: Path) -> None:

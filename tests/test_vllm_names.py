@@ -16,8 +16,8 @@ from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.apps.server.protocol import SamplingFields
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
-from nanovllm.vllm_names import ENGINE_ARGUMENTS, EVERYWHERE, LLM_METHODS, SAMPLING_PARAMETERS
+from nanovllm.vllm_arguments import ENGINE_ALIASES
+from nanovllm.vllm_names import ENGINE_ARGUMENTS, EVERYWHERE, LLM_METHODS, SAMPLING_PARAMETERS, VllmName
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}

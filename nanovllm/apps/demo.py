@@ -27,8 +27,8 @@ from nanovllm.apps.smollm2.reading import TITLE, read
 from nanovllm.config import MIN_GPU_BLOCKS
 from nanovllm.data.layout import KVLayout
 from nanovllm.device.memory import peak_rss_bytes
-from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, ModelError, RequestError
+from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount, predict_request
 
@@ -78,10 +78,8 @@ def open_llm(model_dir: str, args: argparse.Namespace, num_questions: int) -> LL
 def predict(stats: KVStats, prompt_len: int, chunk_size: int) -> TransferCount:
     """The transfers of a single request by a formula from sizes alone, without CPU attention."""
     layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, stats.block_size, torch.bfloat16.itemsize)
-    layerwise, steps, resident = sides.layerwise_prefill(), None, stats.resident_blocks
-    if layerwise is not None:
-        sizing = layerwise.Sizing(token_bytes=0)
-        steps = sizing.prefill_steps(stats.block_size, resident, prompt_len, chunk_size, stats.layerwise_memory)
+    resident, memory = stats.resident_blocks, stats.layerwise_memory
+    steps = Sizing(token_bytes=0).prefill_steps(stats.block_size, resident, prompt_len, chunk_size, memory)
     return predict_request(layout, resident, prompt_len, ANSWER_TOKENS, chunk_size, prefill_steps=steps)
 
 

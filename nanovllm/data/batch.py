@@ -204,11 +204,3 @@ class StepResult:
     d2h_bytes: list[int] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
-
-
-class Executor(Protocol):
-    """Runs batches: all that the engine knows of tensors, devices and processes."""
-
-    def execute(self, batch: Batch) -> StepResult: ...
-
-    def close(self) -> None: ...

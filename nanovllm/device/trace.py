@@ -266,23 +266,15 @@ class TracedDevice(DeviceWrapper):
         except OSError as error:
             raise EngineError(f"trace={str(self._path)!r}: the file cannot be written: {error}") from error
 
+    def trace_model(self, model: TracedModel) -> None:
+        """Trace the linear layers of a model, with the norms and the rest of the row-wise work around them."""
+        for index, layer in enumerate(model.layers):
+            self.wrap(layer, "project", "norm, QKV, RoPE", index)
+            self.wrap(layer, "finish_", "output projection, MLP", index)
+        self.wrap(model, "embed", "embedding", None)
+        self.wrap(model, "normalize_", "final norm", None)
+        self.wrap(model, "compute_logits", "logits", None)
+
     def add(self, name: str, stream: str, begin: Mark, end: Mark, uses: Uses, **facts: int) -> None:
         """Record the work of a stream between two marks."""
         self.timeline.slices.append(Slice(name, stream, begin, end, facts, uses))
-
-
-def trace_model(device: Device, model: TracedModel) -> None:
-    """Trace the linear layers of a model, with the norms and the rest of the row-wise work around them."""
-    assert isinstance(device, TracedDevice)
-    for index, layer in enumerate(model.layers):
-        device.wrap(layer, "project", "norm, QKV, RoPE", index)
-        device.wrap(layer, "finish_", "output projection, MLP", index)
-    device.wrap(model, "embed", "embedding", None)
-    device.wrap(model, "normalize_", "final norm", None)
-    device.wrap(model, "compute_logits", "logits", None)
-
-
-def begin_step(device: Device, sequences: Iterable[StepSequence]) -> None:
-    """Name the sequences of the next step, whose requests the trace names."""
-    assert isinstance(device, TracedDevice)
-    device.begin_step(sequences)

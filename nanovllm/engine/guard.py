@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from nanovllm.errors import EngineError
 
-HOLDER = "holder"
-
 
 @dataclass(eq=False, slots=True)
 class EngineCall:
@@ -38,7 +36,8 @@ class EngineGuard:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._held: dict[str, EngineCall] = {}  # the operation in progress, under HOLDER
+        self._lock = threading.Lock()  # of `_operation`, held for an instant
+        self._operation: EngineCall | None = None  # in progress
         self._calls: list[EngineCall] = []
 
     @property
@@ -65,11 +64,12 @@ class EngineGuard:
         """
         self.check_process(name)
         caller = EngineCall(name)
-        # `setdefault` acquires and records the holder in one atomic step. With a lock, an interrupt between acquiring
-        # it and recording that would leave it held for good.
         try:
-            holder = self._held.setdefault(HOLDER, caller)
-            if holder is not caller:
+            with self._lock:
+                holder = self._operation
+                if holder is None:
+                    self._operation = caller
+            if holder is not None:
                 raise EngineError(self._refusal(caller, holder))
             for call in self._calls:
                 is_around_it = call.thread is caller.thread and call is not resumes
@@ -79,8 +79,8 @@ class EngineGuard:
                     raise EngineError(self._refusal(caller, call))
             yield caller
         finally:
-            if self._held.get(HOLDER) is caller:
-                del self._held[HOLDER]
+            if self._operation is caller:
+                self._operation = None
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:

@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 
 from nanovllm.data.adapter import Adapter, Adapters
 from nanovllm.data.grammar import GrammarCompiler
-from nanovllm.engine import sides
 from nanovllm.engine.request import Request, RopeSwitch
 from nanovllm.engine.resolved_sampling import SamplingFacts, resolve_sampling
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, RequestError, as_request_error, quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sampling_rules import check_characters
+from nanovllm.text.prompts import PromptParts
 from nanovllm.text.tokenizer import Tokenizer
+
+# (request_id, params, limits, vocab_size) -> what makes a request of several sequences from the arguments of `Request`.
+# Raises RequestError for more sequences than fit in one step.
+RequestFactory = Callable[[str, SamplingParams, SchedulerLimits, int], Callable[..., Request]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class ModelFacts:
 class InputProcessor:
     """Tokenizes and checks prompts and sampling parameters. Every method raises RequestError for invalid input.
 
-    advise: returns advice for a prompt of more tokens than max_model_len. adapters: None refuses every lora_request.
+    advise: returns advice for a prompt of more tokens than max_model_len. request_factory: for requests of several
+    sequences. adapters: None refuses every lora_request.
     """
 
     limits: SchedulerLimits
@@ -48,6 +53,7 @@ class InputProcessor:
     seed: int
     max_logprobs: int
     advise: Callable[[int], Advice]
+    request_factory: RequestFactory
     grammars: GrammarCompiler | None = None
     adapters: Adapters | None = None
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -56,16 +62,16 @@ class InputProcessor:
     def request(
         self,
         request_id: str,
-        prompt: str | None,
+        prompt: PromptParts,
         sampling_params: SamplingParams | None,
-        prompt_token_ids: Seq[int] | None,
         arrival_time: float,
-        priority: int,
-        cache_salt: str | None,
+        priority: int = 0,
         lora_request: object | None = None,
     ) -> Request:
         """The request; arguments as in `LLMEngine.add_request`."""
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        params, salt = sampling_params if sampling_params is not None else SamplingParams(), prompt.cache_salt
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={quoted(request_id)}: must be a string")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
         if type(priority) is not int:
@@ -73,11 +79,13 @@ class InputProcessor:
         is_time = isinstance(arrival_time, int | float) and abs(arrival_time) <= sys.float_info.max
         if not is_time:
             raise RequestError(f"arrival_time={quoted(arrival_time)}: must be seconds as of time.time()")
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise RequestError(f"cache_salt={quoted(cache_salt)}: must be None or a string that is not empty")
-        make_request = self._factory(request_id, params)
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(f"cache_salt={quoted(salt)}: must be None or a string that is not empty")
+        make_request: Callable[..., Request] = Request
+        if params.num_sequences > 1:
+            make_request = self.request_factory(request_id, params, self.limits, self.facts.vocab_size)
         params = copy.copy(params)  # the caller may change theirs
-        token_ids = self.check_prompt(prompt, prompt_token_ids, params)
+        token_ids = self.check_prompt(prompt.text, prompt.token_ids, params)
         facts = SamplingFacts(
             self.facts.vocab_size, self.limits.eos_token_ids, self.tokenizer, self.max_logprobs, self.grammars
         )
@@ -93,11 +101,11 @@ class InputProcessor:
             seed=params.seed if params.seed is not None else hash((self.seed, number)),
             arrival_time=arrival_time,
             priority=priority,
-            prompt=prompt,
-            cache_salt=self._cache_salt(len(token_ids), cache_salt, adapter),
+            prompt=prompt.text,
+            cache_salt=self._cache_salt(len(token_ids), salt, adapter),
             sampling=resolve_sampling(params, token_ids, facts),
             adapter=adapter,
-            rope_switch=self._rope_switch(len(token_ids), cache_salt, adapter),
+            rope_switch=self._rope_switch(len(token_ids), salt, adapter),
         )
 
     def adapter(self, lora_request: object | None) -> Adapter | None:
@@ -146,18 +154,6 @@ class InputProcessor:
             )
         return asked
 
-    def _factory(self, request_id: str, params: SamplingParams) -> Callable[..., Request]:
-        """What makes the request: `Request`, or the side `sequence_groups` for several sequences."""
-        if params.num_sequences == 1:
-            return Request
-        groups = sides.sequence_groups()
-        if groups is None:
-            raise RequestError(
-                f"{_spelled_group(params)}: needs nanovllm.features.sequence_groups, which this installation does not have; ask "  # noqa: E501
-                "for one sequence, with n=1"
-            )
-        return groups.request_factory(request_id, params, self.limits, self.facts.vocab_size)
-
     def _tokenize(self, prompt: str | None, prompt_token_ids: Seq[int] | None) -> list[int]:
         if prompt is not None and not isinstance(prompt, str):
             raise RequestError(f"a prompt must be text, and token ids are prompt_token_ids: got {quoted(prompt)}")
@@ -192,10 +188,3 @@ class InputProcessor:
         if above is None or prompt_len > above or above >= self.limits.max_model_len:
             return None
         return RopeSwitch(above, self._cache_salt(above + 1, salt, adapter))
-
-
-def _spelled_group(params: SamplingParams) -> str:
-    """The parameter that asks for several sequences, as it is written in a call."""
-    if params.use_beam_search:
-        return "use_beam_search=True"
-    return f"n={params.n}" if params.n > 1 else f"best_of={params.best_of}"

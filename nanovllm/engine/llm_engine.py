@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from nanovllm.data.adapter import Adapters
-from nanovllm.data.batch import Batch, Executor
+from nanovllm.data.batch import Batch, StepResult
 from nanovllm.data.grammar import GrammarCompiler
 from nanovllm.data.progress import Progress
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.guard import EngineGuard
-from nanovllm.engine.input_processor import InputProcessor, ModelFacts
+from nanovllm.engine.input_processor import InputProcessor, ModelFacts, RequestFactory
 from nanovllm.engine.metrics import EngineMetrics, engine_metrics, progress_of
 from nanovllm.engine.output_processor import OutputProcessor, TokenTexts
+from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import LayerwiseScheduling, Scheduler
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import Advice, EngineError, RequestError, as_request_error, quoted, told
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
+from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from nanovllm.vllm_arguments import own_arguments
 
 
 class Clock:
@@ -47,13 +51,67 @@ class Clock:
         return self._offset + time.monotonic()
 
 
+class Executor(Protocol):
+    """Runs batches: all that the engine knows of tensors, devices and processes."""
+
+    def execute(self, batch: Batch) -> StepResult: ...
+
+    def advise(self, num_tokens: int) -> Advice:
+        """What to do about a prompt of `num_tokens` tokens, which is too long for the KV cache."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MetricsReader(Protocol):
+    """The engine's metrics in vLLM's shapes."""
+
+    def observe(self, request: Request) -> None:
+        """Count a request that has ended."""
+        ...
+
+    def read(self, engine: EngineMetrics) -> list[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFeatures:
+    """What an engine has besides requests of one sequence that are computed chunk by chunk.
+
+    request_factory, preemption: of requests of several sequences. layerwise: None prefills all prompts chunk by chunk.
+    grammars compiles structured outputs, and adapters finds LoRA adapters; None refuses them.
+    """
+
+    request_factory: RequestFactory
+    preemption: Preemption
+    layerwise: LayerwiseScheduling | None = None
+    grammars: GrammarCompiler | None = None
+    adapters: Adapters | None = None
+    metrics: MetricsReader | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """What programs written for vLLM ask the engine's `model_config`. max_model_len: tokens of the longest sequence."""
+
+    model: str
+    max_model_len: int
+
+
+class MakesEngine(Protocol):
+    """What `LLMEngine.from_engine_args` needs of EngineArgs."""
+
+    def create_engine(self) -> LLMEngine: ...
+
+
 class LLMEngine:
-    """Adds, steps and aborts requests.
+    """Adds, steps and aborts requests, with vLLM's names: `add_request`, `step`, `has_unfinished_requests`.
 
     Not thread-safe: using it in two threads at once, or from a callback of a step, raises EngineError. Calls that take
-    many steps hold the `guard`. `advise` returns advice for a prompt of more tokens than max_model_len. `on_finish` is
-    called with every request that has ended.
-    `grammars` compiles structured outputs, and `adapters` finds LoRA adapters; None refuses them.
+    many steps hold the `guard`. `build.build_engine` makes the engine of a model directory.
     """
 
     def __init__(
@@ -62,73 +120,108 @@ class LLMEngine:
         facts: ModelFacts,
         block_manager: BlockManager,
         executor: Executor,
+        features: EngineFeatures,
         tokenizer: Tokenizer | None = None,
+        *,
+        model: str = "",
         seed: int = 0,
         max_logprobs: int = 20,
-        advise: Callable[[int], Advice] = lambda num_tokens: Advice("shorten the prompt or raise max_model_len"),
-        grammars: GrammarCompiler | None = None,
-        on_finish: Callable[[Request], None] | None = None,
-        adapters: Adapters | None = None,
+        sampling_defaults: dict[str, Any] | None = None,
     ) -> None:
+        """model: its name for `model_config`; sampling_defaults: the sampling parameters that it recommends."""
         self.limits = limits
         self.facts = facts
-        self.scheduler = Scheduler(limits, block_manager)
+        self.scheduler = Scheduler(limits, block_manager, features.preemption, features.layerwise)
         self.executor = executor
         self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults or {}
+        self.model_config = ModelView(model, limits.max_model_len)
         self.guard = EngineGuard()
         self.closed = False
-        self._on_finish = on_finish
-        self._inputs = InputProcessor(limits, facts, tokenizer, seed, max_logprobs, advise, grammars, adapters)
+        self._features = features
+        self._inputs = InputProcessor(
+            limits,
+            facts,
+            tokenizer,
+            seed,
+            max_logprobs,
+            executor.advise,
+            features.request_factory,
+            features.grammars,
+            features.adapters,
+        )
         self._token_texts = TokenTexts(tokenizer)
         self._clock = Clock()
         self._requests: dict[str, OutputProcessor] = {}  # the unfinished requests, by request_id
         self._dropped: deque[str] = deque()  # requests to abort at the next use
         self._batch: Batch | None = None  # of the running step
 
+    @classmethod
+    def from_engine_args(cls, engine_args: MakesEngine, **vllm_arguments: Any) -> LLMEngine:
+        """The engine that `EngineArgs` describe. vllm_arguments: vLLM's others, see `vllm_names`."""
+        _refuse_others("from_engine_args", vllm_arguments)
+        return engine_args.create_engine()
+
     # ---- requests
 
     def add_request(
         self,
         request_id: str,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         sampling_params: SamplingParams | None = None,
         prompt_token_ids: Seq[int] | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: object | None = None,
+        *,
+        params: SamplingParams | None = None,
+        **vllm_arguments: Any,
     ) -> None:
-        """Queue a request, given as text or as token ids.
+        """Queue a request.
 
+        prompt: text, a list of token ids, or a dict as for `LLM.generate`. params: vLLM's name of sampling_params.
         arrival_time: seconds as of `time.time()`; now by default. priority: lower values run first.
         cache_salt: only requests with the same salt share blocks of the prefix cache. lora_request: the `LoRARequest`
-        of the adapter to use.
+        of the adapter to use. vllm_arguments: vLLM's others, see `vllm_names`.
         Raises RequestError, and adds nothing, if the request cannot be served.
         """
+        _refuse_others("add_request", vllm_arguments)
         with self.guard.operation("add_request"):
             self.check_open()
-            self._abort_dropped()
-            if not isinstance(request_id, str):
-                raise RequestError(f"request_id={quoted(request_id)}: must be a string")
-            if request_id in self._requests:
-                raise RequestError(f"request id {quoted(request_id)} is in use: give every request an id of its own")
-            if not self._requests:
-                self._clock.reset()
-            arrival_time = self._clock.now() if arrival_time is None else arrival_time
             with as_request_error("the request cannot be taken"):
-                request = self._inputs.request(
-                    request_id,
-                    prompt,
-                    sampling_params,
-                    prompt_token_ids,
-                    arrival_time,
-                    priority,
-                    cache_salt,
-                    lora_request,
-                )
-                outputs = OutputProcessor(request, self._token_texts)
-                self.scheduler.add(request)
-            self._requests[request_id] = outputs
+                parts = _one_prompt(prompt, prompt_token_ids, cache_salt)
+                given = sampling_params if params is None else params
+                request = self._request(request_id, parts, given, arrival_time, priority, lora_request)
+            self._add(request)
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: PromptParts,
+        sampling_params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        lora_request: object | None = None,
+    ) -> Request:
+        """A request that `add` takes, with arguments as in `add_request`. Any thread may call it.
+
+        Raises RequestError if the request cannot be served.
+        """
+        with as_request_error("the request cannot be taken"):
+            return self._request(request_id, prompt, sampling_params, arrival_time, priority, lora_request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request of `make_request`. Raises RequestError, and adds nothing, if its id is in use."""
+        with self.guard.operation("add_request"):
+            self.check_open()
+            self._add(request)
+
+    def arrival_time(self) -> float:
+        """Now, as the arrival time of a request."""
+        if not self._requests:
+            self._clock.reset()
+        return self._clock.now()
 
     def check_prompt(
         self, prompt: str | None, prompt_token_ids: Seq[int] | None, params: SamplingParams | None = None
@@ -148,10 +241,18 @@ class LLMEngine:
         if params.structured_outputs is not None and self._inputs.grammars is not None:
             self._inputs.grammars.prepare(params.structured_outputs)
 
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request and free its blocks on both tiers. Returns None for an unknown or finished request."""
+    def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> RequestOutput | None:
+        """End a request, free its blocks on both tiers, and return its output if it was unfinished.
+
+        Several ids, as vLLM has them, return None.
+        """
+        _refuse_others("abort_request", {"internal": internal} if internal else {})
         with self.guard.operation("abort_request"):
-            return self._abort(request_id)
+            if isinstance(request_id, str):
+                return self._abort(request_id)
+            for each in request_id:
+                self._abort(each)
+            return None
 
     def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Abort requests without outputs: now, or before the next operation if one is in progress."""
@@ -159,14 +260,42 @@ class LLMEngine:
         with suppress(EngineError), self.guard.operation("abort_request"):
             self._abort_dropped()
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached content. Unfinished requests keep their blocks. Returns True, as vLLM's does."""
+        others = {"reset_running_requests": reset_running_requests, "reset_connector": reset_connector}
+        _refuse_others("reset_prefix_cache", {name: value for name, value in others.items() if value})
         with self.guard.operation("reset_prefix_cache"):
             self.scheduler.block_manager.reset_prefix_cache()
         return True
 
     def metrics(self) -> EngineMetrics:
         return engine_metrics(self.scheduler)
+
+    def get_metrics(self) -> list[Any]:
+        """All metrics in vLLM's shapes: `Counter`, `Gauge` and `Histogram` of `features.vllm_api.metrics_reader`."""
+        return [] if self._features.metrics is None else self._features.metrics.read(self.metrics())
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The default sampling parameters: those that the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**self.sampling_defaults)
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer itself. Raises RequestError if none was loaded."""
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            raise RequestError(
+                "no tokenizer was loaded: the model directory has no tokenizer files, or skip_tokenizer_init=True left "
+                "them out; add them, or work with token ids"
+            )
+        return self.tokenizer.tokenizer
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def check_health(self) -> None:
+        """Raise EngineError if no step can run any more, as when a tensor-parallel rank has failed."""
+        with self.guard.operation("check_health"):
+            self.check_open()
+            self.executor.check_health()
 
     def progress(self, step_share: float = 0.0) -> Progress:
         """How far the unfinished requests are, in tokens, once this share of the running step is done."""
@@ -245,6 +374,29 @@ class LLMEngine:
 
     # ---- helpers
 
+    def _request(
+        self,
+        request_id: str,
+        prompt: PromptParts,
+        params: SamplingParams | None,
+        arrival_time: float | None,
+        priority: int,
+        lora_request: object | None,
+    ) -> Request:
+        time = self.arrival_time() if arrival_time is None else arrival_time
+        return self._inputs.request(request_id, prompt, params, time, priority, lora_request)
+
+    def _add(self, request: Request) -> None:
+        self._abort_dropped()
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request id {quoted(request.request_id)} is in use: give every request an id of its own"
+            )
+        with as_request_error("the request cannot be taken"):
+            outputs = OutputProcessor(request, self._token_texts)
+            self.scheduler.add(request)
+        self._requests[request.request_id] = outputs
+
     def _abort(self, request_id: str) -> RequestOutput | None:
         if request_id not in self._requests:
             return None
@@ -263,8 +415,8 @@ class LLMEngine:
             outputs = self._requests[request.request_id]
             if request.finished:
                 del self._requests[request.request_id]
-                if self._on_finish is not None:
-                    self._on_finish(request)
+                if self._features.metrics is not None:
+                    self._features.metrics.observe(request)
             made.append(outputs.output())
         return [output for output in made if output is not None]
 
@@ -282,17 +434,32 @@ class EngineClient:
         self._inbox: list[RequestOutput] = []
         self.pending: set[str] = set()  # ids of the requests that have not ended
 
-    def add(self, request_id: str, prompt: str | None, params: SamplingParams, **arguments: Any) -> None:
-        """Add a request; arguments and errors as in `LLMEngine.add_request`."""
+    def add(self, request: Request) -> None:
+        """Add a request of `LLMEngine.make_request`; errors as in `LLMEngine.add`."""
+        request_id = request.request_id
         if request_id in self._inboxes:
             raise RequestError(f"request id {quoted(request_id)} is in use: give every request an id of its own")
         self.pending.add(request_id)
         self._inboxes[request_id] = self._inbox
         try:
-            self._engine.add_request(request_id, prompt, params, **arguments)
+            self._engine.add(request)
         except Exception:
             self._forget(request_id)
             raise
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Seq[int] | None = None,
+        cache_salt: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Make a request and add it; arguments and errors as in `LLMEngine.add_request`."""
+        parts = PromptParts(prompt, prompt_token_ids, cache_salt)
+        self.add(self._engine.make_request(request_id, parts, params, **arguments))
 
     def step(self) -> list[RequestOutput]:
         """The next outputs of this client's requests; runs a step of the engine unless another client's step made some.
@@ -337,3 +504,26 @@ class EngineClient:
     def _forget(self, request_id: str) -> None:
         self.pending.discard(request_id)
         self._inboxes.pop(request_id, None)
+
+
+def _one_prompt(prompt: Prompt | None, token_ids: Seq[int] | None, cache_salt: str | None) -> PromptParts:
+    """The parts of a prompt, of which arguments may give some. Raises RequestError for those that are given twice."""
+    if prompt is None or isinstance(prompt, str):
+        return PromptParts(prompt, token_ids, cache_salt)
+    part = prompt_part(prompt)
+    for name, given, value in (
+        ("prompt_token_ids", token_ids, part.token_ids),
+        ("cache_salt", cache_salt, part.cache_salt),
+    ):
+        if value is not None and given is not None:
+            raise RequestError(f"{name} is given twice, in the prompt and as an argument: give it once")
+    return PromptParts(
+        part.text,
+        token_ids if part.token_ids is None else part.token_ids,
+        cache_salt if part.cache_salt is None else part.cache_salt,
+    )
+
+
+def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
+    """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
+    own_arguments(f"argument of {method}", arguments, (), "ENGINE_CALL_ARGUMENTS", RequestError)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from nanovllm.data.batch import Batch, Sample, ScheduledSequence, StepResult
-from nanovllm.engine import sides
+from nanovllm.data.layerwise import LayerwiseStep
 from nanovllm.engine.block_manager import AllocStatus, BlockManager
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus, Sequence
@@ -15,6 +16,22 @@ from nanovllm.engine.scheduling_budget import SchedulerLimits, SchedulingBudget
 from nanovllm.errors import ConfigError, RequestError, told
 
 logger = logging.getLogger(__name__)
+
+
+class LayerwiseScheduling(Protocol):
+    """Prefills long prompts layer by layer where that moves less KV."""
+
+    def plan(self, seq: Sequence) -> None:
+        """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
+        ...
+
+    def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
+        """A step's share of `seq.layerwise`, which costs as much as `tokens` through all layers."""
+        ...
+
+    def advance(self, seq: Sequence, done: LayerwiseStep) -> int:
+        """Record what a step has run. Returns the tokens that are computed in all layers now."""
+        ...
 
 
 class Scheduler:
@@ -25,7 +42,14 @@ class Scheduler:
     preempted, possibly the growing request itself. The sequences of one request run together or not at all.
     """
 
-    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        block_manager: BlockManager,
+        preemption: Preemption | None = None,
+        layerwise: LayerwiseScheduling | None = None,
+    ) -> None:
+        """preemption: by recomputation if it is None; layerwise: None prefills every prompt chunk by chunk."""
         if limits.max_model_len > block_manager.max_sequence_tokens:  # such a sequence could never be resumed
             raise ConfigError(
                 f"max_model_len={limits.max_model_len}: the KV cache holds sequences of up to "
@@ -33,13 +57,8 @@ class Scheduler:
             )
         self.limits = limits
         self.block_manager = block_manager
-        groups = sides.sequence_groups()
-        self.preemption = (
-            Preemption(block_manager)
-            if groups is None
-            else groups.SwapPreemption(block_manager, limits.preemption_mode)
-        )
-        self._layerwise = sides.layerwise_prefill()
+        self.preemption = Preemption(block_manager) if preemption is None else preemption
+        self._layerwise = layerwise
         # All three are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
         self.swapped: list[Request] = []
@@ -98,7 +117,7 @@ class Scheduler:
             if seq.layerwise is not None:
                 prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
                 tokens = min(budget.left, self.limits.chunk)
-                sequences.append(self._layerwise.scheduled_part(prefill, seq, tokens, self.limits.num_layers))
+                sequences.append(self._layerwise.part(prefill, seq, tokens))
         assert sequences or not moves, "block moves were planned for a step without sequences"
         adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
         return Batch(sequences, moves, tuple(adapters.values()))
@@ -113,7 +132,7 @@ class Scheduler:
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             computed = len(scheduled.token_ids)
             if self._layerwise is not None and scheduled.layerwise is not None:
-                computed = self._layerwise.advance(seq, scheduled.layerwise, self.limits.num_layers)
+                computed = self._layerwise.advance(seq, scheduled.layerwise)
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
@@ -209,7 +228,7 @@ class Scheduler:
     def _plan_order(self, seq: Sequence) -> None:
         """Set `seq.layerwise`, unless a layer-by-layer prefill of the sequence is in progress."""
         if self._layerwise is not None and seq.layerwise is None:
-            self._layerwise.plan(seq, self.block_manager, self.limits)
+            self._layerwise.plan(seq)
 
     def _next_admissible(
         self, candidates: Iterator[Request], computing: Mapping[bytes | None, Request], budget: SchedulingBudget

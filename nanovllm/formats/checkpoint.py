@@ -18,8 +18,7 @@ from nanovllm.data.json_fields import OBJECT, checked_fields, read_json_object
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
-from nanovllm.formats.gguf_side import gguf_side, is_gguf
-from nanovllm.formats.hub import INDEX
+from nanovllm.formats.hub import INDEX, is_gguf
 from nanovllm.layers.sharding import Part
 
 SINGLE = "model.safetensors"
@@ -71,7 +70,9 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
     Raises ModelError if there are no safetensors files, if one is damaged, or if index and shards do not agree.
     """
     if is_gguf(directory):
-        return gguf_side(directory).list_tensors(directory)
+        from nanovllm.formats.gguf.tensors import list_tensors
+
+        return list_tensors(directory)
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
     if not (directory / INDEX).is_file():

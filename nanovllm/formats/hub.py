@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from nanovllm.data.json_fields import read_json_object
 from nanovllm.errors import ConfigError, ModelError, quoted, told
-from nanovllm.formats.gguf_side import is_gguf
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -32,6 +31,17 @@ LEFT_OUT = ("*/*", "consolidated*")  # folders, and a second copy of the weights
 INDEX = "model.safetensors.index.json"
 Content = Literal["model", "config", "tokenizer"]  # config: a model without its weights
 MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+GGUF_SUFFIX = ".gguf"
+
+
+def is_gguf(path: object) -> bool:
+    """Whether it is the path of a file in GGUF, by its ending."""
+    try:
+        return isinstance(path, str | Path) and Path(path).suffix.lower() == GGUF_SUFFIX and Path(path).is_file()
+    except (OSError, ValueError):  # such as a name that is too long
+        return False
 
 
 def find_directories(model: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,11 +29,13 @@ def most_elements(spec: DecoderSpec, rank: int) -> int:
     return sum(aligned(rank * out_size) + aligned(rank * in_size) for out_size, in_size in modules_of(spec).values())
 
 
-def reserved(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
+def without_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
     """What is left of the memory besides adapters of the largest size, which are allocated after the KV cache is sized.
 
-    itemsize: bytes of an element. Raises ConfigError if the adapters do not fit.
+    All of it without LoRA. itemsize: bytes of an element. Raises ConfigError if the adapters do not fit.
     """
+    if not config.enable_lora:
+        return memory
     one = most_elements(spec, config.max_lora_rank) * itemsize
     on_device, on_host = config.max_loras * one, config.num_cpu_loras * one
     arguments = f"max_loras={config.max_loras}, max_lora_rank={config.max_lora_rank}"

@@ -7,6 +7,7 @@ counted.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.data.batch import SamplingRow
 from nanovllm.data.layerwise import LayerwiseSizing
 from nanovllm.device import Device
-from nanovllm.engine import sides
 from nanovllm.layers import logprobs, sampler
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.layers.parallel import MetaRanks
@@ -27,7 +27,7 @@ from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.memory.block_size import layout_of
 from nanovllm.memory.meta_results import meta_result
 from nanovllm.memory.sizing import MemoryFacts
-from nanovllm.memory.step_memory import check_step_fits, layerwise_sizing, needs_activation_peak, sized_from_memory
+from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak, sized_from_memory
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import is_chunk_invariant
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
@@ -41,7 +41,7 @@ class ScratchKVCache:
         spec, tokens = model.spec, config.max_num_batched_tokens
         layout = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads)
         self._backend = backend
-        self._scale = spec.head_dim**-0.5
+        self._scale = spec.attention_scale
         self._windows = spec.sliding_windows
         dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
         self._pool = torch.zeros(1, *layout.block_shape, dtype=dtype, device=model.device)
@@ -105,18 +105,24 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def measure_memory(
-    device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig, to_load: int = 0
+    device: Device,
+    model: Decoder,
+    backend: AttentionBackend,
+    config: EngineConfig,
+    to_load: int = 0,
+    layerwise: LayerwiseSizing | None = None,
+    graph_bytes: Callable[[], int] = lambda: 0,
 ) -> MemoryFacts:
     """The memory that there is, with what the largest batch and graphs will take if anything is sized from memory.
 
-    to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run.
+    to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run. layerwise:
+    sizes of layer-by-layer prefill; unused with a backend whose bits depend on the chunks, since outputs would depend
+    on the order that memory allows. graph_bytes: what CUDA graphs will take.
     """
     check_step_fits(model.spec, model.dtype.itemsize, config, device.free_memory() - to_load)
     # Before free memory is read: kernels and libraries that this pass loads stay loaded.
     if sized_from_memory(config):
-        graphs = sides.cuda_graphs()
-        peak = _peak(device, model, backend, config)
-        peak += graphs.graph_bytes(device, model, backend, config) if graphs is not None else 0
+        peak = _peak(device, model, backend, config) + graph_bytes()
     else:
         peak = activation_peak(model, config) if needs_activation_peak(config) else 0
     shared = device.torch_device.type == "cpu"
@@ -127,13 +133,8 @@ def measure_memory(
         tiers_share_memory=shared,
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
-        layerwise=_layerwise_sizing(model, backend, config),
+        layerwise=layerwise if is_chunk_invariant(backend) else None,
     )
-
-
-def _layerwise_sizing(model: Decoder, backend: AttentionBackend, config: EngineConfig) -> LayerwiseSizing | None:
-    """None with a backend whose bits depend on the chunks: outputs would depend on the order that memory allows."""
-    return layerwise_sizing(model.spec, model.dtype.itemsize, config) if is_chunk_invariant(backend) else None
 
 
 def _peak(device: Device, model: Decoder, backend: AttentionBackend, config: EngineConfig) -> int:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.layerwise import LayerwiseSizing
 from nanovllm.data.memory_checks import check_fits
-from nanovllm.engine import sides
 from nanovllm.memory.block_size import layout_of
-from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.models.spec import DecoderSpec
 
 ID_BYTES = 8  # of a token id or position
 LOGIT_BYTES = 4
-
-
-def reserve_for_adapters(memory: MemoryFacts, config: EngineConfig, spec: DecoderSpec, itemsize: int) -> MemoryFacts:
-    """What LoRA adapters leave of the memory; itemsize: bytes of an element of theirs. Raises ConfigError."""
-    lora = sides.lora() if config.enable_lora else None
-    return memory if lora is None else lora.reserved(memory, config, spec, itemsize)
 
 
 def check_step_fits(spec: DecoderSpec, itemsize: int, config: EngineConfig, free: int) -> None:
@@ -52,11 +43,3 @@ def sized_from_memory(config: EngineConfig) -> bool:
 def needs_activation_peak(config: EngineConfig) -> bool:
     """Whether a tier or layer-by-layer prefill is sized from the memory that a step leaves."""
     return sized_from_memory(config) or config.enable_cpu_offload
-
-
-def layerwise_sizing(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> LayerwiseSizing | None:
-    """The sizes of layer-by-layer prefill; None if no prompt goes that way."""
-    layerwise = sides.layerwise_prefill()
-    if not config.enable_cpu_offload or layerwise is None:
-        return None
-    return layerwise.Sizing(spec.hidden_size * itemsize + ID_BYTES)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.data.json_fields import checked_fields, read_json_object
 from nanovllm.errors import ConfigError, ModelError, quoted, unknown_name_message
@@ -24,14 +24,15 @@ from nanovllm.formats.config_fields import (
     OFF_VALUES,
     OTHER_FIELDS,
 )
-from nanovllm.formats.gguf_side import GgufConfig, gguf_side, is_gguf
-from nanovllm.layers.linear_method import LinearMethod
+from nanovllm.formats.hub import is_gguf
 from nanovllm.models.families import FAMILIES, Family, decoder_spec
 from nanovllm.models.family_defaults import DEFAULTS, complete_config
 from nanovllm.models.rope_config import rope_by_layer_type, rope_parameters
-from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
+from nanovllm.models.spec import DecoderSpec
 from nanovllm.models.text_models import TEXT_MODELS, text_fields
-from nanovllm.side_modules import find_side
+
+if TYPE_CHECKING:  # imports torch
+    from nanovllm.formats.gguf.model import GgufConfig
 
 # Fields of generation_config.json and the sampling parameters that they set.
 SAMPLING_DEFAULTS = {
@@ -45,15 +46,6 @@ SAMPLING_DEFAULTS = {
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # Qwen's name and Mixtral's, which Transformers 5 writes for both
 _DTYPES = ("dtype", "torch_dtype")  # the newer name and the older one
-
-
-class Quantizations(Protocol):
-    """The side that reads quantized checkpoints. Without it they are refused."""
-
-    def read_quantization(self, config: Mapping[str, Any], dtype: str) -> LinearMethod:
-        """The method of a `quantization_config` in a checkpoint of `dtype`. Raises ModelError for a format that is not
-        supported."""
-        ...
 
 
 class ModelConfig:
@@ -135,7 +127,7 @@ def read_decoder_spec(config: str | Path, overrides: Mapping[str, Any] = NO_OVER
 
 def _generation_fields(directory: Path) -> dict[str, Any]:
     if is_gguf(directory):
-        return checked_fields(directory, gguf_side(directory).read_config(directory).generation, GENERATION_FIELDS)
+        return checked_fields(directory, _read_gguf(directory).generation, GENERATION_FIELDS)
     path = directory / "generation_config.json"
     return checked_fields(path, read_json_object(path), GENERATION_FIELDS) if path.is_file() else {}
 
@@ -151,7 +143,7 @@ class _Config(NamedTuple):
 def _read_config(model: Path, overrides: Mapping[str, Any]) -> _Config:
     """The config of a model directory or a GGUF file."""
     if is_gguf(model):
-        gguf = gguf_side(model).read_config(model)
+        gguf = _read_gguf(model)
         return _with_overrides(model, gguf.fields, overrides, gguf)
     path = _config_path(model)
     return _with_overrides(path, read_json_object(path), overrides)
@@ -279,17 +271,19 @@ def _family(config: _Config) -> Family:
     return family
 
 
+def _read_gguf(path: Path) -> GgufConfig:
+    from nanovllm.formats.gguf.model import read_config  # imports torch, which no other config needs
+
+    return read_config(path)
+
+
 def _with_quantization(spec: DecoderSpec, config: Mapping[str, Any] | None) -> DecoderSpec:
     """The network with the way in which its matrices are stored. Raises ModelError for a form that is not supported."""
     if config is None:
         return spec
-    side: Quantizations | None = find_side("nanovllm.formats.quantization")
-    if side is None:
-        raise ModelError(
-            f"quantization_config={quoted(config)}: needs nanovllm.formats.quantization, which this installation does "
-            f"not have; use a checkpoint in {', '.join(DTYPE_NAMES)}."
-        )
-    quantization = side.read_quantization(config, spec.dtype)
+    from nanovllm.formats.quantization import read_quantization  # imports torch, which no other config needs
+
+    quantization = read_quantization(config, spec.dtype)
     for module, rows, columns in spec.matrices():
         try:
             deque(quantization.tensors(module, rows, columns), maxlen=0)

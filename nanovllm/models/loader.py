@@ -14,7 +14,7 @@ from nanovllm.config import LOAD_FORMATS
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
-from nanovllm.formats.gguf_side import is_gguf
+from nanovllm.formats.hub import is_gguf
 from nanovllm.layers.linear import create_weight
 from nanovllm.layers.linear_method import CheckpointTensor
 from nanovllm.layers.parallel import RankGroup

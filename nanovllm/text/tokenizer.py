@@ -24,7 +24,8 @@ from nanovllm.data.json_fields import (
 )
 from nanovllm.errors import ModelError, RequestError, quoted, told
 from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, load_fast
-from nanovllm.formats.gguf_side import NoTokenizerError, gguf_side, is_gguf
+from nanovllm.formats.gguf import tokenizer as gguf_tokenizer
+from nanovllm.formats.hub import is_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 READ_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # of the files that a tokenizer class may read
@@ -77,7 +78,7 @@ class HuggingFaceTokenizer:
         class if the directory's files name none."""
         self._path, self._model_type = Path(model_dir), model_type
         if is_gguf(self._path):
-            self._fast: FastTokenizer | None = gguf_side(self._path).load_tokenizer(self._path)
+            self._fast: FastTokenizer | None = gguf_tokenizer.load_tokenizer(self._path)
         else:
             config = _check_files(self._path)
             _refuse_own_code(self._path, config)
@@ -146,7 +147,7 @@ def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Toke
     if is_gguf(path):
         try:
             return HuggingFaceTokenizer(path)
-        except NoTokenizerError:
+        except gguf_tokenizer.NoTokenizerError:
             return None
     if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
         return None

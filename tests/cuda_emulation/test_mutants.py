@@ -23,10 +23,10 @@ from engines import greedy, offloaded, random_prompt, recorded_logits, set_prefi
 from test_ordering import is_cpu_attention, order_calls, several, without_call
 from torch import Tensor
 
-from nanovllm import LLM
+from nanovllm import LLM, build
 from nanovllm.device import PitchedCopy, create_device
 from nanovllm.device.cuda import CudaDevice, CudaStream
-from nanovllm.engine import model_runner, prefix_cache
+from nanovllm.engine import prefix_cache
 from nanovllm.errors import EngineError
 from nanovllm.kvcache import offload_engine
 
@@ -56,7 +56,7 @@ def known() -> dict[Any, list[Tensor]]:
 def plain_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines without the ordering check and without Triton, whose prefix cache finds parts of blocks."""
     monkeypatch.setattr(prefix_cache, "hash_block_size_of", lambda _: 4)
-    monkeypatch.setattr(model_runner, "create_device", create_device)
+    monkeypatch.setattr(build, "create_device", create_device)
     use_torch_operators(monkeypatch)
 
 

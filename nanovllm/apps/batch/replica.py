@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
-from nanovllm.engine import sides
 from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 from nanovllm.outputs import RequestOutput, RequestOutputKind
-
-if TYPE_CHECKING:
-    from nanovllm.text.chat_template.template import ChatTemplate
+from nanovllm.text.chat_template.process import TemplateProcess
+from nanovllm.text.chat_template.template import ChatTemplate
 
 LONGEST = 2000  # characters of an error
 
@@ -54,8 +52,7 @@ class Replica:
         self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         self._client = EngineClient(self.llm.engine)
         self._template_text = settings.chat_template
-        self._templates = sides.chat_templates()
-        self._process = None if self._templates is None else self._templates.TemplateProcess()
+        self._process = TemplateProcess()
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +100,7 @@ class Replica:
         if request.messages is not None:
             token_ids = self._template(request.template_options).token_ids(request.messages)
         token_ids = self.llm.engine.check_prompt(request.prompt, token_ids, params)
-        self._client.add(
+        self._client.add_request(
             str(request.index),
             request.prompt,
             params,
@@ -112,12 +109,8 @@ class Replica:
         )
 
     def _template(self, options: Mapping[str, Any]) -> ChatTemplate:
-        if self._templates is None:
-            raise RequestError("messages need nanovllm.text.chat_template, which this installation does not have")
         names = {"chat_template_kwargs": "template_kwargs"}
         named = {names.get(name, name): value for name, value in options.items()}
         if named.get("continue_final_message"):
             named.setdefault("add_generation_prompt", False)
-        return self._templates.ChatTemplate(
-            self.llm.engine.tokenizer, self._template_text, process=self._process, **named
-        )
+        return ChatTemplate(self.llm.engine.tokenizer, self._template_text, process=self._process, **named)

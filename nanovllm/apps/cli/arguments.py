@@ -22,8 +22,8 @@ from typing import Any, Literal, Union
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import ENGINE_ALIASES, VllmName
-from nanovllm.vllm_names import ENGINE_ARGUMENTS
+from nanovllm.vllm_arguments import ENGINE_ALIASES
+from nanovllm.vllm_names import ENGINE_ARGUMENTS, VllmName
 
 ENGINE, SAMPLING = "engine", "sampling"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model

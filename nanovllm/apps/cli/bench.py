@@ -120,7 +120,7 @@ def _check_lengths(args: argparse.Namespace, llm: LLM) -> None:
     """Check all lengths before the first run. Raises ConfigError, with what would make them fit."""
     longest = max(args.prompt_len) + args.output_len
     if longest > llm.max_model_len:
-        advice = llm.engine.runner.advise(longest)
+        advice = llm.engine.executor.advise(longest)
         raise ConfigError(
             f"--prompt-len {max(args.prompt_len)} and --output-len {args.output_len} make {longest} tokens, and "
             f"max_model_len is {llm.max_model_len}: {advice.text}",

@@ -227,7 +227,7 @@ class Answers:
     def _outputs(self, token_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
         llm, client = self._llm, EngineClient(self._llm.engine)
         adapter = self._lora_request
-        client.add(next(self._ids), None, params, prompt_token_ids=token_ids, lora_request=adapter)
+        client.add_request(next(self._ids), None, params, prompt_token_ids=token_ids, lora_request=adapter)
         try:
             with ProgressDisplay(self._status, Meter(1), llm.engine.progress, llm.watch_steps) as display:
                 while client.pending:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import Field, field, fields, make_dataclass
-from typing import Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from nanovllm.apps.cli.arguments import flag_options, vllm_flag_options
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.vllm_arguments import ENGINE_ALIASES, unknown_name
 from nanovllm.vllm_names import ENGINE_ARGUMENTS
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # vLLM's
 
@@ -51,6 +54,12 @@ class EngineArgs(_Fields):
         """The checked configuration. Raises ConfigError."""
         arguments = {found.name: getattr(self, found.name) for found in fields(self)}
         return engine_config(arguments.pop("model"), arguments)
+
+    def create_engine(self) -> LLMEngine:
+        """For `LLMEngine.from_engine_args`. Raises ConfigError and ModelError."""
+        from nanovllm.build import build_engine  # imports torch, which takes seconds
+
+        return build_engine(self.create_engine_config()).engine
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

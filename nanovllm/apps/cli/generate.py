@@ -192,7 +192,7 @@ class Requests:
         token_ids = self.llm.engine.check_prompt(item.prompt, self._messages.token_ids(item), params)
         adapter = self._adapters.default if item.lora is OF_FLAGS else self._adapters.named(item.lora)
         arguments = {"prompt_token_ids": token_ids, "cache_salt": item.cache_salt, "lora_request": adapter}
-        self._client.add(str(index), item.prompt, params, **arguments)
+        self._client.add_request(str(index), item.prompt, params, **arguments)
         self.running[str(index)] = (index, item)
         self.num_tokens += len(token_ids)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
+from nanovllm.features.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
-    from nanovllm.features.lora.request import LoRARequest
     from nanovllm.llm import LLM
 
 NAMED = "name=path; repeat it for several adapters in PEFT's format. Needs --enable-lora"
@@ -82,13 +81,10 @@ def check_chosen(args: argparse.Namespace, config: EngineConfig, may_choose: boo
 
 def lora_requests(llm: LLM, modules: list[LoRAModule]) -> dict[str, LoRARequest]:
     """The adapters by name. Raises ConfigError for one that does not fit the model."""
-    side = sides.lora()
-    if side is None:  # then `modules` is empty: the engine was made without LoRA
-        return {}
-    requests: dict[str, Any] = {}
+    requests: dict[str, LoRARequest] = {}
     for number, (name, path, base_model_name) in enumerate(modules, start=1):
         try:
-            requests[name] = side.LoRARequest(name, number, path, base_model_name)
+            requests[name] = LoRARequest(name, number, path, base_model_name)
             llm.engine.check_lora_request(requests[name])
         except RequestError as error:
             raise ConfigError(f"--lora-modules {name}={path}: {error}") from None

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from nanovllm.apps.cli.arguments import TOKENS, add_engine_group, add_model, as_flags, engine_arguments, positive_tokens
 from nanovllm.apps.planner.cards import find_card, find_link
-from nanovllm.apps.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
 from nanovllm.config import EngineConfig
 from nanovllm.features.planner.plan import Plan
+from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
 
 T = TypeVar("T")
 # Published models by name, whose config is part of the package.
@@ -88,8 +88,8 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    from nanovllm.apps.planner.report import plan_json, plan_table, running_arguments
     from nanovllm.features.planner.planning import plan_of
+    from nanovllm.features.planner.report import plan_json, plan_table, running_arguments
 
     _take_rates_of_card(args)
     named, args.model = args.model, CONFIGS.get(args.model, args.model)

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.cli.prompts import PromptItem
-from nanovllm.engine import sides
 from nanovllm.errors import ConfigError, RequestError
+from nanovllm.text.chat_template.template import ChatTemplate
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.text.chat_template.template import ChatTemplate
 
 
 def read_template(path: str | None) -> str | None:
@@ -29,18 +28,13 @@ def read_template(path: str | None) -> str | None:
 
 def chat_template(llm: LLM, text: str | None) -> ChatTemplate:
     """The template with this text; with None, the tokenizer's own. Raises RequestError if there is none."""
-    templates, tokenizer = sides.chat_templates(), llm.engine.tokenizer
-    if templates is None:
-        raise RequestError(
-            "messages need nanovllm.text.chat_template, which this installation does not have: give finished "
-            "prompts to nanovllm generate"
-        )
+    tokenizer = llm.engine.tokenizer
     if text is None and isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.chat_template:
         raise RequestError(
             f"the tokenizer in {llm.config.model} has no chat template, which says how messages become a prompt: "
             "name a Jinja template with --chat-template FILE"
         )
-    return templates.ChatTemplate(tokenizer, text, process=None)
+    return ChatTemplate(tokenizer, text, process=None)
 
 
 class Messages:

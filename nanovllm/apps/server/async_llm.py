@@ -119,7 +119,7 @@ class AsyncLLM:
         """Start a request, and return its outputs as soon as the engine has taken it. See `generate`."""
         self.llm.engine.guard.check_process("generate")
         (parts,) = prompt_parts([prompt])
-        text, token_ids, salt = parts
+        text, token_ids, _ = parts
         params = sampling_params if sampling_params is not None else self.llm.get_default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be SamplingParams, got {quoted(params)}")
@@ -132,8 +132,10 @@ class AsyncLLM:
         collector = OutputCollector(params.output_kind)
 
         def add(_: LLM) -> None:
-            arguments = {"prompt_token_ids": token_ids, "priority": priority, "cache_salt": salt}
-            self._client.add(request_id, text, params, lora_request=lora_request, **arguments)
+            taken = parts._replace(token_ids=token_ids)
+            self._client.add(
+                self.llm.engine.make_request(request_id, taken, params, priority=priority, lora_request=lora_request)
+            )
             self._collectors[request_id] = collector
 
         added = self._submitted(add)

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: a side of the engine, see `nanovllm.engine.sides.CudaGraphs`."""
+"""CUDA graphs of decode steps."""
 
 from nanovllm.features.cuda_graphs.decode_graphs import graph_bytes, record_decode_graphs
 

@@ -80,7 +80,7 @@ class DecodeGraphs:
         return 0 < len(sequences) <= self._sizes[-1] and all(seq.query_len == 1 for seq in sequences)
 
     def run(self, inputs: Tensor, sequences: tuple[SequenceMetadata, ...], kv_cache: KVCache) -> Tensor:
-        """See `engine.execution_order.DecodeRunner`."""
+        """See `engine.forward_pass.DecodeRunner`."""
         rows = len(sequences)
         bucket = self._buckets[bisect_left(self._sizes, rows)]
         padding = bucket.inputs.shape[1] - rows
@@ -181,7 +181,7 @@ def _scratch_tables(
     shape = replace(layout_of(config, spec, model.dtype.itemsize), num_kv_heads=spec.num_kv_heads).block_shape
     dtype = stored_dtype(config.kv_cache_dtype, model.dtype)
     pool = torch.zeros(shape, dtype=dtype, device=model.device).expand(spec.num_layers, 1, *shape)
-    geometry = AttentionGeometry(spec.head_dim**-0.5, spec.num_heads, tuple(spec.sliding_windows), model.dtype)
+    geometry = AttentionGeometry(spec.attention_scale, spec.num_heads, tuple(spec.sliding_windows), model.dtype)
     return _decode_tables(AttendedPool(pool, geometry, backend), max_rows, config.max_model_len or spec.max_model_len)
 
 

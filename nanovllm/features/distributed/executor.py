@@ -41,6 +41,7 @@ from nanovllm.features.distributed.messages import (
     Progress,
     Ready,
 )
+from nanovllm.features.distributed.rank import MakeRunner
 from nanovllm.kvcache.base import KVStats
 from nanovllm.layers.logits import process
 from nanovllm.models.spec import DecoderSpec
@@ -76,11 +77,12 @@ class Rank:
 
 
 class TensorParallelExecutor:
-    """Implements `engine.sides.Runner` with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
+    """Implements `build.Runner` with `tensor_parallel_size` ranks. An error in a rank ends all of them."""
 
-    def __init__(self, config: EngineConfig, spec: DecoderSpec) -> None:
-        """Start the ranks and wait until they have loaded the model. spec: of the whole model.
+    def __init__(self, config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner) -> None:
+        """Start the ranks and wait until they have loaded the model.
 
+        spec: of the whole model; make_runner: assembles the runner of each rank.
         Raises what a rank raises: ConfigError, ModelError, and EngineError for everything else.
         """
         self._size = config.tensor_parallel_size
@@ -92,7 +94,7 @@ class TensorParallelExecutor:
         self._error: EngineError | None = None  # why no step can run any more
         self._on_layer: Callable[[float], None] | None = None
         self._busy = Busy()
-        started = launch.start_ranks(config, spec)
+        started = launch.start_ranks(config, spec, make_runner)
         self._ranks = [Rank(i, Channel(connection), process) for i, (connection, process) in enumerate(started.ranks)]
         self._selector = selectors.DefaultSelector()
         for rank in self._ranks:

@@ -24,7 +24,7 @@ from torch.multiprocessing import get_context
 from nanovllm.config import EngineConfig
 from nanovllm.errors import ConfigError, EngineError, told
 from nanovllm.features.distributed.messages import Hello
-from nanovllm.features.distributed.rank import LOOPBACK, RankSetup, run_rank
+from nanovllm.features.distributed.rank import LOOPBACK, MakeRunner, RankSetup, run_rank
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops.cpu_kernels import cpu_kernel_choice
 
@@ -45,13 +45,13 @@ class StartedRanks:
     store: list[Any]
 
 
-def start_ranks(config: EngineConfig, spec: DecoderSpec) -> StartedRanks:
+def start_ranks(config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner) -> StartedRanks:
     """All ranks, in order. Does not return in a process that torchrun has started as a rank other than the first.
 
     spec: of the whole model.
     """
     if config.distributed_executor_backend == "external_launcher":
-        return _start_with_torchrun(config, spec, _torchrun(config))
+        return _start_with_torchrun(config, spec, make_runner, _torchrun(config))
     if getattr(current_process(), "_inheriting", False):  # a rank imports the script
         raise ConfigError(
             f"tensor_parallel_size={config.tensor_parallel_size}: a script that makes an LLM with several ranks needs "
@@ -59,7 +59,7 @@ def start_ranks(config: EngineConfig, spec: DecoderSpec) -> StartedRanks:
         )
     store, port = local_store()
     size = config.tensor_parallel_size
-    ranks = [_spawn(rank_setup(config, spec, rank, rank, size, LOOPBACK, port)) for rank in range(size)]
+    ranks = [_spawn(rank_setup(config, spec, make_runner, rank, rank, size, LOOPBACK, port)) for rank in range(size)]
     return StartedRanks(ranks, [store])
 
 
@@ -83,7 +83,14 @@ def _spawn(setup: RankSetup) -> tuple[Connection, BaseProcess]:
 
 
 def rank_setup(
-    config: EngineConfig, spec: DecoderSpec, rank: int, local_rank: int, local_size: int, host: str, port: int
+    config: EngineConfig,
+    spec: DecoderSpec,
+    make_runner: MakeRunner,
+    rank: int,
+    local_rank: int,
+    local_size: int,
+    host: str,
+    port: int,
 ) -> RankSetup:
     """store_host and store_port: `host` and `port`. The ranks of a machine divide the cores of this process."""
     return RankSetup(
@@ -98,6 +105,7 @@ def rank_setup(
         threads=max(1, torch.get_num_threads() // local_size),
         cpu_kernels=cpu_kernel_choice().setting,
         log_level=logging.getLogger("nanovllm").getEffectiveLevel(),
+        make_runner=make_runner,
     )
 
 
@@ -126,7 +134,9 @@ def _torchrun(config: EngineConfig) -> Mapping[str, str]:
     return {name: os.environ[name] for name in TORCHRUN_VARIABLES}
 
 
-def _start_with_torchrun(config: EngineConfig, spec: DecoderSpec, given: Mapping[str, str]) -> StartedRanks:
+def _start_with_torchrun(
+    config: EngineConfig, spec: DecoderSpec, make_runner: MakeRunner, given: Mapping[str, str]
+) -> StartedRanks:
     rank, host, port = int(given["RANK"]), given["MASTER_ADDR"], int(given["MASTER_PORT"])
     local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -139,7 +149,7 @@ def _start_with_torchrun(config: EngineConfig, spec: DecoderSpec, given: Mapping
         raise ConfigError(
             f"MASTER_ADDR={host}, MASTER_PORT={port}: the ranks' store cannot be {what} there: {told(error)}; {advice}"
         ) from error
-    setup = rank_setup(config, spec, rank, local_rank, local_size, host, port)
+    setup = rank_setup(config, spec, make_runner, rank, local_rank, local_size, host, port)
     if rank != 0:
         _become_rank(store, setup)
     key = secrets.token_bytes(32)

@@ -9,6 +9,7 @@ import queue
 import select
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -36,10 +37,13 @@ from nanovllm.features.distributed.messages import (
     Progress,
     Ready,
 )
+from nanovllm.layers.parallel import RankGroup
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import kernel_choice
 
 LOOPBACK = "127.0.0.1"
+
+MakeRunner = Callable[[EngineConfig, DecoderSpec, RankGroup | None], ModelRunner]  # can be pickled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class RankSetup:
     spec: of the whole model. A rank does not read the config itself: Transformers' class of a single family can load a
     thousand modules, some 80 MB in every rank. store_host, store_port: of the TCPStore through which the ranks find
     each other. threads: of this rank. cpu_kernels: of the process that starts the rank, a `KernelChoice.setting`.
+    make_runner: assembles the runner of a rank.
     """
 
     config: EngineConfig
@@ -62,6 +67,7 @@ class RankSetup:
     threads: int
     cpu_kernels: str
     log_level: int
+    make_runner: MakeRunner
 
 
 def run_rank(connection: Connection, setup: RankSetup) -> None:
@@ -115,7 +121,7 @@ def _serve(channel: Channel, setup: RankSetup) -> None:
     # Before this process first asks for it: the ranks' sums fit together only with the same instruction sets.
     os.environ[kernel_choice.VARIABLE] = kernel_choice.agreed(group.exchange(setup.cpu_kernels))
     join(config, setup)
-    runner = ModelRunner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
+    runner = setup.make_runner(config if setup.rank == 0 else replace(config, trace=None), setup.spec, group)
     facts = (runner.spec, runner.dtype, runner.sizing, runner.plan, runner.num_swap_blocks)
     channel.send(Ready(*facts, runner.kv_stats()))
     while isinstance(message := channel.receive(), Execute):

@@ -1,1 +1,1 @@
-"""Prefill of long prompts layer by layer: a side of the engine, see `nanovllm.engine.sides.LayerwisePrefill`."""
+"""Prefill of long prompts layer by layer."""

@@ -15,8 +15,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanovllm.config import EngineConfig
 from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwisePrefill
 from nanovllm.data.layout import KVLayout
+from nanovllm.memory.step_memory import ID_BYTES
+from nanovllm.models.spec import DecoderSpec
 
 
 def stored_before(host_blocks: Sequence[int], block_size: int, position: int) -> int:
@@ -72,7 +75,7 @@ def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """See `kvcache.layerwise.LayerwiseSizing`."""
+    """Sizes of layer-by-layer prefill. See `LayerwiseSizing`."""
 
     token_bytes: int
 
@@ -115,3 +118,11 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
     full = step - step % chunk
     steps = 1 + max(0, -(-(tokens - step) // full))
     return full * steps * (steps - 1) // 2
+
+
+def layerwise_sizing(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> Sizing | None:
+    """The sizes of layer-by-layer prefill; None without offload, where no prompt goes that way.
+
+    itemsize: bytes of an element of the residual stream.
+    """
+    return Sizing(spec.hidden_size * itemsize + ID_BYTES) if config.enable_cpu_offload else None

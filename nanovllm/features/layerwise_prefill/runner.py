@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.data.batch import Batch, ScheduledSequence
 from nanovllm.data.layerwise import LayerwiseStep
-from nanovllm.engine.execution_order import AdapterManager, ComputedRows
+from nanovllm.engine.forward_pass import AdapterManager, ComputedRows
 from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.kvcache.base import AttentionGeometry, StepTraffic
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -29,8 +29,8 @@ class LayerwiseState:
     x: Tensor  # [tokens of the prefill, hidden]
 
 
-class LayerwiseOrder:
-    """Runs the layer chunks that a step has of a long prompt. See `engine.execution_order.ExecutionOrder`.
+class LayerwisePass:
+    """Runs the layer chunks that a step has of a long prompt. See `engine.forward_pass.ForwardPass`.
 
     At most one layer-by-layer prefill is in progress. A step without a part of it drops its hidden states: the sequence
     was aborted or preempted or has failed, and starts the prefill again if it is resumed.

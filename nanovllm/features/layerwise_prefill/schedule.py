@@ -14,39 +14,43 @@ from nanovllm.data.tiers import Tier
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.features.layerwise_prefill.plan import Sizing, longest_prefill, plan_prefill, step_end
-
-__all__ = ["Sizing", "advance", "plan", "scheduled_part"]
+from nanovllm.features.layerwise_prefill.plan import longest_prefill, plan_prefill, step_end
 
 
-def plan(seq: Sequence, manager: BlockManager, limits: SchedulerLimits) -> None:
-    """Set `seq.layerwise`: what is prefilled layer by layer next, or None if the next chunk goes through all layers."""
-    begin, end, block_size, chunk = seq.num_computed, seq.end, manager.block_size, limits.chunk
-    reach = longest_prefill(block_size, begin, end, chunk, limits.layerwise_memory)
-    if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
-        seq.layerwise = None
-        return
-    tier_of, blocks = manager.tiers.tier_of, seq.block_table[: -(-reach // block_size)]
-    on_host = [index for index, block in enumerate(blocks) if tier_of(block) is Tier.HOST]
-    seq.layerwise = plan_prefill(on_host, block_size, begin, end, chunk, limits.layerwise_memory)
+class LayerwiseScheduler:
+    """Implements `engine.scheduler.LayerwiseScheduling`."""
 
+    def __init__(self, manager: BlockManager, limits: SchedulerLimits) -> None:
+        self._manager = manager
+        self._limits = limits
 
-def scheduled_part(scheduled: ScheduledSequence, seq: Sequence, tokens: int, num_layers: int) -> ScheduledSequence:
-    """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.
+    def plan(self, seq: Sequence) -> None:
+        """Set `seq.layerwise`: what is prefilled layer by layer next, or None for a chunk through all layers."""
+        block_size, chunk, memory = self._manager.block_size, self._limits.chunk, self._limits.layerwise_memory
+        begin, end = seq.num_computed, seq.end
+        reach = longest_prefill(block_size, begin, end, chunk, memory)
+        if reach - begin <= chunk:  # in every step of a prompt that goes chunk by chunk
+            seq.layerwise = None
+            return
+        tier_of, blocks = self._manager.tiers.tier_of, seq.block_table[: -(-reach // block_size)]
+        on_host = [index for index, block in enumerate(blocks) if tier_of(block) is Tier.HOST]
+        seq.layerwise = plan_prefill(on_host, block_size, begin, end, chunk, memory)
 
-    scheduled: the prefill as one chunk. Its tokens are sampled and scored once they have passed all layers.
-    """
-    layerwise = seq.layerwise
-    assert layerwise is not None
-    end = step_end(layerwise, seq.layerwise_done, tokens * num_layers, num_layers)
-    part = replace(scheduled, layerwise=LayerwiseStep(layerwise, seq.layerwise_done, end))
-    return part if end == num_layers * layerwise.num_chunks else replace(part, samples=(), prompt_targets=None)
+    def part(self, scheduled: ScheduledSequence, seq: Sequence, tokens: int) -> ScheduledSequence:
+        """A step's share of `seq.layerwise`: the layer chunks that cost as much as `tokens` through all layers.
 
+        scheduled: the prefill as one chunk. Its tokens are sampled and scored once they have passed all layers.
+        """
+        layerwise, num_layers = seq.layerwise, self._limits.num_layers
+        assert layerwise is not None
+        end = step_end(layerwise, seq.layerwise_done, tokens * num_layers, num_layers)
+        part = replace(scheduled, layerwise=LayerwiseStep(layerwise, seq.layerwise_done, end))
+        return part if end == num_layers * layerwise.num_chunks else replace(part, samples=(), prompt_targets=None)
 
-def advance(seq: Sequence, done: LayerwiseStep, num_layers: int) -> int:
-    """Record that layer chunks were run. Returns the tokens computed in all layers: 0 before the last layer chunk."""
-    if done.end_layer_chunk < num_layers * done.layerwise.num_chunks:
-        seq.layerwise_done = done.end_layer_chunk
-        return 0
-    seq.layerwise, seq.layerwise_done = None, 0
-    return done.layerwise.end - done.layerwise.begin
+    def advance(self, seq: Sequence, done: LayerwiseStep) -> int:
+        """Record that layer chunks were run. Returns the tokens computed in all layers: 0 before the last of them."""
+        if done.end_layer_chunk < self._limits.num_layers * done.layerwise.num_chunks:
+            seq.layerwise_done = done.end_layer_chunk
+            return 0
+        seq.layerwise, seq.layerwise_done = None, 0
+        return done.layerwise.end - done.layerwise.begin

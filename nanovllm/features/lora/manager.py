@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class LoRAManager:
     """Holds up to max_loras adapters on the device and max_cpu_loras in host memory.
 
-    See `engine.execution_order.AdapterManager`.
+    See `engine.forward_pass.AdapterManager`.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig) -> None:
@@ -86,7 +86,7 @@ class LoRAManager:
                 errors.setdefault(adapter.number, f"rank {ranks.index(1.0)} cannot read it, and has logged why")
 
     def of_rows(self, sequences: Sequence[tuple[int | None, int]]) -> Sequence[RowAdapters | None]:
-        """See `engine.execution_order.AdapterManager`. Rows of an adapter that could not be loaded get none."""
+        """See `engine.forward_pass.AdapterManager`. Rows of an adapter that could not be loaded get none."""
         if self._tables is not None:
             return self._tables.batch_parts(sequences, self._on_device, self._model.chunk_rows)
         weights = {number: weights for number, (_, weights) in self._on_device.items()}

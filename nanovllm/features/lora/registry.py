@@ -9,14 +9,11 @@ from nanovllm.data.adapter import Adapter
 from nanovllm.errors import ConfigError, ModelError, RequestError, quoted
 from nanovllm.features.lora.adapter_files import read_adapter, stamp_of
 from nanovllm.features.lora.request import LoRARequest
-from nanovllm.memory.adapters import reserved
 from nanovllm.models.spec import DecoderSpec
-
-__all__ = ["AdapterRegistry", "LoRARequest", "reserved"]
 
 
 class AdapterRegistry:
-    """Numbers adapters by the path and the stamp of their files. See `engine.adapter.Adapters`.
+    """Numbers adapters by the path and the stamp of their files. See `data.adapter.Adapters`.
 
     So a request never shares blocks of the prefix cache, or a copy on the device, with one that named other content.
     """

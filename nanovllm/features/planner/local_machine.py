@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.device import Device, create_device
+from nanovllm.features.cuda_graphs import graph_bytes
+from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
 from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.features.planner.network import Network
@@ -63,13 +66,18 @@ class LocalMachine:
         if device.torch_device.type == "cpu":
             model = _meta_decoder(network)
             model.chunk_rows = CPU_CHUNK_ROWS
-            return measure_memory(device, model, self._backend, config, to_load=weights)
+            return self._measure(model, config, weights)
         spec = network.spec.one_of_each_kind()
         with device.compute():
             model = Decoder(spec, self._dtype, device.torch_device)
             fill_with_random_weights(model, seed=0)
         to_load = network.weight_bytes - Network(spec, network.dtype).weight_bytes
-        return measure_memory(device, model, self._backend, config, to_load)
+        return self._measure(model, config, to_load)
+
+    def _measure(self, model: Decoder, config: EngineConfig, to_load: int) -> MemoryFacts:
+        layerwise = layerwise_sizing(model.spec, model.dtype.itemsize, config)
+        graphs = partial(graph_bytes, self._device, model, self._backend, config)
+        return measure_memory(self._device, model, self._backend, config, to_load, layerwise, graphs)
 
     def rates(self, sizing: KVSizing) -> Rates:
         """Those of one rank, measured in a few seconds."""

@@ -14,7 +14,6 @@ from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import KVPlan, longest_sequence
 from nanovllm.models.spec import DecoderSpec
-from nanovllm.side_modules import find_side
 
 MAX_DECODE_SAMPLES = 64  # contexts at which the decode time of a long output is computed
 
@@ -56,8 +55,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The report on the longest prompt, as `nanovllm plan` prints it."""
-        report: Any = find_side("nanovllm.apps.planner.report")
-        return str(report.plan_table(self, self.kv.max_model_len, 1))
+        from nanovllm.features.planner.report import plan_table  # which describes plans
+
+        return plan_table(self, self.kv.max_model_len, 1)
 
     @property
     def chunk(self) -> int:

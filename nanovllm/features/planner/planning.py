@@ -11,15 +11,16 @@ from nanovllm.apps.cli.arguments import check_offload_flags, engine_arguments
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
+from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
 from nanovllm.features.planner.activations import activation_peak
 from nanovllm.features.planner.machine import Link, Rates
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.plan import Plan, make_plan
-from nanovllm.formats.gguf_side import is_gguf
-from nanovllm.formats.hub import find_directory
+from nanovllm.formats.hub import find_directory, is_gguf
+from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
 from nanovllm.memory.sizing import MemoryFacts, smallest
-from nanovllm.memory.step_memory import check_step_fits, layerwise_sizing, needs_activation_peak, reserve_for_adapters
+from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak
 from nanovllm.models.hf_config import read_decoder_spec
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _sizing(args: argparse.Namespace, network: Network, machine: LocalMachine | 
             memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
         else:
             memory = machine.memory(config)
-        return reserve_for_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
+        return without_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
 
     memory = memory_of(config)
     layout = network.layout(network.block_size(config))

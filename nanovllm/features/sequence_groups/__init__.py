@@ -1,4 +1,4 @@
-"""Requests of several sequences, and preemption by swapping: a side, see `nanovllm.engine.sides.SequenceGroups`."""
+"""Requests of several sequences (n, best_of, beam search), and preemption by swapping."""
 
 from __future__ import annotations
 

@@ -93,10 +93,11 @@ class _Buckets:
         return Histogram(name, labels, total, self._sum, buckets)
 
 
-class RequestHistograms:
-    """What requests took, counted when they end."""
+class MetricsReader:
+    """The engine's metrics in vLLM's shapes, with histograms of what requests took, counted when they end."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, model_name: str) -> None:
+        self._labels = {"model_name": model_name, "engine": "0"}
         tokens = tuple(_one_two_five(max_model_len))
         self._buckets = {
             "vllm:request_prompt_tokens": _Buckets(tokens),
@@ -147,31 +148,28 @@ class RequestHistograms:
             reason = seq.finish_reason or "abort"
             self._finished[reason] = self._finished.get(reason, 0) + 1
 
-    def metrics(self, labels: dict[str, str]) -> Iterator[Metric]:
-        yield Counter("vllm:prompt_tokens", labels, self._prompt_tokens)
-        yield Counter("vllm:prompt_tokens_cached", labels, self._cached_tokens)
-        yield Counter("vllm:generation_tokens", labels, self._generated_tokens)
-        for reason, count in self._finished.items():
-            yield Counter("vllm:request_success", {**labels, "finished_reason": reason}, count)
-        for name, buckets in self._buckets.items():
-            yield buckets.histogram(name, labels)
-
-
-def snapshot(engine: EngineMetrics, requests: RequestHistograms, model_name: str) -> list[Metric]:
-    """All metrics as they are now, labelled with the model's name."""
-    labels = {"model_name": model_name, "engine": "0"}
-    blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
-    waiting = engine.waiting_requests + engine.swapped_requests
-    preemptions = engine.preemptions_by_recompute + engine.preemptions_by_swap
-    return [
-        Gauge("vllm:num_requests_running", labels, engine.running_requests),
-        Gauge("vllm:num_requests_waiting", labels, waiting),
-        Gauge("vllm:kv_cache_usage_perc", labels, engine.used_blocks / max(blocks, 1)),
-        Counter("vllm:prefix_cache_queries", labels, engine.prefix_cache_queried_tokens),
-        Counter("vllm:prefix_cache_hits", labels, engine.prefix_cache_hit_tokens),
-        Counter("vllm:num_preemptions", labels, preemptions),
-        *requests.metrics(labels),
-    ]
+    def read(self, engine: EngineMetrics) -> list[Metric]:
+        """All metrics as they are now, labelled with the model's name."""
+        labels = self._labels
+        blocks = engine.used_blocks + engine.cached_blocks + engine.free_blocks
+        waiting = engine.waiting_requests + engine.swapped_requests
+        preemptions = engine.preemptions_by_recompute + engine.preemptions_by_swap
+        return [
+            Gauge("vllm:num_requests_running", labels, engine.running_requests),
+            Gauge("vllm:num_requests_waiting", labels, waiting),
+            Gauge("vllm:kv_cache_usage_perc", labels, engine.used_blocks / max(blocks, 1)),
+            Counter("vllm:prefix_cache_queries", labels, engine.prefix_cache_queried_tokens),
+            Counter("vllm:prefix_cache_hits", labels, engine.prefix_cache_hit_tokens),
+            Counter("vllm:num_preemptions", labels, preemptions),
+            Counter("vllm:prompt_tokens", labels, self._prompt_tokens),
+            Counter("vllm:prompt_tokens_cached", labels, self._cached_tokens),
+            Counter("vllm:generation_tokens", labels, self._generated_tokens),
+            *(
+                Counter("vllm:request_success", {**labels, "finished_reason": reason}, count)
+                for reason, count in self._finished.items()
+            ),
+            *(buckets.histogram(name, labels) for name, buckets in self._buckets.items()),
+        ]
 
 
 def _one_two_five(most: int) -> Iterator[int]:

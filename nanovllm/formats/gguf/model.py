@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +13,6 @@ from nanovllm.formats.gguf.config import config_fields, generation_fields, rope_
 from nanovllm.formats.gguf.header import TENSOR_TYPES, GgufHeader, TensorType, read_header
 from nanovllm.formats.gguf.names import hugging_face_name
 from nanovllm.formats.gguf.weights import GgufWeight
-from nanovllm.formats.gguf_side import GgufConfig
 from nanovllm.layers.linear import DenseWeight
 from nanovllm.layers.linear_method import CheckpointTensor, NamedTensors, StoredWeight, dense_tensors
 from nanovllm.layers.packed_matrix import stack_by_form
@@ -63,8 +63,21 @@ class GgufMethod:
         return BY_NAME[self.types[module]] if module in self.types else None
 
 
+class GgufConfig(NamedTuple):
+    """What a file says about the network.
+
+    fields: as in config.json; generation: as in generation_config.json; rope_factors: what each RoPE frequency is
+    divided by, or none; method: how the matrices are stored, None if all are plain numbers.
+    """
+
+    fields: dict[str, Any]
+    generation: Mapping[str, Any]
+    rope_factors: tuple[float, ...]
+    method: GgufMethod | None
+
+
 def read_config(path: Path) -> GgufConfig:
-    """See `model_files.gguf_side.GgufSide`."""
+    """The network of a file. Raises ModelError for a file that is damaged or not supported."""
     header = read_header(path)
     fields = config_fields(header)  # first: of another architecture, the tensors' types do not matter
     header.check_types()

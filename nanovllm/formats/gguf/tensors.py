@@ -21,7 +21,10 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """See `model_files.gguf_side.GgufSide`. Shapes count numbers, also those of packed matrices."""
+    """Each tensor by its name in Hugging Face format. Shapes count numbers, also those of packed matrices.
+
+    Raises ModelError for a file that is damaged or not supported.
+    """
     header = read_header(path)
     heads = rotated_heads(header)
     found = {}

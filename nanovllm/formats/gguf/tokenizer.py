@@ -17,7 +17,6 @@ from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer
 from nanovllm.formats.gguf.fields import Metadata
 from nanovllm.formats.gguf.header import read_header
 from nanovllm.formats.gguf.pre_tokenizers import PRE_TOKENIZERS
-from nanovllm.formats.gguf_side import NoTokenizerError
 
 PREFIX = "tokenizer.ggml."
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # types of tokens
@@ -29,8 +28,12 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 END_TEXTS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
 
 
+class NoTokenizerError(ModelError):
+    """A file describes a network without its tokenizer."""
+
+
 def load_tokenizer(path: Path) -> FastTokenizer:
-    """See `model_files.gguf_side.GgufSide`. Raises ModelError for a tokenizer that is not supported."""
+    """The tokenizer. Raises ModelError for one that is not supported, and NoTokenizerError if there is none."""
     metadata = Metadata(path, read_header(path).metadata)
     kind = metadata.get(f"{PREFIX}model", TEXT)
     remedy = f"supported: {', '.join(_KINDS)}. Name another with tokenizer=, or skip_tokenizer_init."

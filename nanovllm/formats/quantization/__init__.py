@@ -25,7 +25,7 @@ METHODS = MappingProxyType(
 
 
 def read_quantization(config: Mapping[str, Any], dtype: str) -> LinearMethod:
-    """See `models.hf_config.Quantizations`."""
+    """The method of a `quantization_config` in a checkpoint of `dtype`. Raises ModelError for other formats."""
     name: str | None = checked_fields(WHERE, config, {"quant_method": TEXT}).get("quant_method")
     if name is None or name not in METHODS:
         found = f"it has no quant_method ({quoted(config)})" if name is None else f"quant_method={quoted(name)}"

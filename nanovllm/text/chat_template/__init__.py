@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process with limits: a side, see `nanovllm.engine.sides.ChatTemplates`."""
+"""Chat templates, rendered in a process with limits."""
 
 from nanovllm.text.chat_template.process import TemplateProcess
 from nanovllm.text.chat_template.template import ChatTemplate

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from nanovllm.apps.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.features.planner.plan import Plan, RequestPlan
 from nanovllm.features.planner.predict import Prediction
+from nanovllm.features.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.memory.budget import TransferCount
 
 RATES = {  # option of the command line, and unit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.batch import Sample, SamplingRow, StepResult, TokenLogprobs
-from nanovllm.engine.execution_order import ComputedRows
+from nanovllm.engine.forward_pass import ComputedRows
 from nanovllm.errors import told
 from nanovllm.layers.logits import process
 from nanovllm.layers.logprobs import token_logprobs
@@ -24,7 +24,7 @@ EVERYTHING_BANNED = (
 MOST_NAMED = 3  # weights in an error message
 
 
-def score(model: Decoder, rows: ComputedRows, result: StepResult, why_not_finite: Callable[[], str]) -> None:
+def sample_rows(model: Decoder, rows: ComputedRows, result: StepResult, why_not_finite: Callable[[], str]) -> None:
     """Append the sequences of `rows` to `result`: the tokens that are due, and the asked prompt log-probabilities.
 
     why_not_finite: gives the error of a sequence whose logits hold NaN or infinity. The samples of a sequence with an

@@ -1,4 +1,7 @@
-"""The order in which a step takes its sequences through the layers of the model, and the usual one."""
+"""How a step takes its sequences through the layers of the model: chunk by chunk here, or layer by layer.
+
+`features/layerwise_prefill` has the second.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ logger = logging.getLogger(__name__)
 class ComputedRows:
     """Hidden states after the final norm, [rows, hidden], of sequences whose rows begin at `starts`.
 
-    An order that keeps only the last row of a sequence gives a start before the first row, so that
+    A pass that keeps only the last row of a sequence gives a start before the first row, so that
     `start + len(token_ids) - 1` is the row to sample from in either case.
     """
 
@@ -60,15 +63,15 @@ class StepWatch:
             logger.exception("the function that watches the steps has failed, and is not called again")
 
 
-class ExecutionOrder(Protocol):
-    """Computes those sequences of a batch that go through the layers in this order.
+class ForwardPass(Protocol):
+    """Computes those sequences of a batch that go through the layers in this way.
 
-    In each step the runner calls `begin_step` of its orders, then `run` of those that take part, both in one fixed
-    sequence.
+    In each step the runner calls `begin_step` of its passes, then `run` of those that take part, both in one fixed
+    order.
     """
 
     def begin_step(self, batch: Batch) -> StepTraffic | None:
-        """Start the step's loads. Returns the KV bytes that each of this order's sequences moves; None without any."""
+        """Start the step's loads. Returns the KV bytes that each of this pass's sequences moves; None without any."""
         ...
 
     def run(self, on_attend: Callable[[int], None] | None) -> ComputedRows:
@@ -76,7 +79,7 @@ class ExecutionOrder(Protocol):
         ...
 
     def abandon_step(self) -> None:
-        """The step failed: make the order usable for the next one."""
+        """The step failed: make the pass usable for the next one."""
         ...
 
 
@@ -107,7 +110,7 @@ class AdapterManager(Protocol):
         ...
 
 
-class ChunkOrder:
+class ChunkedPass:
     """All sequences of a step form one flat batch, which goes through all layers."""
 
     def __init__(
@@ -120,7 +123,7 @@ class ChunkOrder:
         self._model = model
         self._adapters = adapters
         self._kv_cache = kv_cache
-        self._decode_runner = decode_runner
+        self.decode_runner = decode_runner
         self._sequences: Sequence[ScheduledSequence] = ()
         self._metadata: tuple[SequenceMetadata, ...] = ()
 
@@ -148,8 +151,8 @@ class ChunkOrder:
         kv_cache: KVCache = self._kv_cache if on_attend is None else WatchedKVCache(self._kv_cache, on_attend)
         rows = [(seq.adapter, len(seq.token_ids)) for seq in self._sequences]
         adapters = self._adapters.of_rows(rows) if self._adapters is not None else ()
-        if not adapters and self._decode_runner is not None and self._decode_runner.take(sequences):
-            hidden = self._decode_runner.run(inputs, sequences, kv_cache)
+        if not adapters and self.decode_runner is not None and self.decode_runner.take(sequences):
+            hidden = self.decode_runner.run(inputs, sequences, kv_cache)
         else:
             token_ids, positions, rope_lengths = upload(inputs, self._model.device)
             hidden = self._model(token_ids, ForwardContext(positions, rope_lengths, sequences, kv_cache, adapters))
