@@ -19,6 +19,7 @@ from nanovllm.engine.guard import EngineCall, EngineGuard
 from nanovllm.engine.llm_engine import EngineClient, LLMEngine
 from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.request import Request
+from nanovllm.engine.view import EngineView
 from nanovllm.errors import EngineError, RequestError, as_request_error
 from nanovllm.features.lora.request import LoRARequest
 from nanovllm.features.progress_bar import ProgressBar
@@ -275,6 +276,10 @@ class LLM:
     def metrics(self) -> EngineMetrics:
         """Counts since the start: preemptions by kind, blocks copied and swapped, hits of the prefix cache."""
         return self.engine.metrics()
+
+    def view(self) -> EngineView:
+        """Queues, blocks, progress and limits of the running engine, for displays."""
+        return EngineView(self.engine, self.kv_stats)
 
     def close(self) -> None:
         """Release weights and KV memory and end the transfer streams. Safe to call twice.

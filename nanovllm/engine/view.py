@@ -1,0 +1,119 @@
+"""What applications see of a running engine: its queues, blocks, progress and limits, as plain data. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.block_manager import BlockState, PrefixCacheStats
+from nanovllm.engine.request import Request, Sequence
+
+if TYPE_CHECKING:  # the first imports this module, the second torch
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.kvcache.base import KVStats
+
+
+class KVBlockState(IntEnum):
+    """The state of a physical block, as a display tells it."""
+
+    FREE = BlockState.FREE
+    CACHED = BlockState.CACHED
+    USED = BlockState.USED
+    FILLING = 3  # a running request has it, and some of its tokens are still to be computed
+    IN_FLIGHT = 4  # on the host, and a copy to or from a ring slot or the layer buffer is under way
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request that has not ended. `blocks`: their physical ids."""
+
+    request_id: str
+    prompt_tokens: int
+    prompt_tokens_computed: int  # or found in the prefix cache
+    output_tokens: int  # of all its sequences
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """The running prompts that are not yet computed."""
+
+    tokens: int
+    tokens_done: float
+    layer: int  # layers that have begun: of the step, or of a layer-by-layer prefill; 0 if neither is under way
+    layer_by_layer: bool
+    uncounted: int  # of tokens_done, what `EngineMetrics.prompt_tokens_computed` does not count yet
+
+
+class EngineView:
+    """To be read between steps, or from `LLM.watch_steps` in a step, by the thread that steps the engine.
+
+    step_share: the share of the running step that is done; None between steps. Physical ids number the blocks across
+    the tiers, in the order of `tiers`.
+    """
+
+    def __init__(self, engine: LLMEngine, kv_stats: Callable[[], KVStats]) -> None:
+        self._scheduler, self._manager = engine.scheduler, engine.scheduler.block_manager
+        self.progress, self.metrics, self.kv_stats = engine.progress, engine.metrics, kv_stats
+        self.prefix_cache: PrefixCacheStats = self._manager.stats  # totals since the engine was created
+        self.limits = engine.limits  # such as max_model_len, max_num_seqs and num_layers
+        tiers = self._manager.tiers
+        self.tiers = {"device": tiers.num_device_blocks, "host": tiers.num_host_blocks, "swap": tiers.num_swap_blocks}
+
+    @property
+    def waiting(self) -> list[RequestView]:
+        return [self._request(request) for request in self._scheduler.waiting]
+
+    @property
+    def running(self) -> list[RequestView]:
+        return [self._request(request) for request in self._scheduler.running]
+
+    @property
+    def swapped(self) -> list[RequestView]:
+        """Preempted requests, whose blocks are in swap space."""
+        return [self._request(request) for request in self._scheduler.swapped]
+
+    def block_states(self, step_share: float | None = None) -> bytes:
+        """A `KVBlockState` for each physical block."""
+        states, block_size = bytearray(self._manager.block_states()), self._manager.block_size
+        for seq in self._computing():
+            for block in self._physical(seq.block_table[seq.num_computed // block_size :]):
+                states[block] = KVBlockState.FILLING
+            # The tokens whose K/V is in the layer buffer, and is stored to the host.
+            chunk = seq.layerwise.positions(self._layer_chunk(seq, step_share)) if seq.layerwise else range(0)
+            for block in self._physical(seq.block_table[chunk.start // block_size : -(-chunk.stop // block_size)]):
+                if block >= self.tiers["device"]:
+                    states[block] = KVBlockState.IN_FLIGHT
+        for block in self.kv_stats().blocks_in_flight:
+            states[block] = KVBlockState.IN_FLIGHT
+        return bytes(states)
+
+    def prefill(self, step_share: float | None = None) -> PrefillView:
+        progress, num_layers = self.progress(step_share or 0.0), self.limits.num_layers
+        tokens, done = progress.prompt_tokens, progress.prompt_tokens_done
+        unfilled = [seq for seq in self._computing() if seq.num_computed < seq.prompt_len]
+        layer = 0 if step_share is None else min(int(step_share * num_layers), num_layers - 1) + 1
+        layers = [seq.layerwise.layer(self._layer_chunk(seq, step_share)) + 1 for seq in unfilled if seq.layerwise]
+        uncounted = int(done) - sum(seq.num_computed for seq in unfilled)
+        return PrefillView(tokens, done, next(iter(layers), layer), bool(layers), uncounted)
+
+    def _computing(self) -> list[Sequence]:
+        return [seq for request in self._scheduler.running for seq in request.computing]
+
+    def _physical(self, block_ids: Iterable[int]) -> list[int]:
+        return [self._manager.tiers.physical_ids[block_id] for block_id in block_ids]
+
+    def _request(self, request: Request) -> RequestView:
+        computed = max((seq.num_computed for seq in request.live), default=0)
+        blocks = dict.fromkeys(block for seq in request.live for block in self._physical(seq.block_table))
+        output_tokens, prompt_len = sum(seq.num_output_tokens for seq in request.sequences), request.prompt_len
+        return RequestView(request.request_id, prompt_len, min(computed, prompt_len), output_tokens, tuple(blocks))
+
+    def _layer_chunk(self, seq: Sequence, step_share: float | None) -> int:
+        """The layer chunk that a layer-by-layer prefill has reached: an estimate, since others share the step."""
+        assert seq.layerwise is not None
+        in_step = self.limits.max_num_batched_tokens * self.limits.num_layers // seq.layerwise.chunk
+        last = seq.layerwise.num_chunks * self.limits.num_layers - 1
+        return min(seq.layerwise_done + int((step_share or 0.0) * in_step), last)
