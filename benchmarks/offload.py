@@ -20,6 +20,7 @@ from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
 from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.data.layout import KVLayout
+from nanovllm.engine.scheduler import LayerwiseScheduling
 from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount, predict_request
@@ -56,13 +57,14 @@ class Variant:
     llm: LLM
     layerwise_memory: LayerwiseMemory  # for layer-by-layer prefill
     kv_cache_dtype: str
+    layerwise: LayerwiseScheduling | None  # the engine's own
     runs: list[RunTiming] = field(default_factory=list)
     moved: list[TransferCount] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
 
     def prepare(self) -> None:
         scheduler = self.llm.engine.scheduler
-        scheduler.limits = replace(scheduler.limits, layerwise_memory=self.layerwise_memory)
+        scheduler.layerwise = None if self.layerwise_memory == NO_LAYERWISE else self.layerwise
 
     def run(self, prompt: list[int], output_len: int, *, counts: bool) -> None:
         self.prepare()
@@ -226,9 +228,10 @@ def open_variants(
         if name in {*names, OFFLOAD}:
             llm = stack.enter_context(work.open(**arguments))
             kv_cache_dtype = arguments.get("kv_cache_dtype", work.kv_cache_dtype)
-            variants[name] = Variant(llm, llm.kv_stats().layerwise_memory, kv_cache_dtype)
+            memory, scheduling = llm.kv_stats().layerwise_memory, llm.engine.scheduler.layerwise
+            variants[name] = Variant(llm, memory, kv_cache_dtype, scheduling)
     if CHUNK_MAJOR in names:
-        variants[CHUNK_MAJOR] = Variant(variants[OFFLOAD].llm, NO_LAYERWISE, work.kv_cache_dtype)
+        variants[CHUNK_MAJOR] = replace(variants[OFFLOAD], layerwise_memory=NO_LAYERWISE, runs=[], moved=[], tokens=[])
     return variants
 
 

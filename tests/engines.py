@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.batch import Batch, ScheduledSequence, StepResult
-from nanovllm.data.layerwise import NO_LAYERWISE
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.memory import sizing
 from nanovllm.memory.budget import DeviceSplit, TransferCount
@@ -151,7 +149,7 @@ def set_prefill(llm: LLM, way: str) -> None:
     """From now on plan every prefill chunk-major, or leave it to the planner: layer-major where that saves bytes."""
     assert way in PREFILL_WAYS
     if way == "chunk-major":
-        llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, layerwise_memory=NO_LAYERWISE)
+        llm.engine.scheduler.layerwise = None
 
 
 def set_ring(monkeypatch: pytest.MonkeyPatch, ring_slots: int) -> None:

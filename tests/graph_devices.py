@@ -260,8 +260,8 @@ def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     measure = build.measure_memory
 
-    def watched(*args: Any) -> Any:
-        found.append(measure(*args))
+    def watched(*args: Any, **options: Any) -> Any:
+        found.append(measure(*args, **options))
         return found[-1]
 
     monkeypatch.setattr(build, "measure_memory", watched)

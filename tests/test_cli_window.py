@@ -19,6 +19,7 @@ from nanovllm.apps.cli.main import main
 from nanovllm.apps.cli.prompts import Feed, Source
 from nanovllm.data.progress import Progress
 from nanovllm.outputs import RequestMetrics
+from nanovllm.text.prompts import PromptParts
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,11 @@ class SlowestFirst:
     def check_prompt(self, prompt: str, token_ids: None, params: SamplingParams) -> list[int]:
         return [1] * len(prompt)
 
-    def add_request(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:
-        self.waiting[request_id] = prompt
+    def make_request(self, request_id: str, prompt: PromptParts, params: SamplingParams, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(request_id=request_id, prompt=prompt.text)
+
+    def add(self, request: SimpleNamespace) -> None:
+        self.waiting[request.request_id] = request.prompt
         self.most = max(self.most, len(self.waiting))
 
     def step(self) -> list[RequestOutput]:

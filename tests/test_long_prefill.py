@@ -109,7 +109,7 @@ def test_a_prompt_without_layerwise_memory_is_not_searched_for_host_blocks(monke
     tier_of = HybridManager.tier_of
     monkeypatch.setattr(HybridManager, "tier_of", lambda tiers, block: looked_at.append(block) or tier_of(tiers, block))
     for _ in range(5):
-        bench.scheduler._layerwise.plan(bench.scheduler.running[0].computing[0])
+        bench.scheduler.layerwise.plan(bench.scheduler.running[0].computing[0])
     assert looked_at == []
 
 

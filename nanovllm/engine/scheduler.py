@@ -58,7 +58,7 @@ class Scheduler:
         self.limits = limits
         self.block_manager = block_manager
         self.preemption = Preemption(block_manager) if preemption is None else preemption
-        self._layerwise = layerwise
+        self.layerwise = layerwise
         # All three are sorted by priority, then by arrival.
         self.waiting: list[Request] = []
         self.swapped: list[Request] = []
@@ -112,12 +112,12 @@ class Scheduler:
         self.block_manager.promote(seq for seq, _ in budget.chunks)
         moves = self.block_manager.take_moves()
         sequences = [self._scheduled(seq, chunk) for seq, chunk in budget.chunks]
-        if self._layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
+        if self.layerwise is not None and budget.long_prefill is not None:  # one layer by layer takes the rest
             seq = budget.long_prefill.computing[0]
             if seq.layerwise is not None:
                 prefill = self._scheduled(seq, seq.layerwise.end - seq.layerwise.begin)
                 tokens = min(budget.left, self.limits.chunk)
-                sequences.append(self._layerwise.part(prefill, seq, tokens))
+                sequences.append(self.layerwise.part(prefill, seq, tokens))
         assert sequences or not moves, "block moves were planned for a step without sequences"
         adapters = {r.adapter.number: r.adapter for r in self.running if r.adapter is not None}
         return Batch(sequences, moves, tuple(adapters.values()))
@@ -131,8 +131,8 @@ class Scheduler:
         rows = zip(stepped, batch.sequences, result.samples, result.h2d_bytes, result.d2h_bytes, strict=True)
         for seq, scheduled, samples, h2d_bytes, d2h_bytes in rows:
             computed = len(scheduled.token_ids)
-            if self._layerwise is not None and scheduled.layerwise is not None:
-                computed = self._layerwise.advance(seq, scheduled.layerwise)
+            if self.layerwise is not None and scheduled.layerwise is not None:
+                computed = self.layerwise.advance(seq, scheduled.layerwise)
             seq.num_computed += computed
             if seq.request not in errors:  # what a failed request has computed may be wrong
                 self.block_manager.register_computed(seq, scheduled.context_len)
@@ -227,8 +227,8 @@ class Scheduler:
 
     def _plan_order(self, seq: Sequence) -> None:
         """Set `seq.layerwise`, unless a layer-by-layer prefill of the sequence is in progress."""
-        if self._layerwise is not None and seq.layerwise is None:
-            self._layerwise.plan(seq)
+        if self.layerwise is not None and seq.layerwise is None:
+            self.layerwise.plan(seq)
 
     def _next_admissible(
         self, candidates: Iterator[Request], computing: Mapping[bytes | None, Request], budget: SchedulingBudget

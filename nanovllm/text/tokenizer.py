@@ -24,7 +24,6 @@ from nanovllm.data.json_fields import (
 )
 from nanovllm.errors import ModelError, RequestError, quoted, told
 from nanovllm.formats.fast_tokenizer import SPECIAL_TOKENS, FastTokenizer, load_fast
-from nanovllm.formats.gguf import tokenizer as gguf_tokenizer
 from nanovllm.formats.hub import is_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -78,7 +77,9 @@ class HuggingFaceTokenizer:
         class if the directory's files name none."""
         self._path, self._model_type = Path(model_dir), model_type
         if is_gguf(self._path):
-            self._fast: FastTokenizer | None = gguf_tokenizer.load_tokenizer(self._path)
+            from nanovllm.formats.gguf.tokenizer import load_tokenizer  # imports numpy
+
+            self._fast: FastTokenizer | None = load_tokenizer(self._path)
         else:
             config = _check_files(self._path)
             _refuse_own_code(self._path, config)
@@ -145,9 +146,11 @@ def load_tokenizer(model_dir: str | Path, model_type: str | None = None) -> Toke
     """The tokenizer of a directory or GGUF file, or None if it has none."""
     path = Path(model_dir)
     if is_gguf(path):
+        from nanovllm.formats.gguf.tokenizer import NoTokenizerError  # imports numpy
+
         try:
             return HuggingFaceTokenizer(path)
-        except gguf_tokenizer.NoTokenizerError:
+        except NoTokenizerError:
             return None
     if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
         return None

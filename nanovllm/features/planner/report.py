@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.features.planner.plan import Plan, RequestPlan
 from nanovllm.features.planner.predict import Prediction
 from nanovllm.features.planner.units import show_bytes, show_rate, show_seconds
 from nanovllm.memory.budget import TransferCount
+
+if TYPE_CHECKING:  # a plan prints itself with this module
+    from nanovllm.features.planner.plan import Plan, RequestPlan
 
 RATES = {  # option of the command line, and unit
     "compute": ("--compute", "FLOPS"),
