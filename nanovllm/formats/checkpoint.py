@@ -18,7 +18,7 @@ from nanovllm.data.json_fields import OBJECT, checked_fields, read_json_object
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.device.memory import address_space_left
 from nanovllm.errors import ConfigError, ModelError, quoted, told
-from nanovllm.formats.hub import INDEX, is_gguf
+from nanovllm.formats.hub import INDEX
 from nanovllm.layers.sharding import Part
 
 SINGLE = "model.safetensors"
@@ -65,14 +65,10 @@ def some_of(names: Iterable[str], limit: int = 5) -> str:
 
 
 def list_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint, a directory or a GGUF file, by name. Reads headers only.
+    """Every tensor of the checkpoint in a directory, by name. Reads headers only.
 
     Raises ModelError if there are no safetensors files, if one is damaged, or if index and shards do not agree.
     """
-    if is_gguf(directory):
-        from nanovllm.formats.gguf.tensors import list_tensors
-
-        return list_tensors(directory)
     if (directory / SINGLE).is_file():
         return headers(directory / SINGLE)
     if not (directory / INDEX).is_file():

@@ -14,6 +14,7 @@ from nanovllm.config import LOAD_FORMATS
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.errors import ConfigError, ModelError
 from nanovllm.formats.checkpoint import StoredTensor, TensorReader, list_tensors, some_of
+from nanovllm.formats.gguf import tensors as gguf_tensors
 from nanovllm.formats.hub import is_gguf
 from nanovllm.layers.linear import create_weight
 from nanovllm.layers.linear_method import CheckpointTensor
@@ -119,7 +120,10 @@ def load_model(
     directory = Path(model_dir)
     if load_format == ("safetensors" if is_gguf(directory) else "gguf"):
         raise ConfigError(f"load_format={load_format!r}: {directory} has another format; leave it out.")
-    stored = {} if load_format == "dummy" else _of_text_model(with_single_experts(list_tensors(directory), spec), spec)
+    stored: dict[str, StoredTensor] = {}
+    if load_format != "dummy":
+        listed = gguf_tensors.list_tensors(directory) if is_gguf(directory) else list_tensors(directory)
+        stored = _of_text_model(with_single_experts(listed, spec), spec)
     tensors = dict(spec.tensors())
     names = {} if load_format == "dummy" else _stored_names(directory, spec, tensors, stored)
     with closing(TensorReader()) as reader:
