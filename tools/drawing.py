@@ -2,15 +2,18 @@
 
 A box is a package or file directly under PACKAGE, with its files and lines of code. An arrow is an import at run time,
 also one within a function; an import that follows from others is left out. Files that import no package are one box.
+The first line counts rooms (packages and files, the plain ones each), floors (the longest chain of imports) and all
+arrows between rooms.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tools.structure import PACKAGE, SIDES, code_lines
+from tools.count import ROOT, code_lines
 
 PLAIN = "plain data"
 Imports = dict[str, set[str]]
@@ -67,6 +70,19 @@ def without_implied(imports: Imports) -> Imports:
     }
 
 
+def floors(imports: Imports) -> str:
+    """The rooms on the longest chain of imports, or those of a cycle, which has no floors."""
+    sorter, count = TopologicalSorter(imports), 0
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return f"in a cycle ({' -> '.join(error.args[1])})"
+    while sorter.is_active():
+        sorter.done(*sorter.get_ready())
+        count += 1
+    return f"on {count} floors"
+
+
 def draw(package: Path) -> str:
     """The diagram of a package directory."""
     files = [path for path in sorted(package.rglob("*.py")) if box_of(path, package) not in ("__init__", "__main__")]
@@ -82,18 +98,16 @@ def draw(package: Path) -> str:
         size[0] += 1
         size[1] += code_lines(path)
     ids = {name: name.replace(" ", "_") for name in grouped}
-    sides = [Path(part).stem for parts in SIDES.values() for part in parts if "/" not in part]
-    lines = ["flowchart TB"]
+    arrows = sum(map(len, imports.values()))
+    lines = [f"%% {len(imports)} rooms {floors(imports)}, {arrows} arrows", "flowchart TB"]
     for name, (files_in, code) in sorted(sizes.items()):
         lines.append(f'    {ids[name]}["{name}<br/>{files_in} file{"s" * (files_in > 1)}, {code:,} lines"]')
     for name, imported in sorted(without_implied(grouped).items()):
         lines += [f"    {ids[name]} --> {ids[other]}" for other in sorted(imported)]
-    named = ",".join(ids[name] for name in sorted(grouped) if name in sides)
-    lines += ["    classDef side stroke-dasharray: 5 5", f"    class {named} side"] if named else []
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("package", nargs="?", type=Path, default=PACKAGE)
+    parser.add_argument("package", nargs="?", type=Path, default=ROOT / "nanovllm")
     print(draw(parser.parse_args().package.resolve()), end="")
