@@ -133,7 +133,7 @@ def test_a_packed_mask_is_applied_as_the_reference_does(data: st.DataObject) -> 
                 expected[row, token] = -math.inf
     masks = [None if allowed is None else PackedMask.of(allowed, vocab) for allowed in rows]
     assert torch.equal(mask_(logits.clone(), masks), expected)
-    found = sample(logits, [SamplingRow(0.0, 0, 1.0, 0.0, 1, 0, mask=mask) for mask in masks])
+    found = sample(logits, [SamplingRow(temperature=0.0, seed=1, index=0, mask=mask) for mask in masks])
     for row, allowed in enumerate(rows):
         assert found[row] == (ALL_BANNED if allowed == set() else int(expected[row].argmax()))
 
@@ -142,7 +142,7 @@ def test_mask_bans_and_penalties_work_together() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
     adjustments = LogitAdjustments(banned=token_array([1]), presence_penalty=1.5, output_tokens=token_array([2]))
     mask = PackedMask.of([1, 2, 3, 4], 5)
-    assert sample(logits, [SamplingRow(0.0, 0, 1.0, 0.0, 1, 0, adjustments=adjustments, mask=mask)]) == [3]
+    assert sample(logits, [SamplingRow(temperature=0.0, seed=1, index=0, adjustments=adjustments, mask=mask)]) == [3]
     assert logits.tolist() == [[5.0, 4.0, 3.0, 2.0, 1.0]], "the raw logits stay"
 
 

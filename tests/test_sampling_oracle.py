@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.data.batch import LogitAdjustments, SamplingRow, token_array
+from nanovllm.data.batch import LogitAdjustments, SamplingRow, TokenLogprobs, token_array
 from nanovllm.engine.request import banned_tokens
 from nanovllm.layers.logits import adjust_
-from nanovllm.layers.logprobs import RowLogprobs, token_logprobs
+from nanovllm.layers.logprobs import token_logprobs
 from nanovllm.layers.sampler import kept_in_order, scale_
 
 VOCAB, ROWS = 97, 12
@@ -114,7 +114,7 @@ def test_temperature_and_cuts(cut: dict[str, Any]) -> None:
         expected = TopKLogitsWarper(cut["top_k"])(torch.tensor([]), expected)
     if "top_p" in cut:
         expected = TopPLogitsWarper(cut["top_p"])(torch.tensor([]), expected)
-    row = SamplingRow(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "index": 0, **cut})
+    row = SamplingRow(seed=0, index=0, **cut)
     for width in (VOCAB, 40):
         scores, tokens, complete = kept_in_order(scale_(logits.clone(), [row] * ROWS), [row] * ROWS, width)
         found = torch.full_like(logits, -math.inf).scatter_(1, tokens, scores)
@@ -210,7 +210,7 @@ def test_logprobs_are_those_of_the_softmax(dtype: torch.dtype) -> None:
 def test_logprobs_of_a_row_do_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (random_logits(12) * 4).round() / 4  # many equal ones
     token_ids, counts = list(range(ROWS)), [None, 0, 3, 20, 5, 3] * 2
-    alone: list[RowLogprobs | None] = []
+    alone: list[TokenLogprobs | None] = []
     for row in range(ROWS):
         alone += token_logprobs(logits[row : row + 1], token_ids[row : row + 1], counts[row : row + 1])
     assert token_logprobs(logits, token_ids, counts) == alone

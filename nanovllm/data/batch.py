@@ -19,7 +19,7 @@ def token_array(token_ids: Iterable[int] = ()) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustments:
-    """Changes to a row's logits before its token is chosen; penalties of 1, 0 and 0 change nothing.
+    """Changes to a row's logits before its token is chosen.
 
     banned: tokens that cannot be chosen. biased, biases: token ids, and the values added to their logits.
     prompt_tokens: the distinct tokens of the prompt; output_tokens: all generated tokens. Both are empty unless a
@@ -34,6 +34,11 @@ class LogitAdjustments:
     presence_penalty: float = 0.0
     prompt_tokens: array[int] = field(default_factory=token_array)
     output_tokens: array[int] = field(default_factory=token_array)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a penalty changes the logits of generated tokens."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 class TokenMask(Protocol):
@@ -77,19 +82,25 @@ class LogitsProcessors:
     output_token_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawParams:
+    """The fields of SamplingParams that a draw takes under the same names. temperature 0 is greedy; top_k 0 is off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow(DrawParams):
     """How the next token of one sequence is drawn; a pure function of these fields and the logits.
 
     `index` counts the tokens already generated, so (seed, index) identifies one random draw of one sequence, even after
-    preemption and recomputation. temperature 0 is greedy; top_k 0 is off. `num_logprobs`: how many of the most likely
-    tokens to report in addition to the chosen one, at most the vocabulary size; None reports nothing.
+    preemption and recomputation. `num_logprobs`: how many of the most likely tokens to report in addition to the chosen
+    one, at most the vocabulary size; None reports nothing.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
     seed: int
     index: int
     num_logprobs: int | None = None

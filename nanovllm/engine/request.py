@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -28,11 +28,6 @@ from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.engine.resolved_sampling import ResolvedSampling
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
-
-# Of sampling parameters. Larger values change nothing, and would not fit the sampler's tensors.
-MAX_TEMPERATURE = 1e30
-MAX_TOP_K = 2**31 - 1
-MAX_REPETITION_PENALTY = 1e9
 
 
 class RequestStatus(Enum):
@@ -97,9 +92,6 @@ class Request:
     def __post_init__(self, arrival_time: float) -> None:
         self.metrics = RequestMetrics(arrival_time=arrival_time)
         self.rope_len = len(self.prompt_token_ids)  # see `ScheduledSequence`
-        p, s = self.params, self.sampling
-        self.penalizes = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1.0, 0.0, 0.0)
-        self.adjusts_logits = self.penalizes or any((s.end_tokens, s.bad_words, s.biased))  # of any of its tokens
         self.sequences = self.new_sequences()
 
     def new_sequences(self) -> list[Sequence]:
@@ -299,22 +291,19 @@ class Sequence:
 
     def sampling_row(self) -> SamplingRow:
         """How to sample its next token."""
-        p, sampling, processors = self.params, self.request.sampling, None
+        sampling, processors = self.request.sampling, None
         mask: TokenMask | None = sampling.allowed
         if self.grammar is not None:  # the mask is made while the step computes
             new = self.token_ids[self.prompt_len + self.grammar.num_read :]
-            mask = self.grammar.mask(new, hold_end=self.num_output_tokens < p.min_tokens)
+            mask = self.grammar.mask(new, hold_end=self.num_output_tokens < self.params.min_tokens)
         if sampling.processors:
             processors = LogitsProcessors(sampling.processors, self.request.prompt_token_ids, self.output_token_ids)
         return SamplingRow(
-            temperature=0.0 if p.is_greedy else min(float(p.temperature), MAX_TEMPERATURE),
-            top_k=min(max(p.top_k, 0), MAX_TOP_K),
-            top_p=p.top_p,
-            min_p=p.min_p,
+            **sampling.draw,
             seed=self.seed,
             index=self.num_output_tokens,
             num_logprobs=self.request.num_logprobs,
-            adjustments=self._adjustments() if self.request.adjusts_logits else None,
+            adjustments=self._adjustments(),
             mask=mask,
             processors=processors,
         )
@@ -330,25 +319,19 @@ class Sequence:
 
     def _adjustments(self) -> LogitAdjustments | None:
         """Changes to the logits of the next token; None for no change."""
-        p, s, penalizes = self.params, self.request.sampling, self.request.penalizes
+        sampling, banned = self.request.sampling, token_array()
         # A grammar's mask holds end tokens back itself, unless nothing else may follow.
-        holds_end = self.num_output_tokens < p.min_tokens and self.grammar is None
-        banned = list(s.end_tokens) if holds_end else []
-        if s.bad_words:
-            longest = max(map(len, s.bad_words))
-            banned.extend(banned_tokens(s.bad_words, self.token_ids[max(self.prompt_len, len(self) - longest + 1) :]))
-        if not banned and not s.biased and not penalizes:
+        if self.num_output_tokens < self.params.min_tokens and self.grammar is None:
+            banned.extend(sampling.end_tokens)
+        if sampling.bad_words:
+            longest = max(map(len, sampling.bad_words))
+            end_of_output = self.token_ids[max(self.prompt_len, len(self) - longest + 1) :]
+            banned.extend(banned_tokens(sampling.bad_words, end_of_output))
+        always = sampling.adjustments
+        if not banned and not always.biased and not always.penalizes:
             return None
-        return LogitAdjustments(
-            banned=token_array(banned),
-            biased=s.biased,
-            biases=s.biases,
-            repetition_penalty=max(1 / MAX_REPETITION_PENALTY, min(p.repetition_penalty, MAX_REPETITION_PENALTY)),
-            frequency_penalty=p.frequency_penalty,
-            presence_penalty=p.presence_penalty,
-            prompt_tokens=s.prompt_tokens,
-            output_tokens=self.output_array()[:] if penalizes else token_array(),
-        )
+        output = self.output_array()[:] if always.penalizes else token_array()
+        return replace(always, banned=banned, output_tokens=output)
 
 
 def banned_tokens(bad_words: Seq[Seq[int]], output: Seq[int]) -> list[int]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields
 from math import inf
+from typing import Any
 
-from nanovllm.data.batch import PackedMask, token_array
+from nanovllm.data.batch import DrawParams, LogitAdjustments, PackedMask, token_array
 from nanovllm.data.grammar import Grammar, GrammarCompiler
 from nanovllm.errors import RequestError, quoted
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 from nanovllm.sampling_rules import takes_prompt
 from nanovllm.text.tokenizer import Tokenizer
 
-MAX_BIAS = 1e9  # larger values change nothing, and with penalties could exceed the range of fp32
+# Larger values change nothing, and would not fit the sampler's tensors.
+MAX_TEMPERATURE = 1e30
+MAX_TOP_K = 2**31 - 1
+MAX_REPETITION_PENALTY = 1e9
+MAX_BIAS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +27,17 @@ class ResolvedSampling:
     """Sampling parameters of one request in terms of the model's token ids.
 
     num_logprobs, num_prompt_logprobs: as in SamplingParams, with -1 replaced by the vocabulary size. end_tokens: banned
-    before min_tokens. bad_words: as token ids. biased, biases: the keys and values of logit_bias. prompt_tokens: the
-    distinct tokens of the prompt, if the repetition penalty needs them. allowed: the mask of allowed_token_ids.
-    processors: logits processors, and whether each takes the prompt. grammar: what the outputs match.
+    before min_tokens. bad_words: as token ids. draw: the fields of DrawParams. adjustments: those of every token, to
+    which a step adds the banned tokens and the output. allowed: the mask of allowed_token_ids. processors: logits
+    processors, and whether each takes the prompt. grammar: what the outputs match.
     """
 
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     end_tokens: array[int] = field(default_factory=token_array)
     bad_words: tuple[tuple[int, ...], ...] = ()
-    biased: array[int] = field(default_factory=token_array)
-    biases: array[float] = field(default_factory=lambda: array("d"))
-    prompt_tokens: array[int] = field(default_factory=token_array)
+    draw: Mapping[str, Any] = field(default_factory=dict)
+    adjustments: LogitAdjustments = field(default_factory=LogitAdjustments)
     allowed: PackedMask | None = None
     processors: tuple[tuple[LogitsProcessor, bool], ...] = ()
     grammar: Grammar | None = None
@@ -72,14 +76,30 @@ def resolve_sampling(params: SamplingParams, prompt_token_ids: Sequence[int], fa
         num_prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, facts),
         end_tokens=token_array(end_tokens),
         bad_words=bad_words,
-        biased=token_array(params.logit_bias),
-        biases=array(
-            "d", (max(-MAX_BIAS, min(bias, MAX_BIAS)) if bias > -inf else bias for bias in params.logit_bias.values())
-        ),
-        prompt_tokens=token_array(set(prompt_token_ids) if params.repetition_penalty != 1.0 else ()),
+        draw=_draw_params(params),
+        adjustments=_adjustments(params, prompt_token_ids),
         allowed=allowed,
         processors=tuple((function, bool(takes_prompt(function))) for function in params.logits_processors),
         grammar=_grammar(params, set(params.stop_token_ids) if params.ignore_eos else ends, allowed, facts),
+    )
+
+
+def _draw_params(params: SamplingParams) -> dict[str, Any]:
+    named = {field.name: getattr(params, field.name) for field in fields(DrawParams)}
+    temperature = 0.0 if params.is_greedy else min(float(params.temperature), MAX_TEMPERATURE)
+    return {**named, "temperature": temperature, "top_k": min(max(params.top_k, 0), MAX_TOP_K)}
+
+
+def _adjustments(params: SamplingParams, prompt_token_ids: Sequence[int]) -> LogitAdjustments:
+    biases = (max(-MAX_BIAS, min(bias, MAX_BIAS)) if bias > -inf else bias for bias in params.logit_bias.values())
+    repetition = max(1 / MAX_REPETITION_PENALTY, min(params.repetition_penalty, MAX_REPETITION_PENALTY))
+    return LogitAdjustments(
+        biased=token_array(params.logit_bias),
+        biases=array("d", biases),
+        repetition_penalty=repetition,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        prompt_tokens=token_array(set(prompt_token_ids) if repetition != 1.0 else ()),
     )
 
 

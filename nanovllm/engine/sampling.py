@@ -67,7 +67,7 @@ def _draw_samples(model: Decoder, rows: ComputedRows, samples: list[list[Sample]
     asked = any(count is not None for count in counts)
     logprobs = token_logprobs(logits, tokens, counts) if asked else [None] * len(due)
     for (i, _), token, found in zip(due, tokens, logprobs, strict=True):
-        samples[i].append(Sample(token, TokenLogprobs(*found) if found is not None else None))
+        samples[i].append(Sample(token, found))
     return failed
 
 
@@ -102,7 +102,7 @@ def _measure_prompts(model: Decoder, rows: ComputedRows, results: list[list[Toke
             found = token_logprobs(logits, token_ids, [targets.num_logprobs] * len(token_ids))
             if not is_finite(logits):
                 failed.add(i)
-            results[i].extend(TokenLogprobs(*row) for row in found if row is not None)
+            results[i].extend(row for row in found if row is not None)
     return failed
 
 

@@ -3,53 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from nanovllm.data.batch import LogitAdjustments, LogitsProcessors, TokenMask
 from nanovllm.errors import quoted
 from nanovllm.ops.upload import upload
-
-
-class LogitAdjustments(Protocol):
-    """The adjustments of one row; see `engine.batch.LogitAdjustments`."""
-
-    @property
-    def banned(self) -> array[int]: ...
-    @property
-    def biased(self) -> array[int]: ...
-    @property
-    def biases(self) -> array[float]: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def frequency_penalty(self) -> float: ...
-    @property
-    def presence_penalty(self) -> float: ...
-    @property
-    def prompt_tokens(self) -> array[int]: ...
-    @property
-    def output_tokens(self) -> array[int]: ...
-
-
-class TokenMask(Protocol):
-    """The tokens that one row may choose; see `engine.batch.TokenMask`."""
-
-    @property
-    def bits(self) -> bytes: ...
-
-
-class LogitsProcessors(Protocol):
-    """A caller's functions that change the logits of one row; see `engine.batch.LogitsProcessors`."""
-
-    @property
-    def functions(self) -> Sequence[tuple[Callable[..., Any], bool]]: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int]: ...
-    @property
-    def output_token_ids(self) -> Sequence[int]: ...
 
 
 def process(logits: Tensor, processors: LogitsProcessors) -> Tensor:

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanovllm.data.batch import TokenLogprobs
 from nanovllm.layers.row_limits import LOGPROB_ROWS
 from nanovllm.ops.row_kernels import softmax
 from nanovllm.ops.upload import upload
 
 
-class RowLogprobs(NamedTuple):
-    """One row; the fields of `engine.batch.TokenLogprobs`."""
-
-    logprob: float
-    rank: int
-    top_token_ids: list[int]
-    top_logprobs: list[float]
-
-
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[RowLogprobs | None]:
+def token_logprobs(
+    logits: Tensor, token_ids: Sequence[int], counts: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
     """Each row's natural-log probability of its token, the token's rank, and the `count` most likely tokens.
 
     logits: floating [rows, vocab], not modified; the softmax is fp32. A row with count None is skipped. The rank is
     1 + the number of tokens with a larger log-probability. A result depends on the logits, token and count of its row
     alone.
     """
-    found: list[RowLogprobs | None] = [None] * len(counts)
+    found: list[TokenLogprobs | None] = [None] * len(counts)
     asked = [row for row, count in enumerate(counts) if count is not None]
     for start in range(0, len(asked), LOGPROB_ROWS):
         rows = asked[start : start + LOGPROB_ROWS]
@@ -40,7 +33,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
     return found
 
 
-def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
+def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     logprobs, chosen, ranks = chosen_logprobs(logits, upload(torch.tensor(token_ids), logits.device))
     top: list[tuple[list[int], list[float]]] = [([], [])] * len(counts)
     # One call per count: with the largest count for all rows, the order of equally likely tokens would depend on other
@@ -51,7 +44,7 @@ def _measure(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) ->
         for row, ids, likely in zip(rows, tokens.tolist(), values.tolist(), strict=True):
             top[row] = (ids, likely)
     measured = zip(chosen.tolist(), ranks.tolist(), top, strict=True)
-    return [RowLogprobs(logprob, rank, ids, likely) for logprob, rank, (ids, likely) in measured]
+    return [TokenLogprobs(logprob, rank, ids, likely) for logprob, rank, (ids, likely) in measured]
 
 
 def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanovllm.layers.logits import LogitAdjustments, TokenMask, adjust_, mask_
+from nanovllm.data.batch import SamplingRow
+from nanovllm.layers.logits import adjust_, mask_
 from nanovllm.layers.row_limits import CPU_PIECE, DEVICE_PIECE
 from nanovllm.ops import torch_rows
 from nanovllm.ops.row_kernels import draw, likeliest, softmax
@@ -20,27 +20,6 @@ from nanovllm.ops.upload import upload
 WINDOW = 1024  # number of largest logits of a row that are sorted first
 # Returned instead of a token: the logits of the row hold NaN or infinity; all tokens of the row are banned.
 NOT_FINITE, ALL_BANNED = -1, -2
-
-
-class SamplingRow(Protocol):
-    """The parameters of one row; see `engine.batch.SamplingRow`."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def adjustments(self) -> LogitAdjustments | None: ...
-    @property
-    def mask(self) -> TokenMask | None: ...
 
 
 # Takes fp32 logits [rows, vocab], which it may change, and returns int64 [rows].

@@ -189,7 +189,7 @@ def _score(logits: Tensor, max_logprobs: int) -> None:
 
 def _draw(logits: Tensor) -> None:
     """Draw in both ways, from all tokens, as with a top_p just below 1."""
-    rows = [SamplingRow(temperature=1.0, top_k=0, top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
+    rows = [SamplingRow(top_p=0.5, min_p=0.1, seed=0, index=0)] * logits.shape[0]
     scores, tokens, _ = sampler.kept_in_order(logits.clone(), rows, logits.shape[1])
     torch.argmax(scores + sampler.gumbel_noise(rows, tokens), dim=-1)
     del scores, tokens
