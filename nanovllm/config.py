@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.formats.hub import find_directories, is_gguf
-from nanovllm.vllm_arguments import ENGINE_ALIASES, own_arguments
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, own_arguments
 
 # More than any machine has, and small enough for integer tensors.
 MOST_COUNT = 2**31 - 1  # tokens, sequences, blocks
@@ -279,7 +279,7 @@ def engine_config(model: str | Path, engine_args: Mapping[str, Any]) -> EngineCo
     """
     own = {f.name for f in fields(EngineConfig)} - {"model"}
     given = {name: value for name, value in engine_args.items() if value is not None or name not in NONE_IS_DEFAULT}
-    given = own_arguments("engine argument", given, own | ENGINE_ALIASES.keys(), "ENGINE_ARGUMENTS", ConfigError)
+    given = own_arguments("engine argument", given, own | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS, ConfigError)
     for alias, name in ENGINE_ALIASES.items():
         _rename(given, alias, name)
     _resolve_values(given)

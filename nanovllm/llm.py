@@ -119,9 +119,9 @@ class LLM:
         return cls(**vars(engine_args))
 
     def __getattr__(self, name: str) -> Any:
-        if name in LLM_METHODS:
-            raise AttributeError(f"LLM.{name}() is not supported: {LLM_METHODS[name]}", name=name, obj=self)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        rule = "is not supported: vLLM's LLM has it, this one does not"
+        message = f"LLM.{name}() {rule}" if name in LLM_METHODS else f"'LLM' object has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=self)
 
     @property
     def llm_engine(self) -> LLMEngine:

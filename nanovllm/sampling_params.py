@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_rules import GREEDY_EPS, check, check_structured_outputs
-from nanovllm.vllm_arguments import own_arguments
+from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
 
 MOST_BIAS = 100.0  # that `SamplingParams.from_optional` passes on
 # (output token ids, logits) -> logits, or (prompt token ids, output token ids, logits) -> logits.
@@ -64,7 +64,7 @@ class _Named(type):
         if values:
             raise TypeError(f"{cls.__name__} takes its parameters by name, such as temperature=0.8")
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        own = own_arguments("sampling parameter", params, known, "SAMPLING_PARAMETERS", RequestError)
+        own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
         return super().__call__(**own)
 
 

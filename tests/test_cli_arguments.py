@@ -29,8 +29,7 @@ from nanovllm.apps.cli.main import Parser
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import ENGINE_ALIASES
-from nanovllm.vllm_names import ENGINE_ARGUMENTS
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
 
 MILLIONS = {"max_model_len": 1_500_000, "max_num_batched_tokens": 8192}
 KINDS = {ENGINE: (EngineConfig, NO_ENGINE_FLAGS), SAMPLING: (SamplingParams, NO_SAMPLING_FLAGS)}
@@ -130,7 +129,7 @@ def test_every_command_takes_the_engine_flags_of_vllm(command: str, tmp_path: Pa
     args = parser.parse_args([*model, *words.split(), "--compilation-config", "{}"])
     assert checked_config(args) == engine_config(tmp_path, {"kvcache_block_size": 32})
     assert "--tokenizer-mode" not in parser.format_help() and "--block-size" not in parser.format_help()
-    with pytest.raises(ConfigError, match=r"tokenizer_mode='mistral': not supported"):
+    with pytest.raises(ConfigError, match=r"tokenizer_mode='mistral' is not supported"):
         checked_config(parser.parse_args([*model, "--tokenizer-mode", "mistral"]))
 
 

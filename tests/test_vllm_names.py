@@ -16,8 +16,7 @@ from nanovllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanovllm.apps.server.protocol import SamplingFields
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.vllm_arguments import ENGINE_ALIASES
-from nanovllm.vllm_names import ENGINE_ARGUMENTS, EVERYWHERE, LLM_METHODS, SAMPLING_PARAMETERS, VllmName
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, LLM_METHODS, SAMPLING_PARAMETERS, Table
 
 ENGINE_FIELDS = {field.name for field in fields(EngineConfig)}
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
@@ -36,26 +35,19 @@ class Strange:
     """A value that means nothing anywhere."""
 
 
-def accepted(table: Any) -> list[tuple[str, Any]]:
-    return [(name, value) for name, known in table.items() for value in known.same]
+def accepted(table: Table) -> list[tuple[str, Any]]:
+    return [(name, value) for name, values in table.items() for value in values]
 
 
 def test_every_name_of_vllm_stands_in_exactly_one_place() -> None:
-    for names, own, table in (
+    for names, own, others in (
         (vllm_api.ENGINE_ARGS.split(), ENGINE_FIELDS | ENGINE_ALIASES.keys(), ENGINE_ARGUMENTS),
         (vllm_api.SAMPLING_PARAMS.split(), SAMPLING_FIELDS, SAMPLING_PARAMETERS),
         (vllm_api.LLM_METHODS.split(), {name for name in dir(LLM) if not name.startswith("_")}, LLM_METHODS),
     ):
-        assert [name for name in names if (name in own) + (name in table) != 1] == []
-        assert not own & table.keys()
+        assert [name for name in names if (name in own) + (name in others) != 1] == []
+        assert not own & set(others)
     assert ENGINE_ALIASES.keys() & ENGINE_FIELDS == set() and set(ENGINE_ALIASES.values()) <= ENGINE_FIELDS
-
-
-@pytest.mark.parametrize("table", [ENGINE_ARGUMENTS, SAMPLING_PARAMETERS], ids=["engine", "sampling"])
-def test_every_entry_has_values_that_mean_the_same_and_a_reason(table: dict[str, VllmName]) -> None:
-    for name, known in table.items():
-        assert known.same and known.reason and "\n" not in known.reason, name
-        assert known.reason[-1] != "." and not known.accepts(Strange()), name
 
 
 def test_values_that_mean_what_the_engine_does_anyway_are_accepted(tmp_path: Path) -> None:
@@ -73,49 +65,23 @@ def test_both_values_of_spaces_between_special_tokens_are_accepted(value: bool) 
     assert SamplingFields(spaces_between_special_tokens=value).spaces_between_special_tokens is value
 
 
-def test_other_values_are_refused_with_the_reason(tmp_path: Path) -> None:
-    for name, known in ENGINE_ARGUMENTS.items():
-        with pytest.raises(ConfigError) as refusal:
+def test_all_other_values_are_refused(tmp_path: Path) -> None:
+    for name in ENGINE_ARGUMENTS:
+        with pytest.raises(ConfigError, match=rf"^{name}=<.* is not supported: (leave it out|use .* instead)$"):
             engine_config(tmp_path, {name: Strange()})
-        assert str(refusal.value).startswith(f"{name}=<") and f": not supported: {known.reason}" in str(refusal.value)
-    for name, known in SAMPLING_PARAMETERS.items():
-        with pytest.raises(RequestError) as refusal:
+    for name in SAMPLING_PARAMETERS:
+        with pytest.raises(RequestError, match=rf"^{name}=<.* is not supported: (leave it out|use .* instead)$"):
             SamplingParams(**{name: Strange()})
-        assert str(refusal.value).startswith(f"{name}=<") and f": not supported: {known.reason}" in str(refusal.value)
+    with pytest.raises(ConfigError, match="fully_sharded_loras=0 is not supported"):  # not False
+        engine_config(tmp_path, {"fully_sharded_loras": 0})
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("quantization_config", {"a": 1}, "quantization_config={'a': 1}: not supported: how a checkpoint is quantized"),
-        ("enable_chunked_prefill", False, "enable_chunked_prefill=False: not supported: long prompts are always"),
-        ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype='fp8_e5m2': must be one of auto, fp8, fp8_e4m3, int8"),
-        (
-            "calculate_kv_scales",
-            True,
-            "calculate_kv_scales=True: not supported: all layers store K and V",
-        ),
-        ("pipeline_parallel_size", 2, "pipeline_parallel_size=2: not supported: the engine runs one model"),
-        ("fully_sharded_loras", True, "fully_sharded_loras=True: not supported: LoRA adapters apply to"),
-        ("cpu_offload_gb", 4, "cpu_offload_gb=4: not supported: weights stay on the device: enable_cpu_offload=True"),
-        (
-            "rope_scaling",
-            {"rope_type": "yarn"},
-            "RoPE is a part of the model's config: make the engine with hf_overrides=",
-        ),
-        ("fully_sharded_loras", 0, "fully_sharded_loras=0: not supported"),  # not False
-    ],
+    ("name", "instead"),
+    [("guided_json", "structured_outputs"), ("reasoning_effort", "chat_template_kwargs"), ("rope_scaling", "hf_over")],
 )
-def test_the_refusals_that_users_meet_first(name: str, value: Any, says: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        engine_config(tmp_path, {name: value})
-    assert says in str(refusal.value) and "did you mean" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["guided_json", "reasoning_effort", "rope_scaling"])
-def test_names_that_people_try_everywhere_are_answered_alike(name: str, tmp_path: Path) -> None:
-    reason = f"not supported: {EVERYWHERE[name]}"
-    llm, refusals = LLM.__new__(LLM), []
+def test_names_that_people_try_everywhere_are_answered_alike(name: str, instead: str, tmp_path: Path) -> None:
+    llm = LLM.__new__(LLM)
     for use in (
         lambda: engine_config(tmp_path, {name: {"a": 1}}),
         lambda: EngineArgs(model=str(tmp_path), **{name: {"a": 1}}).create_engine_config(),
@@ -123,19 +89,15 @@ def test_names_that_people_try_everywhere_are_answered_alike(name: str, tmp_path
         lambda: llm.generate("x", **{name: {"a": 1}}),
         lambda: llm.chat([], **{name: {"a": 1}}),
     ):
-        with pytest.raises((ConfigError, RequestError)) as refusal:
+        with pytest.raises((ConfigError, RequestError), match=f"^{name}.* is not supported: use {instead}"):
             use()
-        refusals.append(str(refusal.value))
-    assert all(text.startswith(name) and text.endswith(reason) for text in refusals), refusals
 
 
-def test_a_method_that_only_vllm_has_is_refused_with_the_reason() -> None:
+def test_a_method_that_only_vllm_has_is_refused() -> None:
     llm = LLM.__new__(LLM)
-    for name, reason in LLM_METHODS.items():
-        assert not hasattr(llm, name)
-        with pytest.raises(AttributeError) as refusal:
+    for name in LLM_METHODS:
+        with pytest.raises(AttributeError, match=rf"^LLM\.{name}\(\) is not supported"):
             getattr(llm, name)
-        assert str(refusal.value) == f"LLM.{name}() is not supported: {reason}"
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nothing'"):
         _ = llm.nothing
 
@@ -151,20 +113,20 @@ def test_the_methods_of_its_engine_take_its_arguments(engine: LLMEngine) -> None
     assert output is not None and output.outputs[0].finish_reason == "abort"
     for name, says in (
         ("lora_request", "lora_request=5: the engine was made without LoRA; make it with enable_lora=True"),
-        ("session_id", "session_id=5: not supported: cache_salt"),
+        ("session_id", "session_id=5 is not supported: leave it out"),
         ("max_tokens", "unknown argument of add_request 'max_tokens'"),
     ):
         with pytest.raises(RequestError, match=says):
             engine.add_request("d", [1], params, **{name: 5})
-    with pytest.raises(RequestError, match="reset_running_requests=True: not supported: running requests keep"):
+    with pytest.raises(RequestError, match="reset_running_requests=True is not supported"):
         engine.reset_prefix_cache(reset_running_requests=True)
-    with pytest.raises(RequestError, match="internal=True: not supported"):
+    with pytest.raises(RequestError, match="internal=True is not supported"):
         engine.abort_request("d", internal=True)
     assert not engine.has_unfinished_requests()
 
 
 def test_an_engine_is_made_with_its_other_arguments(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"stat_loggers=.*: not supported: get_metrics"):
+    with pytest.raises(RequestError, match=r"stat_loggers=.* is not supported"):
         LLMEngine.from_engine_args(EngineArgs(model=str(tmp_path)), stat_loggers=[Strange()])
     others = {"usage_context": None, "stat_loggers": None, "enable_multiprocessing": False}
     with pytest.raises(ModelError, match=r"config\.json does not exist"):
@@ -189,7 +151,7 @@ def test_engine_args_are_a_dataclass_of_all_names(tmp_path: Path) -> None:
 def test_engine_args_refuse_unknown_names_at_once_and_values_when_they_are_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown engine argument 'max_model_length': did you mean 'max_model_len'"):
         EngineArgs(model=str(tmp_path), max_model_length=64)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: not supported"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported"):
         EngineArgs(model=str(tmp_path), pipeline_parallel_size=2).create_engine_config()
 
 

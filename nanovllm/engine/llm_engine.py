@@ -31,7 +31,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, PromptParts, prompt_part
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
-from nanovllm.vllm_arguments import own_arguments
+from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 
 class Clock:
@@ -526,4 +526,4 @@ def _one_prompt(prompt: Prompt | None, token_ids: Seq[int] | None, cache_salt: s
 
 def _refuse_others(method: str, arguments: Mapping[str, Any]) -> None:
     """Raise RequestError for vLLM's arguments that mean something else than what the engine does."""
-    own_arguments(f"argument of {method}", arguments, (), "ENGINE_CALL_ARGUMENTS", RequestError)
+    own_arguments(f"argument of {method}", arguments, (), CALL_ARGUMENTS, RequestError)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import own_arguments
+from nanovllm.vllm_names import CALL_ARGUMENTS, own_arguments
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -96,7 +96,7 @@ def final_only(params: Sequence[SamplingParams]) -> list[SamplingParams]:
 
 def refuse_unknown(method: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise RequestError for keyword arguments that `method` does not have."""
-    own_arguments(f"argument of {method}", arguments, known, "CALL_ARGUMENTS", RequestError)
+    own_arguments(f"argument of {method}", arguments, known, CALL_ARGUMENTS, RequestError)
 
 
 def check_use_tqdm(use_tqdm: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.errors import RequestError, quoted
-from nanovllm.vllm_arguments import unknown_name
+from nanovllm.vllm_names import unknown_name
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # Fields with the same name and meaning.

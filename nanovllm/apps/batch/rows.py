@@ -15,7 +15,7 @@ from nanovllm.apps.batch.openai_rows import body_columns
 from nanovllm.errors import RequestError, quoted
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import unknown_name
+from nanovllm.vllm_names import unknown_name
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages", "body")
 TEMPLATE_OPTIONS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")

@@ -22,8 +22,7 @@ from typing import Any, Literal, Union
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import ENGINE_ALIASES
-from nanovllm.vllm_names import ENGINE_ARGUMENTS, VllmName
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS
 
 ENGINE, SAMPLING = "engine", "sampling"
 NO_ENGINE_FLAGS = ("model",)  # every command defines its own --model
@@ -114,8 +113,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """The model, a flag for every other engine argument, and hidden ones for vLLM's others. Call it last."""
     add_model(parser, "a checkpoint in Hugging Face format, its name on the hub, or a GGUF file")
     add_engine_group(parser, [field.name for field in fields(EngineConfig) if field.name not in NO_ENGINE_FLAGS])
-    for name, known in ENGINE_ARGUMENTS.items():
-        _add_hidden(parser, name, vllm_flag_options(known))
+    for name, same in ENGINE_ARGUMENTS.items():
+        _add_hidden(parser, name, vllm_flag_options(same))
 
 
 def add_model(parser: argparse.ArgumentParser, text: str) -> None:
@@ -269,9 +268,9 @@ def flag_options(hint: Any) -> dict[str, Any]:
     raise TypeError(f"no flag can be made for a field of type {hint}")
 
 
-def vllm_flag_options(known: VllmName) -> dict[str, Any]:
+def vllm_flag_options(same: Sequence[Any]) -> dict[str, Any]:
     """How argparse reads an argument that only vLLM has: a flag for a truth value, else JSON, else text."""
-    if any(isinstance(value, bool) for value in known.same):
+    if any(isinstance(value, bool) for value in same):
         return {"action": argparse.BooleanOptionalAction}
     return {"type": _json_or_text, "metavar": "VALUE"}
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 from nanovllm.apps.cli.arguments import flag_options, vllm_flag_options
 from nanovllm.config import EngineConfig, engine_config
 from nanovllm.errors import ConfigError
-from nanovllm.vllm_arguments import ENGINE_ALIASES, unknown_name
-from nanovllm.vllm_names import ENGINE_ARGUMENTS
+from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -30,7 +29,7 @@ _Fields: Any = make_dataclass(
     [
         *(_own(found) for found in fields(EngineConfig)),
         *((alias, Any, field(default=None)) for alias in ENGINE_ALIASES),
-        *((name, Any, field(default=known.same[0])) for name, known in ENGINE_ARGUMENTS.items()),
+        *((name, Any, field(default=same[0])) for name, same in ENGINE_ARGUMENTS.items()),
     ],
 )
 

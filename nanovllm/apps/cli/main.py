@@ -23,7 +23,7 @@ from nanovllm.apps.cli.arguments import resolve_model
 from nanovllm.apps.cli.boundary import LONGEST, Boundary, discard, open_closed_streams, say
 from nanovllm.errors import NEAR, ConfigError, ModelError, RequestError, one_line, quoted
 from nanovllm.features.progress_bar import ERASE
-from nanovllm.vllm_arguments import refusal
+from nanovllm.vllm_names import refusal
 
 COMMANDS = {  # modules of this package, imported on use: importing torch takes seconds
     "generate": "answer prompts from arguments, files, JSON lines or standard input",

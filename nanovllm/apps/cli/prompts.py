@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from nanovllm.apps.cli.boundary import Boundary
 from nanovllm.errors import ConfigError, RequestError, quoted
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_arguments import unknown_name
+from nanovllm.vllm_names import unknown_name
 
 TEXT, FILE, LINES, JSONL = "text", "file", "lines", "jsonl"
 STDIN = "-"

@@ -23,7 +23,7 @@ from nanovllm.errors import quoted
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template.process import TemplateProcess
 from nanovllm.text.prompts import PromptParts
-from nanovllm.vllm_arguments import unknown_name
+from nanovllm.vllm_names import unknown_name
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 T = TypeVar("T")
