@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nanovllm.errors import RequestError, as_request_error, quoted, unknown_name_message
 from nanovllm.outputs import RequestOutputKind
-from nanovllm.sampling_rules import GREEDY_EPS, check, check_structured_outputs
-from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments
+from nanovllm.rules import FLAG, Rule, argument, is_whole, number, one_of, whole
+from nanovllm.sampling_rules import GREEDY_EPS, check_lists, check_structured_outputs, check_together
+from nanovllm.vllm_names import SAMPLING_PARAMETERS, own_arguments, unknown_name
 
 MOST_BIAS = 100.0  # that `SamplingParams.from_optional` passes on
 # (output token ids, logits) -> logits, or (prompt token ids, output token ids, logits) -> logits.
 LogitsProcessor = Callable[..., Any]
+
+PENALTY = number("must be a number from -2 to 2", lambda x: -2 <= x <= 2)
+LOGPROBS = whole(0, ", None, or -1 for the whole vocabulary", also=(None, -1), most=None)
+LIST = Rule(lambda _: True, "")  # `sampling_rules.check_lists`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,115 +57,139 @@ class StructuredOutputsParams:
         with as_request_error("the structured outputs cannot be read"):
             schema: Any = self.json
             if hasattr(schema, "model_json_schema"):
-                vars(self).update(json=schema.model_json_schema())
+                object.__setattr__(self, "json", schema.model_json_schema())
             check_structured_outputs(self)
-            vars(self).update(choice=None if self.choice is None else tuple(self.choice))
-
-
-class _Named(type):
-    """Checks the names before an object is made. vLLM's parameters that mean nothing here are left out."""
-
-    def __call__(cls, *values: Any, **params: Any) -> Any:
-        if values:
-            raise TypeError(f"{cls.__name__} takes its parameters by name, such as temperature=0.8")
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        own = own_arguments("sampling parameter", params, known, SAMPLING_PARAMETERS, RequestError)
-        return super().__call__(**own)
+            if self.choice is not None:
+                object.__setattr__(self, "choice", tuple(self.choice))
 
 
 @dataclass(kw_only=True)
-class SamplingParams(metaclass=_Named):
+class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and rules.
 
     Invalid values raise RequestError, at construction and at assignment. Changes do not affect requests already added.
+    vLLM's parameters that mean nothing here are left out. Of some parameters there is more to say than their meaning
+    below:
 
-    n: number of sequences to return.
-    best_of: number of sequences to generate, of which the n with the highest cumulative log-probability are returned;
-        None means n. With use_beam_search, the beam width.
-    presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or per occurrence.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
-    temperature: 0 is greedy.
-    top_k: 0 and -1 mean off. top_p: in (0, 1]. min_p: in [0, 1], relative to the most likely token.
+    best_of: the n with the highest cumulative log-probability are returned; None means n. With use_beam_search, the
+        beam width.
+    repetition_penalty: divides positive and multiplies negative logits.
     seed: the same seed gives the same tokens, whatever else is in the batch; -1 means None.
-    stop: strings that end the text, which is cut before them unless include_stop_str_in_output is set.
-    stop_token_ids: end the sequence with finish_reason "stop".
-    ignore_eos: continue after the model's own end tokens, but not after stop_token_ids.
+    stop: the text is cut before them unless include_stop_str_in_output is set. stop_token_ids: end the sequence with
+        finish_reason "stop", even with ignore_eos.
     min_tokens: no end token (even with ignore_eos) and no stop string before this many tokens.
-    max_tokens: None generates up to max_model_len; 0, with prompt_logprobs, computes and scores the prompt alone.
-    logprobs: how many of the most likely tokens to report for each output position, besides the sampled one; -1 means
-        the entire vocabulary. prompt_logprobs: the same for the prompt. Log-probabilities are of the raw logits.
-    logit_bias: numbers added to the logits, by token id; -inf bans a token.
-    bad_words: strings whose last token is never sampled when the output ends with the tokens before it.
-    allowed_token_ids: the only tokens that are sampled; None for all.
-    structured_outputs: what every output matches, see StructuredOutputsParams. An end token comes exactly where the
-        output may end, before min_tokens only if nothing else may follow. An output that max_tokens cuts is incomplete,
-        and its finish_reason is "length".
-    logits_processors: functions that change the logits [vocab] of each sampled token, fp32 and on the engine's device,
-        before everything else does. Called as (output token ids, logits), or with the prompt's token ids in front.
+    max_tokens: 0, with prompt_logprobs, computes and scores the prompt alone.
+    logprobs: besides the sampled token. Log-probabilities are of the raw logits.
+    bad_words: their last token is never sampled when the output ends with the tokens before it.
+    structured_outputs: an end token comes exactly where the output may end, before min_tokens only if nothing else may
+        follow. An output that max_tokens cuts is incomplete, and its finish_reason is "length".
+    logits_processors: called as (output token ids, logits), or with the prompt's token ids in front; logits are
+        [vocab], fp32 and on the engine's device, before everything else changes them.
     detokenize: False leaves the text empty and log-probabilities without text.
-    truncate_prompt_tokens: keeps the last so many tokens of the prompt; -1 as many as the model can take.
-    skip_clone: `clone` may share the parameters' parts, since nothing changes them.
     length_penalty: beam search scores finished beams by cumulative log-probability / length ** length_penalty.
     early_stopping: beam search ends with True as soon as enough beams are finished, with False when a better one is
         unlikely, with "never" when a better one is impossible.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[str] = ()
-    allowed_token_ids: Sequence[int] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    logits_processors: Sequence[LogitsProcessor] = ()
-    detokenize: bool = True
-    truncate_prompt_tokens: int | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    skip_clone: bool = False
+    n: int = argument(1, whole(1), "sequences to return for each prompt")
+    best_of: int | None = argument(
+        None,
+        whole(1, also=(None,)),
+        "sequences to generate, of which the n best are returned",
+    )
+    presence_penalty: float = argument(0.0, PENALTY, "subtracted once from logits of generated tokens")
+    frequency_penalty: float = argument(0.0, PENALTY, "subtracted from logits of generated tokens for each occurrence")
+    repetition_penalty: float = argument(
+        1.0, number("must be a number above 0", lambda x: x > 0), "divides logits of tokens in prompt and output"
+    )
+    temperature: float = argument(1.0, number("must be a number of at least 0", lambda x: x >= 0), "0 is greedy")
+    top_p: float = argument(
+        1.0,
+        number("must be a number above 0 and at most 1", lambda x: 0 < x <= 1),
+        "keep the most likely tokens up to this share",
+    )
+    top_k: int = argument(
+        0,
+        whole(1, ", or 0 or -1 for off", also=(0, -1), most=None),
+        "keep this many of the most likely tokens; 0 and -1: all",
+    )
+    min_p: float = argument(
+        0.0,
+        number("must be a number from 0 to 1", lambda x: 0 <= x <= 1),
+        "drop tokens less likely than this share of the most likely one",
+    )
+    seed: int | None = argument(
+        None,
+        Rule(
+            lambda x: x is None or (is_whole(x) and -(2**63) <= x < 2**63),
+            "must be None or a whole number that fits 64 bits",
+        ),
+        "the same for every prompt",
+    )
+    use_beam_search: bool = argument(False, FLAG, "beam search, n or best_of wide")
+    length_penalty: float = argument(
+        1.0, number("must be a number"), "of beam search: scores are divided by length ** penalty"
+    )
+    early_stopping: bool | Literal["never"] = argument(
+        False, one_of(True, False, "never"), "of beam search: true, false or never"
+    )
+    stop: str | Sequence[str] = argument((), LIST, "text that ends the output; repeat it for several")
+    stop_token_ids: Sequence[int] = argument((), LIST, "token that ends the output; repeat it for several")
+    include_stop_str_in_output: bool = argument(False, FLAG, "keep the stop text")
+    ignore_eos: bool = argument(False, FLAG, "continue after the model's end-of-sequence token")
+    max_tokens: int | None = argument(
+        16, whole(0, also=(None,), most=None), "most tokens to generate; none: up to max_model_len"
+    )
+    min_tokens: int = argument(0, whole(0, most=None), "generate at least this many tokens")
+    logprobs: int | None = argument(
+        None, LOGPROBS, "most likely tokens to report at each output position (JSON); -1: all"
+    )
+    prompt_logprobs: int | None = argument(None, LOGPROBS, "the same for the prompt")
+    skip_special_tokens: bool = argument(True, FLAG, "leave special tokens out of the text")
+    logit_bias: Mapping[int, float] = argument(
+        {},
+        Rule(lambda x: x is None or isinstance(x, Mapping), "must be a dict from token id to a number"),
+        "added to a token's logit, such as 42=-inf to ban it; repeat it for several",
+    )
+    bad_words: Sequence[str] = argument((), LIST, "text that is never generated; repeat it for several")
+    allowed_token_ids: Sequence[int] | None = argument(
+        None, LIST, "the only tokens that are generated; repeat it for several"
+    )
+    structured_outputs: StructuredOutputsParams | None = argument(
+        None,
+        Rule(
+            lambda x: isinstance(x, StructuredOutputsParams | None),
+            "must be StructuredOutputsParams or a dict of their fields",
+        ),
+        "what every output matches, see StructuredOutputsParams",
+    )
+    logits_processors: Sequence[LogitsProcessor] = argument(
+        (), LIST, "functions that change the logits of each sampled token"
+    )
+    detokenize: bool = argument(True, FLAG, "give token ids as text")
+    truncate_prompt_tokens: int | None = argument(
+        None,
+        whole(1, ", None, or -1 for as many as the model can take", also=(None, -1), most=None),
+        "keep this many tokens of the prompt's end; -1: as many as the model can take",
+    )
+    output_kind: RequestOutputKind = argument(
+        RequestOutputKind.CUMULATIVE,
+        Rule(lambda x: isinstance(x, RequestOutputKind), "must be a RequestOutputKind"),
+        "whether outputs hold everything so far, what is new, or only the end",
+    )
+    skip_clone: bool = argument(False, FLAG, "`clone` may share the parameters' parts, since nothing changes them")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if len(vars(self)) == len(self.__dataclass_fields__):  # after construction
-            vars(self).update(vars(replace(self, **{name: value})))
-        else:
-            vars(self)[name] = value
+    if not TYPE_CHECKING:  # type checkers see the fields as parameters
 
-    def __post_init__(self) -> None:
-        with as_request_error("the sampling parameters cannot be read"):
-            if isinstance(self.structured_outputs, Mapping):  # as JSON has it
-                vars(self).update(structured_outputs=StructuredOutputsParams(**self.structured_outputs))
-            check(self)
-            if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-                rule = "must be StructuredOutputsParams or a dict of their fields"
-                raise RequestError(f"structured_outputs={quoted(self.structured_outputs)}: {rule}")
-            # As in vLLM, None stands for an empty list. Lists are copied, as callers may reuse theirs.
-            vars(self).update(
-                seed=None if self.seed == -1 else self.seed,
-                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                bad_words=tuple(self.bad_words or ()),
-                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-                logits_processors=tuple(self.logits_processors or ()),
-                logit_bias={int(t): float(b) for t, b in (self.logit_bias or {}).items()},
-            )
+        def __init__(self, **given: Any) -> None:
+            known = [f.name for f in fields(self)]
+            own = own_arguments("sampling parameter", given, known, SAMPLING_PARAMETERS, RequestError)
+            self.__dict__.update(_checked(_defaults() | own))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in self.__dict__:
+                raise RequestError(unknown_name("sampling parameter", name, self.__dict__))
+            self.__dict__.update(_checked(self.__dict__ | {name: value}))
 
     @property
     def is_greedy(self) -> bool:
@@ -178,8 +207,9 @@ class SamplingParams(metaclass=_Named):
         Where None has a meaning of its own, as for max_tokens, it keeps that. As in vLLM, the token ids of logit_bias
         may be text, and its numbers are cut to [-100, 100].
         """
-        without_none = {f.name for f in fields(cls) if "None" not in str(f.type)}
-        given = {name: value for name, value in optional.items() if value is not None or name not in without_none}
+        # None is the default of the others that may be None.
+        known = {f.name for f in fields(cls)} - {"max_tokens"}
+        given = {name: value for name, value in optional.items() if value is not None or name not in known}
         bias = given.get("logit_bias")
         if isinstance(bias, Mapping):
             with as_request_error(f"logit_bias={quoted(bias)}: must be a dict from token id to a number"):
@@ -191,3 +221,29 @@ class SamplingParams(metaclass=_Named):
         if self.skip_clone:
             return copy.copy(self)
         return copy.deepcopy(self, {id(shared): shared for shared in (self.logits_processors, *self.logits_processors)})
+
+
+def _defaults() -> dict[str, Any]:
+    """The default of each parameter."""
+    return {f.name: {} if f.default is MISSING else f.default for f in fields(SamplingParams)}
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """The values as a request keeps them: with tuples for lists, which callers may reuse. Raises RequestError."""
+    with as_request_error("the sampling parameters cannot be read"):
+        if isinstance(values["structured_outputs"], Mapping):  # as JSON has it
+            values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+        for each in fields(SamplingParams):
+            each.metadata["rule"].check(each.name, values[each.name], RequestError)
+        check_lists(values)
+        check_together(values)
+        if values["seed"] == -1:
+            values["seed"] = None
+        if isinstance(values["stop"], str):
+            values["stop"] = (values["stop"],)
+        for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
+            values[name] = tuple(values[name] or ())  # as in vLLM, None stands for an empty list
+        if values["allowed_token_ids"] is not None:
+            values["allowed_token_ids"] = tuple(values["allowed_token_ids"])
+        values["logit_bias"] = {int(t): float(b) for t, b in (values["logit_bias"] or {}).items()}
+    return values

@@ -70,7 +70,7 @@ NEEDS_TORCH = {
 ROWS: tuple[set[str], ...] = (
     {"errors"},
     {"vllm_names"},
-    {"outputs"},
+    {"outputs", "rules"},
     {"sampling_rules"},
     {"sampling_params"},
     {"data"},

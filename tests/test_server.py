@@ -352,7 +352,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": HELLO, "modalities": ["audio"]}, "modalities.0", "text"),
     (CHAT, {"messages": HELLO, "audio": {"voice": "a"}}, "audio", "unknown field"),
     (CHAT, {"messages": HELLO, "guided_json": {}}, "guided_json", "guided_json is not supported: use structured_out"),
-    (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort", "the engine does not parse reasoning"),
+    (CHAT, {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort", "use chat_template_kwargs instead"),
     (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens", "prompt_logprobs"),
     (CHAT, {"messages": HELLO, "tool_choice": "auto"}, "tool_choice", "needs tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format", "schema"),

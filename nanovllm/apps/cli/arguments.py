@@ -36,77 +36,6 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M"
 WORDS: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 PROGRESS = "show progress on standard error (default: if that is a terminal)"
 EXAMPLE_OBJECT = '{"top_p": 0.9}'
-HELP = {
-    "device": "cpu or cuda (default: cuda if available)",
-    "dtype": "of the model: bfloat16, float16 or float32; auto is the checkpoint's",
-    "kv_cache_dtype": "of K and V: auto is the model's dtype; fp8 (or fp8_e4m3) and int8 halve 16-bit K and V",
-    "max_model_len": "longest sequence in tokens; none: what the model's positions and the KV cache allow",
-    "max_num_seqs": "sequences in a step",
-    "max_num_batched_tokens": "tokens in a step; longer prompts are computed in chunks",
-    "kvcache_block_size": "tokens in a KV block (default: 256, under offload up to 4096)",
-    "gpu_memory_utilization": "share of the memory that sizing from memory may use",
-    "enable_cpu_offload": "extend the KV cache into host memory",
-    "batch_invariant": "require logits that do not depend on the batch; without it, kernels may be faster",
-    "cpu_attention": "let the CPU attend to blocks in host memory in decode steps",
-    "num_gpu_blocks": "KV blocks of the device; -1: from memory, on the CPU up to 4 GiB or a full sequence",
-    "num_cpu_blocks": "KV memory of the host in blocks; -1: from memory",
-    "kv_cache_memory_bytes": "all KV memory of the device in bytes, such as 20G, instead of --num-gpu-blocks",
-    "kv_offloading_size": "KV memory of the host in GiB, instead of --num-cpu-blocks; turns offload on",
-    "enable_prefix_caching": "reuse the KV blocks of prefixes that were computed before",
-    "max_logprobs": "most logprobs that a request may ask for; -1: no limit",
-    "long_prefill_token_threshold": "most tokens of one prompt in a step; 0: no cap",
-    "preemption_mode": "swap or recompute; else swap for requests of several sequences",
-    "swap_space": "GiB of host memory for swapped KV blocks; none: from memory",
-    "load_format": "safetensors, gguf, or dummy for random weights from a config alone",
-    "quantization": "refuse checkpoints that are not stored so, such as gptq; which it is, the config says anyway",
-    "enforce_eager": "no CUDA graphs",
-    "tensor_parallel_size": "ranks that share every layer, each on a device of its own",
-    "distributed_executor_backend": "external_launcher: torchrun has started the ranks; else they are started here",
-    "distributed_timeout_seconds": "a rank that is so far behind the others ends the engine",
-    "trace": "file for a timeline of copies, kernels and linear layers",
-    "trust_remote_code": "accepted for models that need no code of their own, which is never run",
-    "tokenizer": "directory or hub name of another tokenizer",
-    "skip_tokenizer_init": "no tokenizer: prompts are token ids, and outputs have no text",
-    "hf_overrides": "fields that replace those of config.json, such as another RoPE",
-    "generation_config": "auto, vllm (no recommended sampling parameters) or a directory",
-    "override_generation_config": "sampling parameters that replace the recommended ones",
-    "served_model_name": "the model's name in metrics and in requests to the server; repeat it for several",
-    "enable_lora": "let requests use LoRA adapters",
-    "max_loras": "adapters on the device",
-    "max_lora_rank": "largest rank of an adapter",
-    "max_cpu_loras": "adapters in host memory; by default max_loras",
-    "revision": "branch, tag or commit of a hub model",
-    "tokenizer_revision": "the same for the tokenizer",
-    "download_dir": "cache directory of hub models",
-    "hf_token": "access token of the hub",
-    "n": "sequences to return for each prompt",
-    "best_of": "sequences to generate, of which the n best are returned",
-    "presence_penalty": "subtracted once from logits of generated tokens",
-    "frequency_penalty": "subtracted from logits of generated tokens for each occurrence",
-    "repetition_penalty": "divides logits of tokens in prompt and output",
-    "temperature": "0 is greedy",
-    "top_p": "keep the most likely tokens up to this share",
-    "top_k": "keep this many of the most likely tokens; 0 and -1: all",
-    "min_p": "drop tokens less likely than this share of the most likely one",
-    "use_beam_search": "beam search, n or best_of wide",
-    "length_penalty": "of beam search: scores are divided by length ** penalty",
-    "early_stopping": "of beam search: true, false or never",
-    "stop": "text that ends the output; repeat it for several",
-    "stop_token_ids": "token that ends the output; repeat it for several",
-    "include_stop_str_in_output": "keep the stop text",
-    "ignore_eos": "continue after the model's end-of-sequence token",
-    "max_tokens": "most tokens to generate; none: up to max_model_len",
-    "min_tokens": "generate at least this many tokens",
-    "logprobs": "most likely tokens to report at each output position (JSON); -1: all",
-    "prompt_logprobs": "the same for the prompt",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "logit_bias": "added to a token's logit, such as 42=-inf to ban it; repeat it for several",
-    "allowed_token_ids": "the only tokens that are generated; repeat it for several",
-    "detokenize": "give token ids as text",
-    "truncate_prompt_tokens": "keep this many tokens of the prompt's end; -1: as many as the model can take",
-    "bad_words": "text that is never generated; repeat it for several",
-}
-HELP_OF_SEEDS = {ENGINE: "of requests without a seed", SAMPLING: "the same for every prompt"}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -235,13 +164,13 @@ def _add_flags(
                 flag_name(kind, field.name),
                 dest=f"{kind}.{field.name}",
                 default=argparse.SUPPRESS,
-                help=_help(kind, field, (defaults or {}).get(field.name, field.default)),
+                help=_help(field, (defaults or {}).get(field.name, field.default)),
                 **flag_options(hints[field.name]),
             )
 
 
-def _help(kind: str, field: Field[Any], default: Any) -> str:
-    text = HELP_OF_SEEDS[kind] if field.name == "seed" else HELP.get(field.name, "")
+def _help(field: Field[Any], default: Any) -> str:
+    text = field.metadata["help"]
     return text if default in (MISSING, None, ()) else f"{text} (default: {default})"
 
 

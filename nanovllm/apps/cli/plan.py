@@ -10,9 +10,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.apps.cli.arguments import TOKENS, add_engine_group, add_model, as_flags, engine_arguments, positive_tokens
+from nanovllm.apps.cli.arguments import (
+    TOKENS,
+    add_engine_group,
+    add_model,
+    as_flags,
+    check_offload_flags,
+    engine_arguments,
+    positive_tokens,
+)
 from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import EngineConfig
+from nanovllm.features.planner.machine import Link
 from nanovllm.features.planner.plan import Plan
 from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
 
@@ -88,12 +97,24 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    from nanovllm.features.planner.planning import plan_of
+    from nanovllm.features.planner.planning import PlanRequest, plan_of
     from nanovllm.features.planner.report import plan_json, plan_table, running_arguments
 
     _take_rates_of_card(args)
-    named, args.model = args.model, CONFIGS.get(args.model, args.model)
-    plan = plan_of(args)
+    named, given = args.model, engine_arguments(args)
+    check_offload_flags(args.enable_cpu_offload, given)
+    asked = PlanRequest(
+        CONFIGS.get(named, named),
+        given,
+        args.prompt_len,
+        args.output_len,
+        args.enable_cpu_offload,
+        args.gpu_mem,
+        args.host_mem,
+        _rates(args),
+        args.measure,
+    )
+    plan = plan_of(asked)
     prompt_len = args.prompt_len or plan.kv.max_model_len
     if args.json:
         print(json.dumps(plan_json(plan, prompt_len, args.output_len), indent=2, allow_nan=False))
@@ -105,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             print(cpu_kernels_line(), end="")
         if plan.fits(prompt_len):
             room = max(1, plan.kv.max_model_len - prompt_len)
-            arguments = engine_arguments(args) | running_arguments(plan, prompt_len, args.output_len)
+            arguments = given | running_arguments(plan, prompt_len, args.output_len)
             print(f"\nTo run it\n  {_command(named, arguments, min(args.output_len, room))}")
         else:
             _say_what_would_fit(plan, prompt_len, args)
@@ -153,6 +174,23 @@ def _take_rates_of_card(args: argparse.Namespace) -> None:
 
 
 # ---- options
+
+
+def _rates(args: argparse.Namespace) -> dict[str, Any]:
+    """The rates that are given, by their names in `Rates`."""
+    given = {
+        "compute": args.compute,
+        "attention": args.compute,
+        "weight_bandwidth": args.device_bandwidth,
+        "head_bandwidth": args.device_bandwidth,
+        "device_bandwidth": args.device_bandwidth,
+        "host_bandwidth": args.host_bandwidth,
+        "link": None if args.link is None else Link(args.link, args.link),
+        "interconnect": args.interconnect,
+        "all_reduce_seconds": args.all_reduce,
+        "layer_seconds": args.layer_overhead,
+    }
+    return {name: rate for name, rate in given.items() if rate is not None}
 
 
 def _link_rate(text: str) -> float:

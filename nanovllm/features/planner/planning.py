@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.apps.cli.arguments import check_offload_flags, engine_arguments
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
 from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
 from nanovllm.features.planner.activations import activation_peak
-from nanovllm.features.planner.machine import Link, Rates
+from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.plan import Plan, make_plan
 from nanovllm.formats.hub import find_directory, is_gguf
@@ -29,50 +28,70 @@ if TYPE_CHECKING:
 HOST_SIZES = ("num_cpu_blocks", "kv_offloading_size")  # engine arguments that only offload has
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that the arguments ask for. Raises ConfigError and ModelError."""
-    if not Path(args.model).is_file():  # a config or a GGUF file
-        args.model = str(find_directory("model", args.model, content="config"))
-    given = engine_arguments(args)
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned.
+
+    model: a config, a model directory, a GGUF file or a hub name. prompt_len: None for the longest that fits.
+    enable_cpu_offload: None if the prompt needs it. device_memory, host_memory: bytes; without device_memory the plan
+    is for this machine. rates: `Rates` that are given; the others are measured if `measure` is set and the plan is for
+    this machine.
+    """
+
+    model: str
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    prompt_len: int | None = None
+    output_len: int = 128
+    enable_cpu_offload: bool | None = None
+    device_memory: int | None = None
+    host_memory: int | None = None
+    rates: Mapping[str, Any] = field(default_factory=dict)
+    measure: bool = True
+
+
+def plan_of(asked: PlanRequest) -> Plan:
+    """The plan that is asked for. Raises ConfigError and ModelError."""
+    if not Path(asked.model).is_file():  # a config or a GGUF file
+        asked = replace(asked, model=str(find_directory("model", asked.model, content="config")))
+    given = asked.engine_arguments
     dtype = given.get("dtype", "auto")
-    spec = read_decoder_spec(args.model, given.get("hf_overrides", {}))
+    spec = read_decoder_spec(asked.model, given.get("hf_overrides", {}))
     num_ranks = given.get("tensor_parallel_size", 1)
     if num_ranks > 1:
         spec = max(spec.of_ranks(num_ranks), key=lambda part: part.num_weights)
     network = Network.of(spec, DTYPE_ALIASES.get(dtype, dtype), given.get("kv_cache_dtype", "auto"))
-    if args.gpu_mem is not None:
-        return _plan(args, network, None)
-    if args.host_mem is not None:
+    if asked.device_memory is not None:
+        return _plan(asked, network, None)
+    if asked.host_memory is not None:
         raise ConfigError("--host-mem needs --gpu-mem: without it, the plan is for this machine's memory")
     from nanovllm.features.planner.local_machine import local_machine
 
     with local_machine(network) as machine:
-        return _plan(args, network, machine)
+        return _plan(asked, network, machine)
 
 
-def _plan(args: argparse.Namespace, network: Network, machine: LocalMachine | None) -> Plan:
-    """The plan for `machine`, or if it is None, for the one that the arguments describe."""
-    sizing = _choose(args, network, machine)
-    return make_plan(network, sizing, _rates(args, sizing, machine))
+def _plan(asked: PlanRequest, network: Network, machine: LocalMachine | None) -> Plan:
+    """The plan for `machine`, or if it is None, for the one that is described."""
+    sizing = _choose(asked, network, machine)
+    rates = machine.rates(sizing) if machine is not None and asked.measure else Rates()
+    return make_plan(network, sizing, replace(rates, **asked.rates))
 
 
 # ---- memory
 
 
-def _choose(args: argparse.Namespace, network: Network, machine: LocalMachine | None) -> KVSizing:
+def _choose(asked: PlanRequest, network: Network, machine: LocalMachine | None) -> KVSizing:
     """With or without offload: as requested, else with it if the prompt does not fit the device."""
-    given = engine_arguments(args)
-    check_offload_flags(args.enable_cpu_offload, given)
-    if args.enable_cpu_offload is not None:
-        return _sizing(args, network, machine, args.enable_cpu_offload)
-    if any(name in given for name in HOST_SIZES):
-        return _sizing(args, network, machine, offload=True)
-    wanted = args.prompt_len + args.output_len if args.prompt_len else network.spec.max_model_len
-    resident = _sizing(args, network, machine, offload=False)
+    if asked.enable_cpu_offload is not None:
+        return _sizing(asked, network, machine, asked.enable_cpu_offload)
+    if any(name in asked.engine_arguments for name in HOST_SIZES):
+        return _sizing(asked, network, machine, offload=True)
+    wanted = asked.prompt_len + asked.output_len if asked.prompt_len else network.spec.max_model_len
+    resident = _sizing(asked, network, machine, offload=False)
     held = _longest(resident)
-    if held >= min(wanted, network.spec.max_model_len) or (machine is None and args.host_mem is None):
+    if held >= min(wanted, network.spec.max_model_len) or (machine is None and asked.host_memory is None):
         return resident
-    offloaded = _sizing(args, network, machine, offload=True)
+    offloaded = _sizing(asked, network, machine, offload=True)
     return resident if held and held > _longest(offloaded) else offloaded
 
 
@@ -84,23 +103,23 @@ def _longest(sizing: KVSizing) -> int:
         return 0
 
 
-def _sizing(args: argparse.Namespace, network: Network, machine: LocalMachine | None, offload: bool) -> KVSizing:
-    arguments = engine_arguments(args)
-    if not offload and args.enable_cpu_offload is None:
+def _sizing(asked: PlanRequest, network: Network, machine: LocalMachine | None, offload: bool) -> KVSizing:
+    arguments = dict(asked.engine_arguments)
+    if not offload and asked.enable_cpu_offload is None:
         arguments.pop("cpu_attention", None)  # only applies to offload
-    path = Path(args.model)
+    path = Path(asked.model)
     is_config = path.is_file() and not is_gguf(path)
     config = engine_config(path.parent if is_config else path, arguments | {"enable_cpu_offload": offload})
-    if offload and machine is None and args.host_mem is None:
+    if offload and machine is None and asked.host_memory is None:
         raise ConfigError("--host-mem is not given, and offloaded KV blocks need it: name it, such as --host-mem 256GB")
-    if config.enable_lora and machine is None and args.host_mem is None:
+    if config.enable_lora and machine is None and asked.host_memory is None:
         raise ConfigError(
             "--host-mem is not given, and adapters are in host memory too: name it, such as --host-mem 256GB"
         )
 
     def memory_of(config: EngineConfig) -> MemoryFacts:
         if machine is None:
-            memory = _given_memory(network, config, args.gpu_mem, args.host_mem or 0)
+            memory = _given_memory(network, config, asked.device_memory, asked.host_memory or 0)
         else:
             memory = machine.memory(config)
         return without_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
@@ -136,27 +155,3 @@ def _activation_peak(network: Network, config: EngineConfig) -> int:
         return counted_peak(network, config)
     sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_logprobs
     return activation_peak(network.spec, network.itemsize, *sizes)
-
-
-# ---- rates
-
-
-def _rates(args: argparse.Namespace, sizing: KVSizing, machine: LocalMachine | None) -> Rates:
-    rates = machine.rates(sizing) if machine is not None and args.measure else Rates()
-    given: dict[str, Any] = {}
-    if args.compute is not None:
-        given |= {"compute": args.compute, "attention": args.compute}
-    if args.device_bandwidth is not None:
-        names = ("weight_bandwidth", "head_bandwidth", "device_bandwidth")
-        given |= dict.fromkeys(names, args.device_bandwidth)
-    if args.host_bandwidth is not None:
-        given["host_bandwidth"] = args.host_bandwidth
-    if args.link is not None:
-        given["link"] = Link(args.link, args.link)
-    if args.interconnect is not None:
-        given["interconnect"] = args.interconnect
-    if args.all_reduce is not None:
-        given["all_reduce_seconds"] = args.all_reduce
-    if args.layer_overhead is not None:
-        given["layer_seconds"] = args.layer_overhead
-    return replace(rates, **given)
