@@ -119,7 +119,7 @@ def _sizing(asked: PlanRequest, network: Network, machine: LocalMachine | None, 
 
     def memory_of(config: EngineConfig) -> MemoryFacts:
         if machine is None:
-            memory = _given_memory(network, config, asked.device_memory, asked.host_memory or 0)
+            memory = _given_memory(network, config, asked.device_memory or 0, asked.host_memory or 0)
         else:
             memory = machine.memory(config)
         return without_adapters(smallest([memory], network.num_ranks), config, network.spec, network.itemsize)
