@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,15 +31,31 @@ from transformers import (
 
 from nanovllm.errors import ModelError
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+
+class Tested(NamedTuple):
+    """Transformers' classes of a family, and options of `make_checkpoint` with which its logits are compared."""
+
+    config: Any
+    model: Any
+    options: tuple[dict[str, Any], ...] = ({},)
+
+
+_WINDOW = {"sliding_window": 20}
+_ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
+# Every family of the engine. Tests of all families read this table.
+FAMILIES: dict[str, Tested] = {
+    "qwen3": Tested(Qwen3Config, Qwen3ForCausalLM, ({}, {"attention_bias": True}, _WINDOW)),
+    "qwen2": Tested(Qwen2Config, Qwen2ForCausalLM, ({}, _WINDOW)),
+    "llama": Tested(LlamaConfig, LlamaForCausalLM, ({}, _ALL_BIASES, {"mlp_bias": True})),
+    "mistral": Tested(MistralConfig, MistralForCausalLM, ({}, _WINDOW)),
+    "phi3": Tested(Phi3Config, Phi3ForCausalLM, ()),  # test_longrope.py has its logits
+    "qwen3_moe": Tested(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        ({"layers": 3, "mlp_only_layers": [1]}, {"norm_topk_prob": False}, {"attention_bias": True}),
+    ),
+    "mixtral": Tested(MixtralConfig, MixtralForCausalLM, ({}, _WINDOW)),
+    "gemma3": Tested(Gemma3TextConfig, Gemma3ForCausalLM, ()),  # test_gemma3.py
 }
 MAX_POSITIONS = 256
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 300.0}  # of Gemma 3's layers with a window
@@ -84,8 +100,6 @@ def make_checkpoint(
     dtype: str = "float32",
     sliding_window: int | None = None,
     max_window_layers: int = 1,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
     experts: int = 5,
     experts_per_tok: int = 2,
     eos_token_id: int | list[int] | None = None,
@@ -97,13 +111,11 @@ def make_checkpoint(
 
     The same arguments give the same weights. `sliding_window` applies to all layers of a Mistral and to the layers
     from `max_window_layers` up of a Qwen, and to every other layer of a Gemma 3, the first one too, unless `fields`
-    have layer_types; `attention_bias` to Qwen3, Gemma 3 and Llama, `mlp_bias` to Llama (Qwen2 always has its own
-    biases). `experts` and `experts_per_tok` apply to the families that have experts. `sharded` spreads the tensors over
-    several files with an index; `fused_experts` writes one tensor for all experts of a layer, as Transformers does on
-    request. fields: further ones of the config.
+    have layer_types. `experts` and `experts_per_tok` apply to the families that have experts. `sharded` spreads the
+    tensors over several files with an index; `fused_experts` writes one tensor for all experts of a layer, as
+    Transformers does on request. fields: further ones of the config.
     """
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
+    config = FAMILIES[family].config(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -119,10 +131,10 @@ def make_checkpoint(
         eos_token_id=eos_token_id,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
-        **_family_options(family, sliding_window, max_window_layers, attention_bias, mlp_bias),
+        **_window_options(family, sliding_window, max_window_layers),
         **{**_expert_options(family, intermediate, experts, experts_per_tok), **fields},
     )
-    model = model_class(config).eval()
+    model = FAMILIES[family].model(config).eval()
     randomize(model, seed)
     for parameter in model.parameters():  # parameters only: RoPE frequencies stay in float32, as on loading
         parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -136,28 +148,14 @@ def _rope_parameters(family: str, rope: dict[str, Any]) -> dict[str, Any]:
     return {"full_attention": dict(rope), "sliding_attention": dict(LOCAL_ROPE)} if family == "gemma3" else dict(rope)
 
 
-def _family_options(
-    family: str, sliding_window: int | None, max_window_layers: int, attention_bias: bool, mlp_bias: bool
-) -> dict[str, Any]:
-    if attention_bias and family not in ("qwen3", "qwen3_moe", "llama", "gemma3"):
-        raise ValueError(f"{family} has no attention_bias option")
-    if mlp_bias and family != "llama":
-        raise ValueError(f"{family} has no mlp_bias option")
-    if family in ("mistral", "mixtral", "phi3"):
-        return {"sliding_window": sliding_window}
+def _window_options(family: str, sliding_window: int | None, max_window_layers: int) -> dict[str, Any]:
     if family == "gemma3":
         options: dict[str, Any] = {"sliding_window": sliding_window or MAX_POSITIONS, "sliding_window_pattern": 2}
-        return {**options, "attention_bias": attention_bias, "query_pre_attn_scalar": 24}
-    if family == "llama":
-        if sliding_window is not None:
-            raise ValueError("llama has no sliding_window option")
-        return {"attention_bias": attention_bias, "mlp_bias": mlp_bias}
-    windowed = {
-        "use_sliding_window": sliding_window is not None,
-        "sliding_window": sliding_window,
-        "max_window_layers": max_window_layers,
-    }
-    return windowed if family == "qwen2" else {**windowed, "attention_bias": attention_bias}
+        return {**options, "query_pre_attn_scalar": 24}
+    if family.startswith("qwen"):
+        used = sliding_window is not None
+        return {"use_sliding_window": used, "sliding_window": sliding_window, "max_window_layers": max_window_layers}
+    return {} if sliding_window is None and family != "mistral" else {"sliding_window": sliding_window}
 
 
 def _expert_options(family: str, intermediate: int, experts: int, experts_per_tok: int) -> dict[str, Any]:

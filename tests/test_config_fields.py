@@ -15,11 +15,10 @@ from tokenizer_files import write_byte_level
 from nanovllm import LLM
 from nanovllm.errors import ConfigError
 from nanovllm.formats.config_fields import (
-    COMMON_FIELDS,
     FIELDS_WITHOUT_EFFECT,
     NETWORK_FIELDS,
     OFF_VALUES,
-    OTHER_FIELDS,
+    READ_BY_ALL,
 )
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec, read_decoder_spec
@@ -115,9 +114,9 @@ def test_configs_of_public_checkpoints_are_read(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", TINY)
 def test_what_transformers_itself_writes_is_read(family: str, tmp_path: Path) -> None:
-    config_class, _ = TINY[family]
-    config_class(architectures=[TINY[family][1].__name__]).save_pretrained(tmp_path)
-    everything = {**config_class().to_dict(), "architectures": [TINY[family][1].__name__], "dtype": "float16"}
+    config_class, model_class, _ = TINY[family]
+    config_class(architectures=[model_class.__name__]).save_pretrained(tmp_path)
+    everything = {**config_class().to_dict(), "architectures": [model_class.__name__], "dtype": "float16"}
     assert load_decoder_spec(tmp_path).num_layers == config_class().num_hidden_layers
     assert load_decoder_spec(write_config(tmp_path, everything)).dtype == "float16"
 
@@ -171,9 +170,11 @@ def test_fields_that_are_read_keep_their_own_messages(field: dict[str, Any], tmp
 
 
 def test_the_lists_name_each_field_once() -> None:
-    read = COMMON_FIELDS.union(*(family.own_fields | {family.activation} for family in FAMILIES.values()))
-    assert read == NETWORK_FIELDS.keys() | OTHER_FIELDS.keys(), "every field that is read has a type and a range"
-    assert not FIELDS_WITHOUT_EFFECT & (read | OFF_VALUES.keys())
+    for family in FAMILIES.values():
+        typed = NETWORK_FIELDS.keys() | family.own_fields.keys() | READ_BY_ALL
+        assert family.defaults.keys() <= typed, "every field that is read has a type and a range"
+        assert not FIELDS_WITHOUT_EFFECT & (family.own_fields.keys() | READ_BY_ALL | family.defaults.keys())
+    assert not FIELDS_WITHOUT_EFFECT & OFF_VALUES.keys()
 
 
 # ---- hf_overrides and generation_config

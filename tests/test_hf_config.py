@@ -15,16 +15,7 @@ from checkpoints import ROPES, edit_config, make_checkpoint, refusal, write_old_
 from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import ModelConfig, load_decoder_spec
 
-ARCHITECTURES = [
-    "Qwen3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "MixtralForCausalLM",
-    "Gemma3ForCausalLM",
-]
+ARCHITECTURES = [tested.model.__name__ for tested in TESTED.values()]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +31,7 @@ def single(original: Path, tmp_path: Path) -> Path:
 
 
 def test_the_registry_holds_the_families_and_cannot_be_changed() -> None:
-    assert list(FAMILIES) == ARCHITECTURES
-    assert {model_class.__name__ for _, model_class in TESTED.values()} == set(FAMILIES), "tests write all families"
+    assert set(FAMILIES) == set(ARCHITECTURES), "tests write all families"
     with pytest.raises(TypeError):
         FAMILIES["Other"] = FAMILIES[ARCHITECTURES[0]]  # type: ignore[index]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from tokenizers.models import BPE
 
 GENERIC = "TokenizersBackend"  # loads tokenizer.json as it is
 _GENERIC_NAMES = ("PreTrainedTokenizerFast", GENERIC)
-# The class of each model type in Transformers; None: it has none. It counts for more than the checkpoint's own where
-# it is the generic one, and for the models of _OVERRIDDEN.
-CLASSES: Mapping[str | None, str | None] = MappingProxyType(
+# The class of each model type that has one in Transformers. It counts for more than the checkpoint's own where it is
+# the generic one, and for the models of _OVERRIDDEN.
+CLASSES: Mapping[str, str] = MappingProxyType(
     {
-        **{None: None, "llama": None, "mistral": GENERIC, "mixtral": GENERIC, "phi3": GENERIC},
-        **{"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer"},
+        **dict.fromkeys(("mistral", "mixtral", "phi3"), GENERIC),
+        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
         "gemma3_text": "GemmaTokenizer",
     }
 )
@@ -65,9 +65,9 @@ def class_name(config: Mapping[str, Any], model_type: str | None, file: str) -> 
 
     file: the text of tokenizer.json.
     """
-    if config.get("auto_map") or model_type not in CLASSES:
+    if config.get("auto_map"):
         return None
-    own, registered = config.get("tokenizer_class"), CLASSES[model_type]
+    own, registered = config.get("tokenizer_class"), CLASSES.get(model_type or "")
     if own is None:
         return registered or GENERIC
     name = GENERIC if own in _GENERIC_NAMES else str(own).removesuffix("Fast")

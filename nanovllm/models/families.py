@@ -1,17 +1,17 @@
-"""The model families: how each one's config becomes a `DecoderSpec`, and the registry of them by architecture."""
+"""The model families: one entry says everything that the engine knows of an architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from nanovllm.data.expert_spec import ExpertSpec
+from nanovllm.data.json_fields import FLAG, NULL, TEXT, Field, integer, list_of
 from nanovllm.data.rope_spec import RopeSpec
 from nanovllm.errors import ModelError, quoted
-from nanovllm.formats.config_fields import COMMON_FIELDS
-from nanovllm.models.rope_config import gemma3_rope_spec, phi3_rope_spec, rope_spec
+from nanovllm.formats.config_fields import EXPERT_COUNT, LAYER_TYPES, MAX_LAYERS, NETWORK_FIELDS, READ_BY_ALL, THETA
 from nanovllm.models.spec import DTYPE_NAMES, DecoderSpec
 
 # Transformers' names of the activations, and the network's.
@@ -21,130 +21,29 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyFacts:
-    """What a family's code decides from its config; see the fields of `DecoderSpec`."""
-
-    sliding_windows: tuple[int | None, ...]
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    experts: ExpertSpec | None = None
-    merged_projections: bool = False
-    rope: Callable[[Mapping[str, Any], int, int], RopeSpec] = rope_spec
-    query_pre_attn_scalar: float | None = None
-    embedding_scale: float = 1.0
-    output_norms: bool = False
-    zero_centered_norms: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: its name in config.json, Transformers' model type, and how to read its facts.
+    """One architecture: its name in config.json, and Transformers' model type.
 
-    own_fields: the fields of config.json that it reads besides COMMON_FIELDS; activation: the field with the MLP's
-    activation; local_rope: whether the layers with a sliding window have a rotary embedding of their own.
+    facts: the fields of `DecoderSpec` in which the family differs from the plainest one, given a complete config.
+    defaults: the fields of config.json that it reads, besides those that all read, and what Transformers' config class
+    takes where one is missing. own_fields: the types and ranges of fields that no other family has, or that have no
+    default. theta: the base of RoPE where a config names none; local_theta: that of the layers with a sliding window,
+    if they have a rotary embedding of their own. rotates_part: whether it may rotate only the first features of a head.
     """
 
     architecture: str
     model_type: str
-    facts: Callable[[Any], FamilyFacts]
-    own_fields: frozenset[str]
-    activation: str = "hidden_act"
-    local_rope: bool = False
+    facts: Callable[[Any], dict[str, Any]]
+    defaults: Mapping[str, Any]
+    own_fields: Mapping[str, Field] = field(default_factory=dict)
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    rope_kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+    rotates_part: bool = False
 
-    def reads(self, field: str) -> bool:
-        return field in COMMON_FIELDS or field in self.own_fields or field == self.activation
-
-
-# ---- the families
-
-
-def _qwen3(config: Any) -> FamilyFacts:
-    bias = config.attention_bias
-    return FamilyFacts(_windows_by_layer_type(config), qk_norm=True, qkv_bias=bias, o_bias=bias)
-
-
-def _qwen2(config: Any) -> FamilyFacts:
-    return FamilyFacts(_windows_by_layer_type(config), qkv_bias=True)
-
-
-def _llama(config: Any) -> FamilyFacts:
-    bias = config.attention_bias
-    return FamilyFacts((None,) * config.num_hidden_layers, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
-
-
-def _mistral(config: Any) -> FamilyFacts:
-    if len(set(getattr(config, "layer_types", None) or ())) > 1:
-        raise ModelError("Several layer_types are not supported: a MistralForCausalLM has one window for all.")
-    return FamilyFacts((config.sliding_window,) * config.num_hidden_layers)
-
-
-def _qwen3_moe(config: Any) -> FamilyFacts:
-    """Its window, unlike that of Qwen3, applies to all layers or to none: Transformers reads no max_window_layers."""
-    bias, num_layers = config.attention_bias, config.num_hidden_layers
-    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
-    sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers))
-    experts = _experts(config, config.moe_intermediate_size, config.norm_topk_prob, sparse)
-    windows = (config.sliding_window,) * num_layers
-    return FamilyFacts(windows, qk_norm=True, qkv_bias=bias, o_bias=bias, experts=experts)
-
-
-def _mixtral(config: Any) -> FamilyFacts:
-    num_layers = config.num_hidden_layers
-    experts = _experts(config, config.intermediate_size, True, (True,) * num_layers)
-    if experts is None:
-        raise ModelError("num_local_experts is 0; a MixtralForCausalLM needs at least 1 expert.")
-    experts = replace(experts, block="block_sparse_moe", projections=("w1", "w3", "w2"))
-    return FamilyFacts((config.sliding_window,) * num_layers, experts=experts)
-
-
-def _phi3(config: Any) -> FamilyFacts:
-    windows = (config.sliding_window,) * config.num_hidden_layers
-    return FamilyFacts(windows, merged_projections=True, rope=phi3_rope_spec)
-
-
-def _gemma3(config: Any) -> FamilyFacts:
-    return FamilyFacts(
-        _windows_by_layer_type(config),
-        qk_norm=True,
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
-        rope=gemma3_rope_spec,
-        query_pre_attn_scalar=config.query_pre_attn_scalar,
-        embedding_scale=config.hidden_size**0.5,
-        output_norms=True,
-        zero_centered_norms=True,
-    )
-
-
-_WINDOWS_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
-_EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})  # two names of one field
-_QWEN3_MOE = (
-    _EXPERTS
-    | {"moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "attention_bias"}
-    | {"use_sliding_window", "sliding_window", "max_window_layers"}
-)
-_GEMMA3 = frozenset(
-    {"attention_bias", "sliding_window", "sliding_window_pattern", "layer_types", "query_pre_attn_scalar"}
-    | {"rope_local_base_freq"}
-)
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        family.architecture: family
-        for family in (
-            Family("Qwen3ForCausalLM", "qwen3", _qwen3, _WINDOWS_BY_LAYER | {"attention_bias"}),
-            Family("Qwen2ForCausalLM", "qwen2", _qwen2, _WINDOWS_BY_LAYER),
-            Family("LlamaForCausalLM", "llama", _llama, frozenset({"attention_bias", "mlp_bias"})),
-            Family("MistralForCausalLM", "mistral", _mistral, frozenset({"sliding_window", "layer_types"})),
-            Family("Phi3ForCausalLM", "phi3", _phi3, frozenset({"sliding_window"})),
-            Family("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3_moe, _QWEN3_MOE),
-            Family("MixtralForCausalLM", "mixtral", _mixtral, _EXPERTS | {"sliding_window"}),
-            Family("Gemma3ForCausalLM", "gemma3_text", _gemma3, _GEMMA3, "hidden_activation", local_rope=True),
-        )
-    }
-)
+    def reads(self, name: str) -> bool:
+        """Whether it reads this field of config.json."""
+        return name in READ_BY_ALL or name in self.defaults or name in self.own_fields
 
 
 def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
@@ -158,6 +57,13 @@ def _windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
     return tuple(windows[kind] for kind in config.layer_types)
 
 
+def _one_window(config: Any) -> tuple[int | None, ...]:
+    """The same for all layers."""
+    if len(set(getattr(config, "layer_types", ()))) > 1:
+        raise ModelError("Several layer_types are not supported: a MistralForCausalLM has one window for all.")
+    return (config.sliding_window,) * config.num_hidden_layers
+
+
 def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: tuple[bool, ...]) -> ExpertSpec | None:
     """The experts of a config; None if no layer has any."""
     count, chosen = config.num_experts, config.num_experts_per_tok
@@ -168,17 +74,268 @@ def _experts(config: Any, intermediate_size: int, norm_topk_prob: bool, layers: 
     return ExpertSpec(count, chosen, intermediate_size, norm_topk_prob, layers)
 
 
-# ---- the fields that all families share
+def _qwen3_moe_experts(config: Any) -> ExpertSpec | None:
+    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
+    sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(config.num_hidden_layers))
+    return _experts(config, config.moe_intermediate_size, config.norm_topk_prob, sparse)
 
 
-def decoder_spec(family: Family, config: Any) -> DecoderSpec:
-    """The network that a config with its defaults describes. Raises ModelError, which names the field."""
-    activation = getattr(config, family.activation)
+def _mixtral_experts(config: Any) -> ExpertSpec:
+    experts = _experts(config, config.intermediate_size, True, (True,) * config.num_hidden_layers)
+    if experts is None:
+        raise ModelError("num_local_experts is 0; a MixtralForCausalLM needs at least 1 expert.")
+    return replace(experts, block="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+# None is for what follows from other fields.
+_ALL: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+    }
+)
+_SILU: Mapping[str, Any] = MappingProxyType({**_ALL, "hidden_act": "silu"})
+_QWEN: Mapping[str, Any] = MappingProxyType(
+    {
+        **_SILU,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "layer_types": None,
+    }
+)
+_MISTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        **_SILU,
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+    }
+)
+
+_ENTRIES = (
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        lambda config: {
+            "sliding_windows": _windows_by_layer_type(config),
+            "qk_norm": True,
+            "qkv_bias": config.attention_bias,
+            "o_bias": config.attention_bias,
+        },
+        {**_QWEN, "head_dim": 128, "attention_bias": False},
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        lambda config: {"sliding_windows": _windows_by_layer_type(config), "qkv_bias": True},
+        _QWEN,
+    ),
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        lambda config: {
+            "qkv_bias": config.attention_bias,
+            "o_bias": config.attention_bias,
+            "mlp_bias": config.mlp_bias,
+        },
+        {
+            **_SILU,
+            "vocab_size": 32000,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 2048,
+            "eos_token_id": 2,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        lambda config: {"sliding_windows": _one_window(config)},
+        _MISTRAL,
+        {"layer_types": LAYER_TYPES},
+    ),
+    Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        lambda config: {"sliding_windows": _one_window(config), "merged_projections": True},
+        {
+            **_SILU,
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 32000,
+            "sliding_window": None,
+        },
+        rope_kinds=("default", "longrope"),
+        rotates_part=True,
+    ),
+    Family(  # its window, unlike Qwen3's, is of all layers or of none: Transformers reads no max_window_layers
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        lambda config: {
+            "sliding_windows": _one_window(config),
+            "qk_norm": True,
+            "qkv_bias": config.attention_bias,
+            "o_bias": config.attention_bias,
+            "experts": _qwen3_moe_experts(config),
+        },
+        {
+            **_SILU,
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+        },
+        {
+            "num_local_experts": EXPERT_COUNT,
+            "max_window_layers": NETWORK_FIELDS["max_window_layers"],
+            "moe_intermediate_size": integer(1),
+            "norm_topk_prob": FLAG,
+            "decoder_sparse_step": integer(1),
+            "mlp_only_layers": list_of(integer(0), MAX_LAYERS) | NULL,
+        },
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        lambda config: {"sliding_windows": _one_window(config), "experts": _mixtral_experts(config)},
+        {**_MISTRAL, "rms_norm_eps": 1e-5, "sliding_window": None, "num_experts_per_tok": 2, "num_experts": 8},
+        {"num_local_experts": EXPERT_COUNT},
+        theta=1_000_000.0,
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        lambda config: {
+            "sliding_windows": _windows_by_layer_type(config),
+            "qk_norm": True,
+            "qkv_bias": config.attention_bias,
+            "o_bias": config.attention_bias,
+            "query_pre_attn_scalar": config.query_pre_attn_scalar,
+            "embedding_scale": config.hidden_size**0.5,
+            "output_norms": True,
+            "zero_centered_norms": True,
+        },
+        {
+            **_ALL,
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+            "attention_bias": False,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "layer_types": None,
+        },
+        {
+            "hidden_activation": TEXT,
+            "query_pre_attn_scalar": integer(1),
+            "sliding_window_pattern": integer(1, MAX_LAYERS),
+            "rope_local_base_freq": THETA,
+        },
+        theta=1_000_000.0,
+        local_theta=10_000.0,
+        rope_kinds=("default", "linear"),
+    ),
+)
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ENTRIES})
+
+
+# ---- from a config to a network
+
+
+def complete_config(family: Family, fields: Mapping[str, Any]) -> SimpleNamespace:
+    """The checked `fields` of a config with the family's defaults, and with what follows from other fields.
+
+    Transformers' config class has the same attributes, apart from RoPE and the dtype. Raises ModelError for values that
+    contradict each other.
+    """
+    config = SimpleNamespace(**{**family.defaults, **fields})
+    if config.num_key_value_heads is None:
+        config.num_key_value_heads = config.num_attention_heads
+    if config.head_dim is None:
+        config.head_dim, rest = divmod(config.hidden_size, config.num_attention_heads)
+        if rest:
+            sizes = f"hidden_size={config.hidden_size} must be a multiple of num_attention_heads"
+            raise ModelError(f"{sizes}={config.num_attention_heads}, or head_dim be given.")
+    if "num_local_experts" in fields:
+        config.num_experts = fields["num_local_experts"]
+    if getattr(config, "use_sliding_window", True) is False:
+        config.sliding_window = None
+    if getattr(config, "mlp_only_layers", 0) is None:
+        config.mlp_only_layers = []
+    if "layer_types" in vars(config):
+        _complete_layer_types(config)
+    return config
+
+
+def _complete_layer_types(config: SimpleNamespace) -> None:
+    """Each layer's kind: with Gemma's pattern each n-th layer is full; with Qwen's number the first layers are."""
+    layers = range(config.num_hidden_layers)
+    if config.layer_types is None:
+        pattern, num_full = getattr(config, "sliding_window_pattern", None), getattr(config, "max_window_layers", 0)
+        if pattern is not None:
+            is_sliding = [bool((index + 1) % pattern) for index in layers]
+        else:
+            is_sliding = [config.sliding_window is not None and index >= num_full for index in layers]
+        config.layer_types = ["sliding_attention" if sliding else "full_attention" for sliding in is_sliding]
+    if len(config.layer_types) != len(layers):
+        kinds = config.layer_types
+        raise ModelError(f"layer_types={quoted(kinds)} names {len(kinds)} layers of {len(layers)}.")
+
+
+def decoder_spec(family: Family, config: Any, rope: RopeSpec, local_rope: RopeSpec | None) -> DecoderSpec:
+    """The network that a complete config describes. Raises ModelError, which names the field."""
+    activation = vars(config).get("hidden_activation") or config.hidden_act
     if activation not in ACTIVATIONS:
         raise ModelError(f"Activation {quoted(activation)} is not supported; supported: {', '.join(ACTIVATIONS)}.")
-    facts = family.facts(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = DecoderSpec(
+    if config.num_attention_heads % config.num_key_value_heads:
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        raise ModelError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}.")
+    if config.head_dim % 2 or config.head_dim < 2:
+        raise ModelError(f"head_dim must be even and above 0, because RoPE turns pairs, but it is {config.head_dim}.")
+    facts = {"sliding_windows": (None,) * config.num_hidden_layers, **family.facts(config)}
+    for window in facts["sliding_windows"]:
+        if window is not None and window < 1:
+            raise ModelError(f"sliding_window must be at least 1, but it is {window}.")
+    return DecoderSpec(
         architecture=family.architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -186,53 +343,21 @@ def decoder_spec(family: Family, config: Any) -> DecoderSpec:
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
-        qk_norm=facts.qk_norm,
-        qkv_bias=facts.qkv_bias,
-        o_bias=facts.o_bias,
-        mlp_bias=facts.mlp_bias,
         tie_word_embeddings=config.tie_word_embeddings,
-        rope=facts.rope(config.rope_parameters, config.max_position_embeddings, head_dim),
-        local_rope=_local_rope(family, config, facts, head_dim),
-        sliding_windows=facts.sliding_windows,
+        rope=rope,
+        local_rope=local_rope,
         max_position_embeddings=config.max_position_embeddings,
-        dtype=_dtype_name(config),
-        experts=facts.experts,
-        merged_projections=facts.merged_projections,
+        dtype=_dtype_name(config.dtype),
         activation=ACTIVATIONS[activation],
-        query_pre_attn_scalar=facts.query_pre_attn_scalar,
-        embedding_scale=facts.embedding_scale,
-        output_norms=facts.output_norms,
-        zero_centered_norms=facts.zero_centered_norms,
+        **facts,
     )
-    _check_spec(spec)
-    return spec
 
 
-def _local_rope(family: Family, config: Any, facts: FamilyFacts, head_dim: int) -> RopeSpec | None:
-    if not family.local_rope:
-        return None
-    return facts.rope(config.local_rope_parameters, config.max_position_embeddings, head_dim)
-
-
-def _dtype_name(config: Any) -> str:
+def _dtype_name(dtype: str | None) -> str:
     """The checkpoint's dtype. float32 if the config names none, as in Transformers."""
-    name = "float32" if config.dtype is None else str(config.dtype).removeprefix("torch.")
+    name = "float32" if dtype is None else dtype.removeprefix("torch.")
     if name not in DTYPE_NAMES:
         raise ModelError(f"The dtype {quoted(name)} is not supported; supported: {', '.join(DTYPE_NAMES)}.")
     return name
-
-
-def _check_spec(spec: DecoderSpec) -> None:
-    if spec.num_heads % spec.num_kv_heads:
-        raise ModelError(
-            f"num_attention_heads={spec.num_heads} must be a multiple of num_key_value_heads={spec.num_kv_heads}."
-        )
-    if spec.head_dim % 2 or spec.head_dim < 2:
-        raise ModelError(f"head_dim must be even and above 0, because RoPE turns pairs, but it is {spec.head_dim}.")
-    if len(spec.sliding_windows) != spec.num_layers:
-        raise ModelError(f"layer_types names {len(spec.sliding_windows)} layers of {spec.num_layers}.")
-    for window in spec.sliding_windows:
-        if window is not None and window < 1:
-            raise ModelError(f"sliding_window must be at least 1, but it is {window}.")

@@ -1,8 +1,8 @@
 """Reading the config of a Hugging Face model directory or GGUF file: which network it is, where its sequences end.
 
-Nothing in the directory is trusted. Only fields that `config_fields.py` lists are read, after they were checked;
-`family_defaults.py` has those that a config leaves out. Fields that a family does not read are refused if they may have
-an effect.
+Nothing in the directory is trusted. Only fields that `config_fields.py` and the family list are read, after they were
+checked; the family has those that a config leaves out. Fields that it does not read are refused if they may have an
+effect.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from nanovllm.formats.config_fields import (
     OTHER_FIELDS,
 )
 from nanovllm.formats.hub import is_gguf
-from nanovllm.models.families import FAMILIES, Family, decoder_spec
-from nanovllm.models.family_defaults import DEFAULTS, complete_config
-from nanovllm.models.rope_config import rope_by_layer_type, rope_parameters
+from nanovllm.models.families import FAMILIES, Family, complete_config, decoder_spec
+from nanovllm.models.rope_config import rope_specs
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.models.text_models import TEXT_MODELS, text_fields
 
@@ -88,7 +87,7 @@ class ModelConfig:
         """
         sources = [_network_fields(self._config, self._family), self._generation]
         if not any("eos_token_id" in source for source in sources):
-            sources = [{"eos_token_id": DEFAULTS[self.model_type]["eos_token_id"]}]
+            sources = [self._family.defaults]
         ids = [token for source in sources for token in _token_ids(source.get("eos_token_id"))]
         return tuple(dict.fromkeys(ids))
 
@@ -182,27 +181,15 @@ def _spec(config: _Config, family: Family) -> DecoderSpec:
     fields = _network_fields(config, family)
     _refuse_unread(config, family)
     try:
-        complete = complete_config(family.model_type, fields)
-        _set_rope_parameters(complete, family, config.fields)
+        complete = complete_config(family, fields)
         complete.dtype = next((fields[name] for name in _DTYPES if fields.get(name) is not None), None)
-        spec, quantization = decoder_spec(family, complete), config.fields.get("quantization_config")
+        spec = decoder_spec(family, complete, *rope_specs(family, complete, config.fields))
+        quantization = config.fields.get("quantization_config")
         if config.gguf is not None:
             return _gguf_spec(spec, quantization, config.gguf)
         return _with_quantization(spec, quantization)
     except ModelError as error:
         raise ModelError(f"{config.where}: {error}") from None
-
-
-def _set_rope_parameters(complete: Any, family: Family, fields: Mapping[str, Any]) -> None:
-    """Give the config the checked RoPE parameters of its fields."""
-    positions, theta = complete.max_position_embeddings, complete.default_theta
-    if family.local_rope:
-        full, local = rope_by_layer_type(fields)
-        complete.rope_parameters = rope_parameters(full, positions, theta["global"])
-        complete.local_rope_parameters = rope_parameters(local, positions, theta["local"])
-    else:
-        trained = getattr(complete, "original_max_position_embeddings", None)
-        complete.rope_parameters = rope_parameters(fields, positions, theta, trained)
 
 
 def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: GgufConfig) -> DecoderSpec:
@@ -221,7 +208,7 @@ def _gguf_spec(spec: DecoderSpec, quantization: Mapping[str, Any] | None, gguf: 
 
 def _network_fields(config: _Config, family: Family) -> dict[str, Any]:
     """The checked fields of the network that the family reads."""
-    rules = {name: field for name, field in NETWORK_FIELDS.items() if family.reads(name)}
+    rules = {name: field for name, field in {**NETWORK_FIELDS, **family.own_fields}.items() if family.reads(name)}
     fields = checked_fields(config.where, config.fields, rules)
     counts = {name: fields[name] for name in _EXPERT_COUNTS if name in fields}
     if len(set(counts.values())) > 1:

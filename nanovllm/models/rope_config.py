@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from nanovllm.data.json_fields import checked_fields
-from nanovllm.data.rope_spec import ROPE_KINDS, RopeKind, RopeSpec
+from nanovllm.data.json_fields import NULL, OBJECT, checked_fields
+from nanovllm.data.rope_spec import RopeSpec
 from nanovllm.errors import ModelError, quoted
-from nanovllm.formats.config_fields import OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.formats.config_fields import ROPE_FIELDS
+from nanovllm.models.families import Family
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def rope_specs(family: Family, config: Any, fields: Mapping[str, Any]) -> tuple[RopeSpec, RopeSpec | None]:
+    """The RoPE of a network, and that of its layers with a sliding window if they have one of their own.
+
+    config: complete; fields: of config.json, checked by `OTHER_FIELDS`. Raises ModelError on what is not supported.
+    """
+    positions, kinds, rotates_part = config.max_position_embeddings, family.rope_kinds, family.rotates_part
+
+    def spec(fields: Mapping[str, Any], theta: float) -> RopeSpec:
+        trained = getattr(config, "original_max_position_embeddings", None)
+        found = rope_parameters(fields, positions, theta, trained)
+        return rope_spec(found, positions, config.head_dim, kinds, rotates_part)
+
+    if family.local_theta is None:
+        return spec(fields, family.theta), None
+    full, local = _by_layer_type(fields)
+    return _scaled_before(spec(full, family.theta), positions), _scaled_before(
+        spec(local, family.local_theta), positions
+    )
+
+
+def _scaled_before(spec: RopeSpec, positions: int) -> RopeSpec:
+    """The trained length of Gemma 3, whose max_position_embeddings counts the positions after linear scaling."""
+    trained = max(1, int(positions / spec.factor))
+    return spec if spec.kind == "default" else replace(spec, original_max_position=trained)
+
+
 def rope_parameters(
-    config: Mapping[str, Any], max_position: int, default_theta: float, trained: int | None = None
+    fields: Mapping[str, Any], max_position: int, default_theta: float, trained: int | None = None
 ) -> dict[str, Any]:
-    """The checked RoPE parameters of a parsed config.json: its `rope_parameters`, or the fields of older configs.
+    """The checked RoPE parameters of config.json: its `rope_parameters`, or the fields of older configs.
 
     They are read as Transformers reads them. `rope_theta` and other fields outside of the mapping apply if the mapping
     lacks them. For yarn, llama3 and longrope, the trained length is `trained`, the family's, unless the config has one
     outside of the mapping; without either it defaults to max_position_embeddings. Raises ModelError.
     """
-    outer = checked_fields("RoPE", config, OTHER_FIELDS)
-    mapping = outer.get("rope_scaling") or outer.get("rope_parameters") or {}
-    where = "rope_scaling" if outer.get("rope_scaling") else "rope_parameters"
+    where = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    mapping = fields.get(where) or {}
     nested = [name for name, value in mapping.items() if isinstance(value, dict)]
     if nested:
         raise ModelError(f"{where}: {quoted(nested[0])} has a mapping of its own; one rope_theta for all is supported.")
@@ -34,143 +60,119 @@ def rope_parameters(
     found.setdefault("rope_type", found.get("type", "default"))
     if found["rope_type"] == "su" or (found["rope_type"] == "yarn" and "short_factor" in found):
         found["rope_type"] = "longrope"  # as older checkpoints call it
-    theta = outer.get("rope_theta")
+    theta = fields.get("rope_theta")
     found.setdefault("rope_theta", default_theta if theta is None else theta)
-    if outer.get("partial_rotary_factor") is not None:
-        found.setdefault("partial_rotary_factor", outer["partial_rotary_factor"])
+    if fields.get("partial_rotary_factor") is not None:
+        found.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     if found["rope_type"] == "yarn" and "factor" not in mapping:  # null means the ratio of the lengths
         raise ModelError(f"{where}: factor is missing, which yarn needs.")
     if found["rope_type"] in ("llama3", "yarn", "longrope"):
-        if outer.get("original_max_position_embeddings") is not None:
-            trained = outer["original_max_position_embeddings"]
+        trained = fields.get("original_max_position_embeddings") or trained
         if trained is not None:
             found["original_max_position_embeddings"] = trained
         found.setdefault("original_max_position_embeddings", max_position)
     return found
 
 
-def rope_by_layer_type(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The config as `rope_parameters` reads it for layers with full attention, and for those with a sliding window.
+def _by_layer_type(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The fields as `rope_parameters` reads them for layers with full attention, and for those with a sliding window.
 
     Newer configs have a mapping for each layer type, older ones rope_theta and rope_scaling, and rope_local_base_freq
     for the layers with a window. Raises ModelError.
     """
-    outer = checked_fields("RoPE", config, OTHER_FIELDS)
-    mapping = outer.get("rope_parameters") or {}
+    mapping = fields.get("rope_parameters") or {}
     unknown = sorted(set(mapping) - set(_LAYER_TYPES))
     if unknown:
         raise ModelError(f"rope_parameters: {quoted(unknown[0])} is no layer type; known: {', '.join(_LAYER_TYPES)}.")
-    full, local = (mapping.get(name) for name in _LAYER_TYPES)
-    if isinstance(full, dict) and outer.get("rope_scaling"):
-        full = {**full, **outer["rope_scaling"]}
-        config = {**config, "rope_scaling": None}
-    return {**config, "rope_parameters": full}, {
+    both = checked_fields("rope_parameters", mapping, dict.fromkeys(_LAYER_TYPES, OBJECT | NULL))
+    full, local = (both.get(name) for name in _LAYER_TYPES)
+    if full and fields.get("rope_scaling"):
+        full = {**full, **fields["rope_scaling"]}
+        fields = {**fields, "rope_scaling": None}
+    return {**fields, "rope_parameters": full}, {
         "rope_parameters": local,
-        "rope_theta": outer.get("rope_local_base_freq"),
+        "rope_theta": fields.get("rope_local_base_freq"),
     }
 
 
-def rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
-    """Read Transformers' standardized `rope_parameters`. Raises ModelError on what is not supported."""
-    return _spec_of_kind(parameters, max_position, head_dim, tuple(kind for kind in ROPE_KINDS if kind != "longrope"))
-
-
-def gemma3_rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
-    """The same for Gemma 3, whose max_position_embeddings counts the positions after linear scaling."""
-    spec = _spec_of_kind(parameters, max_position, head_dim, ("default", "linear"))
-    trained = max(1, int(max_position / spec.factor))
-    return spec if spec.kind == "default" else replace(spec, original_max_position=trained)
-
-
-def phi3_rope_spec(parameters: Mapping[str, Any], max_position: int, head_dim: int) -> RopeSpec:
-    """The same for Phi-3, which may rotate only the first features of a head, and has kinds of its own."""
-    rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    if rotary_dim % 2 or not rotary_dim:
-        raise ModelError(
-            f"rope_parameters: partial_rotary_factor={parameters['partial_rotary_factor']} rotates {rotary_dim} of "
-            f"{head_dim} features of a head; it must be an even number above 0."
-        )
-    rotating_all = {**parameters, "partial_rotary_factor": None}
-    spec = _spec_of_kind(rotating_all, max_position, rotary_dim, ("default", "longrope"))
-    return spec if rotary_dim == head_dim else replace(spec, rotary_dim=rotary_dim)
-
-
-def _spec_of_kind(
-    parameters: Mapping[str, Any], max_position: int, head_dim: int, supported: tuple[str, ...]
+def rope_spec(
+    parameters: Mapping[str, Any],
+    max_position: int,
+    head_dim: int,
+    kinds: Collection[str] = ("default", "linear", "dynamic", "llama3", "yarn"),
+    rotates_part: bool = False,
 ) -> RopeSpec:
-    kind = _kind(parameters, supported)
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ModelError(
-            f"rope_parameters: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; "
-            "these families rotate all features of a head."
-        )
-    theta = _positive(parameters, "rope_theta")
+    """What `rope_parameters` has found, for a family that has these kinds.
+
+    rotates_part: whether the family may rotate only the first features of a head. Raises ModelError on what is missing
+    or not supported.
+    """
+
+    def needed(name: str) -> float:
+        if parameters.get(name) is None:
+            raise ModelError(f"rope_parameters: {name} is missing, which {kind} RoPE needs.")
+        return float(parameters[name])
+
+    kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
+    if kind not in kinds:
+        raise ModelError(f"RoPE kind {quoted(kind)} is not supported; supported: {', '.join(kinds)}.")
+    rotated = _rotated_features(parameters.get("partial_rotary_factor"), head_dim, rotates_part)
+    spec = RopeSpec(kind, theta, rotary_dim=None if rotated == head_dim else rotated)
     if kind == "default":
         if parameters.get("factor", 1) != 1:
             raise ModelError(f"rope_parameters: factor={parameters['factor']} needs a rope_type, such as linear.")
-        return RopeSpec(theta=theta)
-    if kind == "llama3":
-        return _llama3(parameters, theta)
-    if kind == "yarn":
-        return _yarn(parameters, theta, max_position)
-    if kind == "longrope":
-        return _longrope(parameters, theta, max_position, head_dim // 2)
-    factor = _positive(parameters, "factor")
+        return spec
     if kind == "linear":
-        return RopeSpec(kind, theta, factor)
-    if head_dim <= 2:
-        raise ModelError(f"Dynamic RoPE needs a head_dim above 2, but the config has {head_dim}.")
-    return RopeSpec(kind, theta, factor, original_max_position=max_position)
+        return replace(spec, factor=needed("factor"))
+    if kind == "dynamic":
+        if rotated <= 2:
+            raise ModelError(f"Dynamic RoPE needs a head_dim above 2, but the config has {rotated}.")
+        return replace(spec, factor=needed("factor"), original_max_position=max_position)
+    trained = parameters.get("original_max_position_embeddings") or max_position
+    if kind == "llama3":
+        low, high = needed("low_freq_factor"), needed("high_freq_factor")
+        if low >= high:
+            raise ModelError(f"rope_parameters: low_freq_factor={low} must be below high_freq_factor={high}.")
+        spec = replace(spec, low_freq_factor=low, high_freq_factor=high)
+        return replace(spec, factor=needed("factor"), original_max_position=trained)
+    factor = float(parameters.get("factor") or max_position / trained)
+    spec = replace(spec, factor=factor, original_max_position=trained)
+    return _yarn(spec, parameters) if kind == "yarn" else _longrope(spec, parameters, rotated // 2)
 
 
-def _kind(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> RopeKind:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    for known in get_args(RopeKind):
-        if kind == known and known in supported:
-            return known
-    raise ModelError(f"RoPE kind {quoted(kind)} is not supported; supported: {', '.join(supported)}.")
+def _rotated_features(share: float | None, head_dim: int, rotates_part: bool) -> int:
+    """The features of a head that are rotated, of which a config may give the share."""
+    if share in (None, 1):
+        return head_dim
+    if not rotates_part:
+        raise ModelError(
+            f"rope_parameters: partial_rotary_factor={share} is not supported; "
+            "these families rotate all features of a head."
+        )
+    rotated = int(head_dim * share)
+    if rotated % 2 or not rotated:
+        raise ModelError(
+            f"rope_parameters: partial_rotary_factor={share} rotates {rotated} of {head_dim} features of a head; it "
+            "must be an even number above 0."
+        )
+    return rotated
 
 
-def _positive(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = parameters.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"rope_parameters: {key} must be a number above 0, but it is {quoted(value)}.")
-    return float(value)
+def _yarn(spec: RopeSpec, parameters: Mapping[str, Any]) -> RopeSpec:
+    """attention_factor: the config's, else DeepSeek's ratio of mscales, else 0.1 ln(factor) + 1 (YaRN paper)."""
+
+    def scaled(mscale: float) -> float:
+        return 0.1 * mscale * math.log(spec.factor) + 1.0 if spec.factor > 1 else 1.0
+
+    mscale, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    attention_factor = scaled(mscale) / scaled(of_all) if mscale and of_all else scaled(1.0)
+    names = [name for name in ("beta_fast", "beta_slow", "truncate") if parameters.get(name) is not None]
+    given = {name: parameters[name] for name in names}
+    return replace(spec, attention_factor=parameters.get("attention_factor") or attention_factor, **given)
 
 
-def _llama3(parameters: Mapping[str, Any], theta: float) -> RopeSpec:
-    low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
-    if low >= high:
-        raise ModelError(f"rope_parameters: low_freq_factor={low} must be below high_freq_factor={high}.")
-    return RopeSpec(
-        "llama3",
-        theta,
-        _positive(parameters, "factor"),
-        int(_positive(parameters, "original_max_position_embeddings")),
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeSpec:
-    trained = int(_positive(parameters, "original_max_position_embeddings", max_position))
-    factor = _positive(parameters, "factor", max_position / trained)
-    return RopeSpec(
-        "yarn",
-        theta,
-        factor,
-        trained,
-        attention_factor=_attention_factor(parameters, factor),
-        beta_fast=_positive(parameters, "beta_fast", 32.0),
-        beta_slow=_positive(parameters, "beta_slow", 1.0),
-        truncate=bool(parameters.get("truncate", True)),
-    )
-
-
-def _longrope(parameters: Mapping[str, Any], theta: float, max_position: int, pairs: int) -> RopeSpec:
-    trained = int(_positive(parameters, "original_max_position_embeddings", max_position))
+def _longrope(spec: RopeSpec, parameters: Mapping[str, Any], pairs: int) -> RopeSpec:
+    trained, factor = spec.original_max_position, spec.factor
     if trained < 2:
         raise ModelError(f"rope_parameters: original_max_position_embeddings must be above 1, but it is {trained}.")
     for name in ("short_factor", "long_factor"):
@@ -179,27 +181,10 @@ def _longrope(parameters: Mapping[str, Any], theta: float, max_position: int, pa
                 f"rope_parameters: {name} must be a list of {pairs} numbers, one for each rotated pair of features, "
                 f"but it is {quoted(parameters.get(name))}."
             )
-    factor = _positive(parameters, "factor", max_position / trained)
     scaling = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-    return RopeSpec(
-        "longrope",
-        theta,
-        factor,
-        trained,
-        attention_factor=_positive(parameters, "attention_factor", scaling),
+    return replace(
+        spec,
+        attention_factor=parameters.get("attention_factor") or scaling,
         frequency_factors=tuple(parameters["short_factor"]),
         long_factors=tuple(parameters["long_factor"]),
     )
-
-
-def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    """The config's attention_factor, else DeepSeek's ratio of mscales, else 0.1 ln(factor) + 1 (YaRN paper)."""
-    if parameters.get("attention_factor") is not None:
-        return _positive(parameters, "attention_factor")
-
-    def scaled(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return scaled(_positive(parameters, "mscale")) / scaled(_positive(parameters, "mscale_all_dim"))
-    return scaled(1.0)

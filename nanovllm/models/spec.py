@@ -33,15 +33,15 @@ class DecoderSpec:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    qk_norm: bool  # RMS norm over each head of q and k, before RoPE
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
     tie_word_embeddings: bool
     rope: RopeSpec
     sliding_windows: tuple[int | None, ...]  # per layer: keys that a query sees, its own included; None: all
     max_position_embeddings: int
     dtype: str  # of the checkpoint, one of DTYPE_NAMES
+    qk_norm: bool = False  # RMS norm over each head of q and k, before RoPE
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     quantization: LinearMethod | None = None  # how the matrices are stored; None: as numbers of the dtype
     merged_projections: bool = False  # whether the checkpoint has one matrix for q, k and v, and for gate and up
     experts: ExpertSpec | None = None  # in some layers or all; the others have one MLP

@@ -23,6 +23,7 @@ from nanovllm.errors import ModelError
 from nanovllm.features.lora.adapter_config import FIELDS, REFUSED
 from nanovllm.features.lora.adapter_files import CONFIG, read_adapter
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.models.families import FAMILIES
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.text.tokenizer import CONFIG_FIELDS
 
@@ -39,8 +40,13 @@ JSON_VALUES: dict[str, Any] = {
     "half a character": "\ud800",
     "true": True,
 }
+OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
 KNOWN = {
-    "config.json": (*NETWORK_FIELDS, *OTHER_FIELDS),
+    "config.json": (
+        *NETWORK_FIELDS,
+        *OTHER_FIELDS,
+        *{name for family in FAMILIES.values() for name in family.own_fields},
+    ),
     "generation_config.json": tuple(GENERATION_FIELDS),
     "tokenizer_config.json": tuple(CONFIG_FIELDS),
     "tokenizer.json": (),

@@ -28,6 +28,7 @@ from tokenizer_files import CHAT_TEMPLATE, write_byte_level
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError
 from nanovllm.formats.config_fields import GENERATION_FIELDS, NETWORK_FIELDS, OTHER_FIELDS, ROPE_FIELDS
+from nanovllm.models.families import FAMILIES
 from nanovllm.text.tokenizer import CONFIG_FIELDS
 
 SMALL: dict[str, Any] = {"kvcache_block_size": 16, "num_gpu_blocks": 80, "max_num_batched_tokens": 256}
@@ -143,7 +144,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     max_leaves=6,
 )
-NAMES = sorted({*NETWORK_FIELDS, *OTHER_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *CONFIG_FIELDS, "weight_map"})
+OWN_FIELDS = {name for family in FAMILIES.values() for name in family.own_fields}
+NAMES = sorted(
+    {*NETWORK_FIELDS, *OTHER_FIELDS, *OWN_FIELDS, *ROPE_FIELDS, *GENERATION_FIELDS, *CONFIG_FIELDS, "weight_map"}
+)
 # A change: where (numbers that choose a member at each level), what to do there, and with what.
 CHANGES = st.lists(
     st.fixed_dictionaries(
