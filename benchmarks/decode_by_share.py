@@ -15,11 +15,11 @@ from benchmarks.engine import Work
 from benchmarks.report import mib, print_row
 from benchmarks.timing import Spread
 from nanovllm import LLM, SamplingParams
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import Busy
 from nanovllm.features.cpu_attention.host_blocks import HostBlockAttention
 from nanovllm.features.cpu_attention.shares import LayerLoad, cpu_attention_query_len
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, blocks_of_share, predict_transfers
+from nanovllm.memory.layout import KVLayout
 
 AUTOMATIC = "automatic"
 BAR = 40  # characters of the longest

@@ -18,12 +18,11 @@ from benchmarks.shapes import Shape
 from benchmarks.timeline import Gaps, Overlap, Timeline, kernel_gaps, overlaps
 from benchmarks.timing import Rates, RunTiming, Spread
 from nanovllm import LLM
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.data.layout import KVLayout
 from nanovllm.engine.scheduler import LayerwiseScheduling
-from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.kvcache.base import KVStats
 from nanovllm.memory.budget import TransferCount, predict_request
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
+from nanovllm.memory.layout import KVLayout
 
 TRANSFER_FIELDS = ("h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of host blocks, for the CPU
@@ -128,7 +127,8 @@ def traffic_of(offload: Variant, work: Work) -> Traffic:
     sizes = (spec.num_layers, spec.num_kv_heads, spec.head_dim, stats.block_size, work.shape.dtype.itemsize)
     layout = KVLayout.of(offload.kv_cache_dtype, *sizes)
     resident, chunk = stats.resident_blocks, work.max_num_batched_tokens
-    steps = Sizing(0).prefill_steps(stats.block_size, resident, work.prompt_len, chunk, offload.layerwise_memory)
+    memory = offload.layerwise_memory
+    steps = LayerwiseSizing(0).prefill_steps(stats.block_size, resident, work.prompt_len, chunk, memory)
 
     def predict(output_len: int) -> TransferCount:
         return predict_request(layout, resident, work.prompt_len, output_len, chunk, prefill_steps=steps)

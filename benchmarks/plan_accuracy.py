@@ -34,12 +34,12 @@ from benchmarks.report import machine_facts, print_facts, print_other_load, writ
 from benchmarks.shapes import Shape, open_shape
 from benchmarks.timing import Spread
 from nanovllm.config import DTYPES, MIN_GPU_BLOCKS
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import create_device
 from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.features.planner.predict import Prediction
 from nanovllm.memory.budget import split_device
+from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import select_backend
 
 PLACEMENTS = ("resident", "offload", "streamed")  # offload with CPU attention, and without it

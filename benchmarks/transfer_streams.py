@@ -25,11 +25,11 @@ from benchmarks.report import machine_facts, print_other_load, print_row, print_
 from benchmarks.shapes import open_shape
 from benchmarks.shared_streams import SharedStreams
 from benchmarks.timing import Spread
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import Device, create_device
 from nanovllm.features.planner.measure import in_groups
 from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.memory.budget import DeviceSplit, split_device
+from nanovllm.memory.layout import KVLayout
 
 LAYOUTS = {"streams for groups of slots": False, "a stream for each direction": True}
 MATRIX = {"cpu": 512, "cuda": 4096}

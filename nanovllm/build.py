@@ -27,12 +27,11 @@ from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import ConfigError, quoted
 from nanovllm.features.cpu_attention.host_blocks import make_cpu_attention
 from nanovllm.features.cuda_graphs import graph_bytes, record_decode_graphs
-from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
 from nanovllm.features.layerwise_prefill.runner import LayerwisePass
 from nanovllm.features.layerwise_prefill.schedule import LayerwiseScheduler
 from nanovllm.features.lora.manager import LoRAManager
 from nanovllm.features.lora.registry import AdapterRegistry
-from nanovllm.features.sequence_groups import SwapPreemption, asked_swap_bytes, plan_swap_space, request_factory
+from nanovllm.features.sequence_groups import SwapPreemption, request_factory
 from nanovllm.features.structured_outputs import GrammarCompiler
 from nanovllm.features.vllm_api.metrics_reader import MetricsReader
 from nanovllm.kvcache.base import AttentionGeometry, KVCacheBase, KVStats
@@ -41,10 +40,11 @@ from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.layers.parallel import RankGroup
 from nanovllm.memory.adapters import without_adapters
-from nanovllm.memory.block_size import layout_of
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layout import layout_of
 from nanovllm.memory.profiling import measure_memory
 from nanovllm.memory.sizing import KVPlan, smallest
+from nanovllm.memory.swap_space import asked_swap_bytes, plan_swap_space
 from nanovllm.models.batch_invariance import keep_batch_invariance
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import ModelConfig
@@ -254,7 +254,6 @@ def _plan_memory(
         model,
         backend,
         config,
-        layerwise=layerwise_sizing(spec, itemsize, config),
         graph_bytes=partial(graph_bytes, device, model, backend, config),
     )
     if group is not None:

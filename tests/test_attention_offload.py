@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
@@ -28,6 +27,7 @@ from nanovllm.kvcache.chunked_attention import OffloadedKVCache
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import TransferCount, predict_transfers, split_device
+from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import torch_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 from nanovllm.ops.cpu_attention import NativeAttention

@@ -10,12 +10,12 @@ import pytest
 import torch
 from cpu_attention_helpers import DeviceOfItsOwn
 
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import PitchedCopy
 from nanovllm.features.cpu_attention.bandwidth import measure_bandwidths
 from nanovllm.kvcache.base import AttentionGeometry
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit
+from nanovllm.memory.layout import KVLayout
 from nanovllm.ops import select_cpu_backend
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=64, itemsize=2)

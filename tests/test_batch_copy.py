@@ -13,12 +13,12 @@ from torch import Tensor
 
 from nanovllm.comm import CopyError, _sgdma, copy_pitched, memcpy_batch_async
 from nanovllm.comm.sgdma import MAX_PITCH
-from nanovllm.data.layout import KVLayout
 from nanovllm.data.tiers import BlockMove
 from nanovllm.device import cpu
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit, TransferCount
+from nanovllm.memory.layout import KVLayout
 
 SENTINEL = 0xA5
 

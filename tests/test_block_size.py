@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanovllm.config import engine_config
-from nanovllm.memory.block_size import LINK_COPY_BYTES, block_size_of
+from nanovllm.memory.layout import LINK_COPY_BYTES, block_size_of
 
 KIB = 1 << 10
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.layerwise import LayerwiseMemory
 from nanovllm.data.tiers import Tier
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import ModelFacts
@@ -25,6 +24,7 @@ from nanovllm.engine.request import Request, Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.features.sequence_groups.beams import BeamRequest
+from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 

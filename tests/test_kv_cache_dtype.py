@@ -17,9 +17,9 @@ from torch import Tensor
 from triton_mode import DEVICE, TRITON_MARKS
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.data.layout import KVLayout
 from nanovllm.errors import ConfigError
 from nanovllm.features.planner.report import plan_json
+from nanovllm.memory.layout import KVLayout
 from nanovllm.ops.attention import AttentionMetadata, AttentionState
 from nanovllm.ops.backends import cuda_backends
 from nanovllm.ops.cpu_attention import NativeAttention, PagedStep

@@ -12,12 +12,12 @@ from engines import greedy, greedy_reference, offloaded, random_prompt, set_pref
 
 from nanovllm import LLM
 from nanovllm.apps.recall import make_document, make_prompt, write_recall_checkpoint
-from nanovllm.data.layerwise import LayerwiseMemory
 from nanovllm.device.ordering import OrderingError
 from nanovllm.errors import EngineError
 from nanovllm.features.layerwise_prefill.kv_cache import LayerwiseKVCache
 from nanovllm.features.layerwise_prefill.runner import LayerwisePass, LayerwiseState
 from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.memory.layerwise import LayerwiseMemory
 from nanovllm.memory.profiling import _LiveBytes, activation_peak
 
 BLOCK, VOCAB, LAYERS = 16, 97, 3

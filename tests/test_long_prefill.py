@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.data.batch import ScheduledSequence
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.hybrid_manager import HybridManager
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 LAYERS, BUDGET = 4, 24
 ANY_LENGTH = LayerwiseMemory(buffer_blocks=250, max_tokens=1000)

@@ -25,7 +25,6 @@ from engines import (
 
 from nanovllm import LLM
 from nanovllm.apps.recall import expected_answer, make_document, make_prompt, write_recall_checkpoint
-from nanovllm.data.layout import KVLayout
 from nanovllm.data.tiers import BlockMove, Tier
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.device.ordering import OrderingCheck
@@ -33,6 +32,7 @@ from nanovllm.engine import prefix_cache
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.memory.budget import DeviceSplit, TransferCount
+from nanovllm.memory.layout import KVLayout
 
 BLOCK, HASH, ANSWER, VOCAB = 48, 16, 3, 400
 EDGES = sorted({edge + d for edge in (HASH, 2 * HASH, BLOCK, BLOCK + HASH, 2 * BLOCK) for d in (-1, 0, 1)})

@@ -23,10 +23,7 @@ from nanovllm.apps.cli.arguments import as_flags, engine_arguments
 from nanovllm.apps.cli.main import _parse, main
 from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import engine_config
-from nanovllm.data.layerwise import LayerwiseMemory
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import create_device
-from nanovllm.features.layerwise_prefill.plan import Sizing
 from nanovllm.features.planner import local_machine
 from nanovllm.features.planner.machine import Link, Rates
 from nanovllm.features.planner.measure import Probe, ProbeSizes, link_during_computation, measure_rates, random_model
@@ -40,6 +37,8 @@ from nanovllm.features.planner.units import (
     show_seconds,
 )
 from nanovllm.memory.budget import predict_request
+from nanovllm.memory.layerwise import LayerwiseMemory, LayerwiseSizing
+from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec, read_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.ops import select_cpu_backend
@@ -117,7 +116,7 @@ def test_a_million_tokens_of_a_published_model(capsys: pytest.CaptureFixture[str
     assert request["kv_bytes"] == 1_000_010 * 57_344
     assert request["resident_bytes"] == cache["resident_blocks"] * block_bytes
     layout = KVLayout(28, 4, 128, 512, 2)
-    steps = Sizing(0).prefill_steps(512, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
+    steps = LayerwiseSizing(0).prefill_steps(512, cache["resident_blocks"], 1_000_000, 16_384, layerwise_memory)
     moved = predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384, prefill_steps=steps)
     assert 1_000_000 - 98 * 4096 < request["layer_by_layer_tokens"] < 1_000_000, "what stays costs nothing anyway"
     assert 5 * moved.h2d_bytes < predict_request(layout, cache["resident_blocks"], 1_000_000, 1, 16_384).h2d_bytes

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from plans import GIB, RATES, sizing_for
 
 from nanovllm import LLM
-from nanovllm.data.layout import KVLayout
 from nanovllm.features.cpu_attention.shares import (
     Bandwidths,
     HostRead,
@@ -26,6 +25,7 @@ from nanovllm.features.planner.network import CpuAttentionModel, Network
 from nanovllm.features.planner.plan import make_plan
 from nanovllm.features.planner.predict import DEVICE, FIXED, HOST, LINK, KVPlacement, StepModel
 from nanovllm.memory.budget import blocks_of_share, predict_transfers
+from nanovllm.memory.layout import KVLayout
 from nanovllm.models.hf_config import load_decoder_spec
 from nanovllm.models.spec import DecoderSpec
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.data.layout import KVLayout
 from nanovllm.device.cpu import CpuDevice
 from nanovllm.errors import EngineError
 from nanovllm.features.cpu_attention.host_blocks import cpu_attention_candidates, leading_short
@@ -24,6 +23,7 @@ from nanovllm.kvcache.step_plan import (
     plan_block_reads,
 )
 from nanovllm.memory.budget import DeviceSplit
+from nanovllm.memory.layout import KVLayout
 from nanovllm.ops.attention import SequenceMetadata
 
 BLOCK, RESIDENT, GROUP = 4, 10, 3

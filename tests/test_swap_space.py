@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.layerwise import NO_LAYERWISE
-from nanovllm.data.layout import KVLayout
 from nanovllm.errors import ConfigError
-from nanovllm.features.sequence_groups import asked_swap_bytes, plan_swap_space
 from nanovllm.memory.budget import DeviceSplit
+from nanovllm.memory.layerwise import NO_LAYERWISE
+from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.sizing import KVPlan, MemoryFacts
+from nanovllm.memory.swap_space import asked_swap_bytes, plan_swap_space
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=1024, itemsize=2)  # 16 MiB a block
 GIB_BLOCKS = 64

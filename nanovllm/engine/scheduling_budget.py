@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nanovllm.config import PreemptionMode
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.engine.request import Request, Sequence
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.data.tiers import BlockMove
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import TransferCount
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata
 
 

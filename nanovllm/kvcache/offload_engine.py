@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory
-from nanovllm.data.layout import KVLayout
 from nanovllm.data.tiers import BlockMove
 from nanovllm.device import CopyKind, Device, PitchedCopy, Stream
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.transfer_order import TransferOrder
 from nanovllm.memory.budget import DeviceSplit, TransferCount
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory
+from nanovllm.memory.layout import KVLayout
 
 
 @dataclass(slots=True)

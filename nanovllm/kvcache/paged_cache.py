@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nanovllm.data.layout import KVLayout
 from nanovllm.data.tiers import BlockMove
 from nanovllm.device import Device
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase, StepTraffic
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import DeviceSplit
+from nanovllm.memory.layout import KVLayout
 from nanovllm.ops.attention import AttentionBackend, AttentionMetadata, AttentionState, SequenceMetadata
 from nanovllm.ops.cpu_attention import MAX_STEP_ROWS, NativeAttention, PagedStep
 from nanovllm.ops.row_kernels import narrow_, store_kv

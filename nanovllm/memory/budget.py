@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.data.layerwise import LayerwisePrefill, chunk_by_chunk
-from nanovllm.data.layout import KVLayout
+from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.memory.layerwise import chunk_by_chunk
+from nanovllm.memory.layout import KVLayout
 
 MIN_RING_SLOTS = 4  # one loading, one attended, one storing, one ahead; a deeper ring has as many groups of slots
 MAX_RING_SLOTS = 16  # a deeper ring only takes memory from resident blocks

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.layout import KVLayout
 from nanovllm.data.memory_checks import gib
 from nanovllm.errors import Advice, ConfigError
-from nanovllm.memory.block_size import block_size_of
 from nanovllm.memory.budget import split_device
+from nanovllm.memory.layout import KVLayout, block_size_of
 from nanovllm.memory.sizing import (
     LAYERWISE_SHARE,
     CacheTooSmallError,

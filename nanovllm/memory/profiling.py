@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.batch import SamplingRow
-from nanovllm.data.layerwise import LayerwiseSizing
 from nanovllm.device import Device
 from nanovllm.layers import logprobs, sampler
 from nanovllm.layers.forward_context import ForwardContext, KVCache
 from nanovllm.layers.parallel import MetaRanks
 from nanovllm.layers.row_limits import LOGPROB_ROWS
-from nanovllm.memory.block_size import layout_of
+from nanovllm.memory.layerwise import layerwise_sizing
+from nanovllm.memory.layout import layout_of
 from nanovllm.memory.meta_results import meta_result
 from nanovllm.memory.sizing import MemoryFacts
 from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak, sized_from_memory
@@ -110,14 +110,12 @@ def measure_memory(
     backend: AttentionBackend,
     config: EngineConfig,
     to_load: int = 0,
-    layerwise: LayerwiseSizing | None = None,
     graph_bytes: Callable[[], int] = lambda: 0,
 ) -> MemoryFacts:
     """The memory that there is, with what the largest batch and graphs will take if anything is sized from memory.
 
-    to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run. layerwise:
-    sizes of layer-by-layer prefill; unused with a backend whose bits depend on the chunks, since outputs would depend
-    on the order that memory allows. graph_bytes: what CUDA graphs will take.
+    to_load: bytes of weights still to be loaded, if `model` is only a stand-in for the model that will run.
+    graph_bytes: what CUDA graphs will take.
     """
     check_step_fits(model.spec, model.dtype.itemsize, config, device.free_memory() - to_load)
     # Before free memory is read: kernels and libraries that this pass loads stay loaded.
@@ -133,7 +131,8 @@ def measure_memory(
         tiers_share_memory=shared,
         activation_peak=peak,
         host_may_grow=device.host_memory_may_grow,
-        layerwise=layerwise if is_chunk_invariant(backend) else None,
+        # With a backend whose bits depend on the chunks, outputs would depend on the order that memory allows.
+        layerwise=layerwise_sizing(model.spec, model.dtype.itemsize, config) if is_chunk_invariant(backend) else None,
     )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nanovllm.config import MIN_GPU_BLOCKS, EngineConfig
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
-from nanovllm.data.layout import KVLayout
 from nanovllm.data.memory_checks import check_fits, gib
 from nanovllm.errors import ConfigError
 from nanovllm.memory.budget import DeviceSplit, split_device
+from nanovllm.memory.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwiseSizing
+from nanovllm.memory.layout import KVLayout
 
 CPU_KV_BYTES = 4 * 2**30  # of KV blocks on the CPU by default; vLLM's
 LAYERWISE_SHARE = 8  # layer-by-layer prefill takes at most 1 / LAYERWISE_SHARE of the memory for KV blocks

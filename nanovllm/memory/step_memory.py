@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import check_fits
-from nanovllm.memory.block_size import layout_of
+from nanovllm.memory.layout import layout_of
 from nanovllm.models.spec import DecoderSpec
 
 ID_BYTES = 8  # of a token id or position

@@ -22,7 +22,7 @@ from nanovllm.features.cuda_graphs.decode_tables import DecodeTables
 from nanovllm.features.cuda_graphs.pieces import StepMemory, run_piece
 from nanovllm.kvcache.base import AttendedPool, AttentionGeometry, KVCacheBase
 from nanovllm.layers.forward_context import ForwardContext, KVCache
-from nanovllm.memory.block_size import layout_of
+from nanovllm.memory.layout import layout_of
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops import row_attention
 from nanovllm.ops.attention import AttentionBackend, SequenceMetadata

@@ -14,7 +14,7 @@ from nanovllm.data.tiers import Tier
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Sequence
 from nanovllm.engine.scheduling_budget import SchedulerLimits
-from nanovllm.features.layerwise_prefill.plan import longest_prefill, plan_prefill, step_end
+from nanovllm.memory.layerwise import longest_prefill, plan_prefill, step_end
 
 
 class LayerwiseScheduler:

@@ -13,7 +13,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.data.memory_checks import check_fits
 from nanovllm.device import Device, create_device
 from nanovllm.features.cuda_graphs import graph_bytes
-from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
 from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.measure import Probe, ProbeSizes, measure_rates, random_model
 from nanovllm.features.planner.network import Network
@@ -75,9 +74,8 @@ class LocalMachine:
         return self._measure(model, config, to_load)
 
     def _measure(self, model: Decoder, config: EngineConfig, to_load: int) -> MemoryFacts:
-        layerwise = layerwise_sizing(model.spec, model.dtype.itemsize, config)
         graphs = partial(graph_bytes, self._device, model, self._backend, config)
-        return measure_memory(self._device, model, self._backend, config, to_load, layerwise, graphs)
+        return measure_memory(self._device, model, self._backend, config, to_load, graphs)
 
     def rates(self, sizing: KVSizing) -> Rates:
         """Those of one rank, measured in a few seconds."""

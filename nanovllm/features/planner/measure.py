@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanovllm.data.layout import KVLayout
 from nanovllm.device import CopyKind, Device
 from nanovllm.features.cpu_attention.host_blocks import cpu_attention_backend
 from nanovllm.features.planner.machine import Link, Rates
@@ -27,6 +26,7 @@ from nanovllm.kvcache.offload_engine import BlockTokens, OffloadEngine
 from nanovllm.kvcache.paged_cache import PagedKVCache
 from nanovllm.layers.forward_context import ForwardContext
 from nanovllm.memory.budget import DeviceSplit
+from nanovllm.memory.layout import KVLayout
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_with_random_weights
 from nanovllm.models.spec import DecoderSpec

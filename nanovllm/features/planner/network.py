@@ -7,12 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from nanovllm.config import DTYPES, KV_CACHE_DTYPES, EngineConfig
-from nanovllm.data.layout import KVLayout
 from nanovllm.errors import ConfigError
 from nanovllm.features.cpu_attention.shares import Bandwidths, best_share, layer_seconds
 from nanovllm.layers.sharding import all_reduce_bytes
-from nanovllm.memory.block_size import block_size_of
 from nanovllm.memory.budget import CpuAttentionUse, TransferCount, predict_transfers
+from nanovllm.memory.layout import KVLayout, block_size_of
 from nanovllm.models.spec import DTYPE_NAMES, ITEMSIZES, DecoderSpec
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.data.layerwise import LayerwisePrefill, chunk_by_chunk
+from nanovllm.data.layerwise import LayerwisePrefill
 from nanovllm.features.cpu_attention.shares import can_attend_concurrently
 from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.network import Network
 from nanovllm.features.planner.predict import KVPlacement, Prediction, StepModel, total
 from nanovllm.memory.budget import TransferCount
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layerwise import chunk_by_chunk
 from nanovllm.memory.sizing import KVPlan, longest_sequence
 from nanovllm.models.spec import DecoderSpec
 

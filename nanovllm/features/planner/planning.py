@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import DTYPE_ALIASES, EngineConfig, engine_config
 from nanovllm.engine.block_manager import WATERMARK
 from nanovllm.errors import ConfigError
-from nanovllm.features.layerwise_prefill.plan import layerwise_sizing
 from nanovllm.features.planner.activations import activation_peak
 from nanovllm.features.planner.machine import Rates
 from nanovllm.features.planner.network import Network
@@ -18,6 +17,7 @@ from nanovllm.features.planner.plan import Plan, make_plan
 from nanovllm.formats.hub import find_directory, is_gguf
 from nanovllm.memory.adapters import without_adapters
 from nanovllm.memory.fitting import KVSizing
+from nanovllm.memory.layerwise import layerwise_sizing
 from nanovllm.memory.sizing import MemoryFacts, smallest
 from nanovllm.memory.step_memory import check_step_fits, needs_activation_peak
 from nanovllm.models.hf_config import read_decoder_spec

@@ -9,10 +9,10 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.scheduling_budget import SchedulerLimits
 from nanovllm.features.sequence_groups.beams import BeamRequest
 from nanovllm.features.sequence_groups.requests import GroupRequest, check_num_sequences
-from nanovllm.features.sequence_groups.swap import SwapPreemption, asked_swap_bytes, plan_swap_space
+from nanovllm.features.sequence_groups.swap import SwapPreemption
 from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["SwapPreemption", "asked_swap_bytes", "plan_swap_space", "request_factory"]
+__all__ = ["SwapPreemption", "request_factory"]
 
 
 def request_factory(

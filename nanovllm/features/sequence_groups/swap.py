@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 
-from nanovllm.config import EngineConfig, PreemptionMode
-from nanovllm.data.layout import KVLayout
-from nanovllm.data.memory_checks import check_fits
+from nanovllm.config import PreemptionMode
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.preemption import Preemption
 from nanovllm.engine.request import Request, RequestStatus
 from nanovllm.engine.scheduling_budget import SchedulingBudget
-from nanovllm.memory.sizing import KVPlan, MemoryFacts
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SWAP_BYTES = 4 * 2**30  # vLLM's
 
 
 class SwapPreemption(Preemption):
@@ -73,28 +69,3 @@ class SwapPreemption(Preemption):
             self.stats.total,
         )
         return True
-
-
-def asked_swap_bytes(config: EngineConfig) -> int:
-    """Host memory that the user reserved for swapping."""
-    return int((config.swap_space or 0) * 2**30)
-
-
-def plan_swap_space(config: EngineConfig, layout: KVLayout, memory: MemoryFacts, plan: KVPlan) -> int:
-    """Blocks of the swap tier, next to the tiers of `plan`. Raises ConfigError if `swap_space` does not fit.
-
-    At most as many as the cache has blocks: more are never swapped out at once. A request that does not fit the swap
-    tier is recomputed.
-    """
-    taken = plan.num_cpu_blocks
-    if memory.tiers_share_memory:
-        taken += plan.num_gpu_blocks
-    working_bytes = plan.working_bytes if memory.tiers_share_memory else 0
-    left = max(0, memory.host_free - taken * layout.block_bytes - working_bytes)
-    if config.swap_space is None:
-        return min(min(DEFAULT_SWAP_BYTES, left // 2) // layout.block_bytes, plan.num_sequence_blocks)
-    asked = asked_swap_bytes(config)
-    remedy = "lower swap_space, num_cpu_blocks or num_gpu_blocks"
-    if not memory.host_may_grow:
-        check_fits(f"swap_space={config.swap_space}: that is", asked, left, "after the KV cache the host has", remedy)
-    return min(asked // layout.block_bytes, plan.num_sequence_blocks)

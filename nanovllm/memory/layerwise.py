@@ -16,10 +16,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
-from nanovllm.data.layerwise import NO_LAYERWISE, LayerwiseMemory, LayerwisePrefill
-from nanovllm.data.layout import KVLayout
+from nanovllm.data.layerwise import LayerwisePrefill
+from nanovllm.memory.layout import KVLayout
 from nanovllm.memory.step_memory import ID_BYTES
 from nanovllm.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerwiseMemory:
+    """Device memory for layer-by-layer prefill: the layer buffer and the residual stream. Zeros disable it."""
+
+    buffer_blocks: int = 0  # one layer of each; only positions in these blocks are prefilled layer by layer
+    max_tokens: int = 0  # of one layer-by-layer prefill
+
+    def num_bytes(self, layout: KVLayout, token_bytes: int) -> int:
+        """token_bytes: the residual stream of a token, with its id."""
+        return self.buffer_bytes(layout) + self.max_tokens * token_bytes
+
+    def buffer_bytes(self, layout: KVLayout) -> int:
+        """Of the layer buffer."""
+        return self.buffer_blocks * layout.block_layer_bytes
+
+
+NO_LAYERWISE = LayerwiseMemory()
 
 
 def stored_before(host_blocks: Sequence[int], block_size: int, position: int) -> int:
@@ -74,8 +93,11 @@ def step_end(layerwise: LayerwisePrefill, first_layer_chunk: int, token_layers: 
 
 
 @dataclass(frozen=True, slots=True)
-class Sizing:
-    """Sizes of layer-by-layer prefill. See `LayerwiseSizing`."""
+class LayerwiseSizing:
+    """What the sizes of the KV cache, and predictions from sizes, ask of layer-by-layer prefill.
+
+    token_bytes: what the prefill keeps for each token, its residual stream and id.
+    """
 
     token_bytes: int
 
@@ -120,9 +142,14 @@ def _loads(tokens: int, step: int, chunk: int) -> int:
     return full * steps * (steps - 1) // 2
 
 
-def layerwise_sizing(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> Sizing | None:
+def chunk_by_chunk(end: int, chunk: int) -> list[LayerwisePrefill]:
+    """The prefill steps of a prompt of `end` tokens where nothing goes layer by layer."""
+    return [LayerwisePrefill(begin, min(begin + chunk, end), chunk) for begin in range(0, end, chunk)]
+
+
+def layerwise_sizing(spec: DecoderSpec, itemsize: int, config: EngineConfig) -> LayerwiseSizing | None:
     """The sizes of layer-by-layer prefill; None without offload, where no prompt goes that way.
 
     itemsize: bytes of an element of the residual stream.
     """
-    return Sizing(spec.hidden_size * itemsize + ID_BYTES) if config.enable_cpu_offload else None
+    return LayerwiseSizing(spec.hidden_size * itemsize + ID_BYTES) if config.enable_cpu_offload else None
