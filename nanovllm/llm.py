@@ -29,8 +29,7 @@ from nanovllm.features.vllm_api.metrics_reader import Metric
 from nanovllm.kvcache.base import KVStats
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template.process import TemplateProcess
-from nanovllm.text.chat_template.template import ChatTemplate
+from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import (
     Message,
     Prompt,
@@ -110,7 +109,6 @@ class LLM:
         self.engine, self._runner = build_engine(self.config)
         self.max_model_len = self._runner.plan.max_model_len
         self._request_ids = (f"request-{i}" for i in itertools.count())
-        self._template_process: TemplateProcess | None = None
         self._inboxes: dict[str, list[RequestOutput]] = {}  # of the calls in progress, by request_id
 
     @classmethod
@@ -179,7 +177,8 @@ class LLM:
         """
         refuse_unknown("chat", unknown, CHAT_ARGUMENTS)
         with self.engine.guard.call("chat"):
-            template = self._chat_template(
+            template = ChatTemplate(
+                self.engine.tokenizer,
                 chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -297,12 +296,6 @@ class LLM:
         self.close()
 
     # ---- helpers
-
-    def _chat_template(self, text: str | None, **options: Any) -> ChatTemplate:
-        """The template with this text; with None, the tokenizer's own. All calls render in the same process."""
-        if self._template_process is None:
-            self._template_process = TemplateProcess()
-        return ChatTemplate(self.engine.tokenizer, text, process=self._template_process, **options)
 
     def _requests(
         self,

@@ -296,7 +296,7 @@ def test_a_fork_may_close_and_read(llm: LLM) -> None:
 def test_a_fork_leaves_the_worker_process() -> None:
     """Which renders the chat templates, or compiles the grammars, of the first process."""
     script = pytest.importorskip("nanovllm.text.chat_template.worker").__file__
-    worker_process = pytest.importorskip("nanovllm.text.worker_process")
+    worker_process = pytest.importorskip("nanovllm.features.structured_outputs.worker_process")
     worker = worker_process.WorkerProcess(script, ["jinja2", "markupsafe"], ["TZ"], "for the chat template")
     process = worker.started()
     assert in_fork(worker.close) == "None" and process.poll() is None

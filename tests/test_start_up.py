@@ -35,7 +35,7 @@ from nanovllm.memory import profiling
 from nanovllm.models import families
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hf_config import load_decoder_spec
-from nanovllm.text.chat_template.template import NOT_VARIABLES
+from nanovllm.text.chat_template import NOT_VARIABLES
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 SLOW = ("transformers", "torch._dynamo", "sympy", "torch.distributed.tensor")

@@ -10,8 +10,7 @@ from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_r
 from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 from nanovllm.outputs import RequestOutput, RequestOutputKind
-from nanovllm.text.chat_template.process import TemplateProcess
-from nanovllm.text.chat_template.template import ChatTemplate
+from nanovllm.text.chat_template import ChatTemplate
 
 LONGEST = 2000  # characters of an error
 
@@ -52,7 +51,6 @@ class Replica:
         self._params = replace(defaults, **settings.sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         self._client = EngineClient(self.llm.engine)
         self._template_text = settings.chat_template
-        self._process = TemplateProcess()
 
     @property
     def has_work(self) -> bool:
@@ -113,4 +111,4 @@ class Replica:
         named = {names.get(name, name): value for name, value in options.items()}
         if named.get("continue_final_message"):
             named.setdefault("add_generation_prompt", False)
-        return ChatTemplate(self.llm.engine.tokenizer, self._template_text, process=self._process, **named)
+        return ChatTemplate(self.llm.engine.tokenizer, self._template_text, **named)

@@ -37,7 +37,7 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from nanovllm.features.lora.request import LoRARequest
     from nanovllm.llm import LLM
-    from nanovllm.text.chat_template.template import ChatTemplate
+    from nanovllm.text.chat_template import ChatTemplate
 
 # These options make no sense for a single answer of which only the text is shown.
 NO_FLAGS = ("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.apps.cli.prompts import PromptItem
 from nanovllm.errors import ConfigError, RequestError
-from nanovllm.text.chat_template.template import ChatTemplate
+from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def chat_template(llm: LLM, text: str | None) -> ChatTemplate:
             f"the tokenizer in {llm.config.model} has no chat template, which says how messages become a prompt: "
             "name a Jinja template with --chat-template FILE"
         )
-    return ChatTemplate(tokenizer, text, process=None)
+    return ChatTemplate(tokenizer, text)
 
 
 class Messages:

@@ -12,7 +12,7 @@ from nanovllm.apps.server.protocol import ChatFields, ChatMessage, ChatRequest, 
 from nanovllm.apps.server.serving import Serving
 from nanovllm.errors import RequestError
 from nanovllm.llm import LLM
-from nanovllm.text.chat_template.template import ChatTemplate
+from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
@@ -72,7 +72,6 @@ def chat_prompt(serving: Serving, request: ChatFields | TokenizeRequest) -> list
     template = ChatTemplate(
         serving.engine.llm.engine.tokenizer,
         request.chat_template or settings.chat_template,
-        process=serving.templates,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         tools=None if tools is None else [_as_template_expects(tool) for tool in tools],

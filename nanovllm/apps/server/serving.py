@@ -21,7 +21,6 @@ from nanovllm.apps.server.protocol import Body, SamplingFields
 from nanovllm.apps.server.settings import ServerSettings
 from nanovllm.errors import quoted
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template.process import TemplateProcess
 from nanovllm.text.prompts import PromptParts
 from nanovllm.vllm_names import unknown_name
 
@@ -39,7 +38,6 @@ class Serving:
     metrics: ServerMetrics
     kv_events: KVCacheEvents
     defaults: SamplingParams  # those that the checkpoint recommends
-    templates: TemplateProcess = field(default_factory=TemplateProcess)  # renders chat templates
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def read(self, request: Request, kind: type[AnyBody]) -> AnyBody:

@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm.errors import RequestError, one_line
 from nanovllm.features.structured_outputs import grammar_worker
-from nanovllm.text.worker_process import WorkerProcess
+from nanovllm.features.structured_outputs.worker_process import WorkerProcess
 
 WALL_SECONDS = 60.0  # of one grammar: more than its CPU time, for a busy machine
 MOST_SHOWN = 400  # characters of the library's reason

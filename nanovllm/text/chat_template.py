@@ -1,34 +1,30 @@
-"""Turns conversations into prompts with a chat template, as Transformers does."""
+"""Turns conversations into prompts with a chat template, which Transformers renders in Jinja's sandbox."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.errors import RequestError, quoted
+from nanovllm.errors import RequestError, one_line, quoted
 from nanovllm.sampling_rules import check_characters
-from nanovllm.text.chat_template.process import TemplateProcess
 from nanovllm.text.prompts import Message, PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
 # Arguments of Transformers' apply_chat_template, which no template may take for variables of its own.
 NOT_VARIABLES = frozenset(
     {
-        *("conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"),
+        *("conversation", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs"),
     }
 )
-MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to continue
 
 
 class ChatTemplate:
     """Turns conversations into prompts with the tokenizer's chat template, or with `template` instead.
 
     Raises RequestError if there is no template, for template arguments that it does not have, and for conversations
-    that it rejects.
+    that it rejects. Rendering takes what time and memory the template takes: templates have to be trusted so far.
     """
 
     def __init__(
@@ -40,9 +36,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        process: TemplateProcess | None = None,
     ) -> None:
-        """process: renders the template; None for a process of its own."""
         if not isinstance(tokenizer, HuggingFaceTokenizer):
             raise RequestError(
                 "the model directory has no tokenizer files, so messages cannot be read: give token ids to generate, "
@@ -62,20 +56,17 @@ class ChatTemplate:
         for tool in tools or ():
             if not isinstance(tool, Mapping):
                 raise RequestError(f"tools must be a list of JSON schemas, got {tool!r:.100}")
-        self._tokenizer = tokenizer
-        self._process = process or TemplateProcess()
-        self._continues = continue_final_message
-        self._template = _named_template(tokenizer, template, tools is not None)
-        variables = dict(template_kwargs or {})
-        for name in variables:
+        for name in template_kwargs or {}:
             if name in NOT_VARIABLES:
                 raise RequestError(f"chat_template_kwargs={name!r}: must hold variables of the template only")
-        self._variables = {
-            "documents": None,
+        self._tokenizer = tokenizer
+        self._arguments = {
             **tokenizer.special_tokens_map,
-            **variables,
+            **(template_kwargs or {}),
+            "chat_template": _named_template(tokenizer, template, tools is not None),
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
         }
 
     def prompts(self, messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[PromptParts]:
@@ -88,33 +79,16 @@ class ChatTemplate:
         return list(prompt.token_ids or ())
 
     def _render(self, conversation: list[dict[str, Any]]) -> PromptParts:
-        text = self._open_text(conversation) if self._continues else self._text(conversation)
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds to import
+
+        try:
+            texts: Any = render_jinja_template([conversation], **self._arguments)
+        except Exception as error:  # a template may raise any type
+            reason = one_line(str(error) or type(error).__name__, 300)
+            raise RequestError(f"the chat template cannot take the messages: {reason}") from None
+        text = texts[0][0]  # beside where the answers are
         check_characters("the prompt that the chat template makes", text)
         return PromptParts(text, self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _text(self, conversation: list[dict[str, Any]]) -> str:
-        messages = [_as_templates_expect(message) for message in conversation]
-        return self._process.render(self._template, {**self._variables, "messages": messages})
-
-    def _open_text(self, conversation: list[dict[str, Any]]) -> str:
-        """The prompt up to the end of the last message's content, which a marker locates, as in Transformers."""
-        messages, last = copy.deepcopy(conversation), conversation[-1].get("content")
-        if last is None:
-            raise RequestError("continue_final_message=True: the last message has no content that could go on")
-        messages[-1]["content"] = last + MARK
-        text = self._text(messages)
-        end = text.rfind(MARK.strip())
-        if end < 0 or last.strip() not in text:
-            raise RequestError("continue_final_message=True: the chat template does not show the last message as it is")
-        kept = text[:end]
-        return kept if text[end:].startswith(MARK) else kept.rstrip()  # the template strips spaces
-
-
-def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as Transformers passes it: without None values, and with its reasoning under every known name."""
-    kept = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((kept[name] for name in REASONING if name in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 def _named_template(tokenizer: HuggingFaceTokenizer, template: str | None, with_tools: bool) -> str:
@@ -148,7 +122,7 @@ def _conversation(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """The message with its content joined to one text, as templates of text models expect."""
+    """The message without None values, with its content joined to one text, as templates of text models expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be a dict with a role and a content, got {quoted(message)}")
     content = message.get("content")
@@ -156,7 +130,7 @@ def _message(message: Any) -> dict[str, Any]:
         content = "\n".join(_text_of(part) for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RequestError(f"the content of a message must be text or a list of text parts, got {quoted(message)}")
-    return {**message, "content": content}
+    return {name: value for name, value in {**message, "content": content}.items() if value is not None}
 
 
 def _text_of(part: Any) -> str:
