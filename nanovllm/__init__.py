@@ -11,53 +11,61 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["OMP_WAIT_POLICY"] = "passive"
 
 if TYPE_CHECKING:
-    from nanovllm.apps.cli.engine_args import EngineArgs
-    from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.features.vllm_api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanovllm.features.vllm_api.choices import ChoiceScore
-    from nanovllm.llm import LLM
-    from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
-    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from nanovllm.text.prompts import TextPrompt, TokensPrompt
+    from nanovllm.apps.batch.predictor import LLMPredictor as LLMPredictor
+    from nanovllm.apps.cli.engine_args import EngineArgs as EngineArgs
+    from nanovllm.apps.server.async_llm import AsyncLLM as AsyncLLM
+    from nanovllm.build import build_engine as build_engine
+    from nanovllm.engine.llm_engine import EngineClient as EngineClient
+    from nanovllm.engine.llm_engine import LLMEngine as LLMEngine
+    from nanovllm.engine.view import EngineView as EngineView
+    from nanovllm.engine.view import KVBlockState as KVBlockState
+    from nanovllm.features.lora.request import LoRARequest as LoRARequest
+    from nanovllm.features.vllm_api.beam_search import BeamSearchOutput as BeamSearchOutput
+    from nanovllm.features.vllm_api.beam_search import BeamSearchParams as BeamSearchParams
+    from nanovllm.features.vllm_api.beam_search import BeamSearchSequence as BeamSearchSequence
+    from nanovllm.features.vllm_api.choices import ChoiceScore as ChoiceScore
+    from nanovllm.features.vllm_api.metrics_reader import Counter as Counter
+    from nanovllm.features.vllm_api.metrics_reader import Gauge as Gauge
+    from nanovllm.features.vllm_api.metrics_reader import Histogram as Histogram
+    from nanovllm.features.vllm_api.metrics_reader import Metric as Metric
+    from nanovllm.kvcache.base import KVStats as KVStats
+    from nanovllm.llm import LLM as LLM
+    from nanovllm.ops.cpu_kernels import cpu_kernel_choice as cpu_kernel_choice
+    from nanovllm.ops.cpu_kernels import cpu_machine as cpu_machine
+    from nanovllm.outputs import CompletionOutput as CompletionOutput
+    from nanovllm.outputs import Logprob as Logprob
+    from nanovllm.outputs import RequestMetrics as RequestMetrics
+    from nanovllm.outputs import RequestOutput as RequestOutput
+    from nanovllm.outputs import RequestOutputKind as RequestOutputKind
+    from nanovllm.sampling_params import SamplingParams as SamplingParams
+    from nanovllm.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+    from nanovllm.text.chat_template import ChatTemplate as ChatTemplate
+    from nanovllm.text.prompts import TextPrompt as TextPrompt
+    from nanovllm.text.prompts import TokensPrompt as TokensPrompt
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "ChoiceScore",
-    "CompletionOutput",
-    "EngineArgs",
-    "LLMEngine",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-]
 
-_HOMES = {
-    "BeamSearchOutput": "nanovllm.features.vllm_api.beam_search",
-    "BeamSearchParams": "nanovllm.features.vllm_api.beam_search",
-    "BeamSearchSequence": "nanovllm.features.vllm_api.beam_search",
-    "ChoiceScore": "nanovllm.features.vllm_api.choices",
-    "CompletionOutput": "nanovllm.outputs",
-    "EngineArgs": "nanovllm.apps.cli.engine_args",
-    "LLM": "nanovllm.llm",
-    "LLMEngine": "nanovllm.engine.llm_engine",
-    "Logprob": "nanovllm.outputs",
-    "RequestMetrics": "nanovllm.outputs",
-    "RequestOutput": "nanovllm.outputs",
-    "RequestOutputKind": "nanovllm.outputs",
-    "SamplingParams": "nanovllm.sampling_params",
-    "StructuredOutputsParams": "nanovllm.sampling_params",
-    "TextPrompt": "nanovllm.text.prompts",
-    "TokensPrompt": "nanovllm.text.prompts",
+_NAMES = {  # by module: what users and applications import from here
+    "nanovllm.apps.batch.predictor": "LLMPredictor",
+    "nanovllm.apps.cli.engine_args": "EngineArgs",
+    "nanovllm.apps.server.async_llm": "AsyncLLM",
+    "nanovllm.build": "build_engine",
+    "nanovllm.engine.llm_engine": "EngineClient LLMEngine",
+    "nanovllm.engine.view": "EngineView KVBlockState",
+    "nanovllm.features.lora.request": "LoRARequest",
+    "nanovllm.features.vllm_api.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
+    "nanovllm.features.vllm_api.choices": "ChoiceScore",
+    "nanovllm.features.vllm_api.metrics_reader": "Counter Gauge Histogram Metric",
+    "nanovllm.kvcache.base": "KVStats",
+    "nanovllm.llm": "LLM",
+    "nanovllm.ops.cpu_kernels": "cpu_kernel_choice cpu_machine",
+    "nanovllm.outputs": "CompletionOutput Logprob RequestMetrics RequestOutput RequestOutputKind",
+    "nanovllm.sampling_params": "SamplingParams StructuredOutputsParams",
+    "nanovllm.text.chat_template": "ChatTemplate",
+    "nanovllm.text.prompts": "TextPrompt TokensPrompt",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -152,6 +152,23 @@ def test_imports_go_down_only(name: str) -> None:
         assert same_unit or row(imported) < row(name), f"{name} imports {imported}, which is not below it"
 
 
+# What applications may import of the package, besides the names of its root: public modules, which users import too.
+PUBLIC = {
+    *("nanovllm", "nanovllm.config", "nanovllm.errors", "nanovllm.outputs", "nanovllm.sampling_params"),
+    *("nanovllm.vllm_names", "nanovllm.text.prompts", "nanovllm.text.tokenizer", "nanovllm.text.chat_template"),
+    *("nanovllm.data.progress", "nanovllm.features.progress_bar", "nanovllm.features.planner"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in IMPORTS if unit(name) == "apps"))
+def test_applications_import_public_names_alone(name: str) -> None:
+    below = {imported for imported in IMPORTS[name] if unit(imported) != "apps"}
+    assert below <= PUBLIC, f"{name} imports {sorted(below - PUBLIC)}"
+    if not name.startswith("nanovllm.apps.cli"):
+        others = [imported for imported in IMPORTS[name] if imported.startswith("nanovllm.apps.cli")]
+        assert not others, f"{name} is another application than the command line"
+
+
 def test_no_import_cycles() -> None:
     """Not counting what is imported for annotations only."""
     try:

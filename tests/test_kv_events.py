@@ -19,12 +19,12 @@ from engines import greedy, offloaded, random_prompt, set_prefill
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm import LLM
+from nanovllm import LLM, KVBlockState
 from nanovllm.apps.server.kv_events import KVCacheEvents
-from nanovllm.apps.server.kv_snapshot import CellState, KVGeometry, KVSnapshot, changed_runs
+from nanovllm.apps.server.kv_snapshot import KVGeometry, KVSnapshot, changed_runs
 from nanovllm.engine.block_manager import BlockManager, BlockState
 
-STATES = st.lists(st.sampled_from(CellState), min_size=1, max_size=60).map(bytes)
+STATES = st.lists(st.sampled_from(KVBlockState), min_size=1, max_size=60).map(bytes)
 
 
 def applied(runs: list[list[int]], before: bytes) -> bytes:
@@ -59,7 +59,7 @@ def test_all_cells_without_a_state_before(states: bytes) -> None:
 @given(data=st.data())
 def test_only_cells_that_have_changed(data: st.DataObject) -> None:
     before = data.draw(STATES)
-    after = bytes(data.draw(st.lists(st.sampled_from(CellState), min_size=len(before), max_size=len(before))))
+    after = bytes(data.draw(st.lists(st.sampled_from(KVBlockState), min_size=len(before), max_size=len(before))))
     runs = changed_runs(after, before)
     assert applied(runs, before) == after
     told = [cell for first, count, _ in runs for cell in range(first, first + count)]
@@ -67,10 +67,10 @@ def test_only_cells_that_have_changed(data: st.DataObject) -> None:
 
 
 def test_a_message_of_many_blocks_is_short() -> None:
-    states = bytes([CellState.USED]) * 70_000 + bytes([CellState.CACHED]) * 30_000
-    assert changed_runs(states, None) == [[0, 70_000, CellState.USED], [70_000, 30_000, CellState.CACHED]]
-    later = states[:70_000] + bytes([CellState.USED]) + states[70_001:]
-    assert changed_runs(later, states) == [[70_000, 1, CellState.USED]]
+    states = bytes([KVBlockState.USED]) * 70_000 + bytes([KVBlockState.CACHED]) * 30_000
+    assert changed_runs(states, None) == [[0, 70_000, KVBlockState.USED], [70_000, 30_000, KVBlockState.CACHED]]
+    later = states[:70_000] + bytes([KVBlockState.USED]) + states[70_001:]
+    assert changed_runs(later, states) == [[70_000, 1, KVBlockState.USED]]
 
 
 # ---- snapshots of an engine
@@ -89,15 +89,15 @@ def llm(model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def check(llm: LLM, snapshot: KVSnapshot) -> Counter[CellState]:
+def check(llm: LLM, snapshot: KVSnapshot) -> Counter[KVBlockState]:
     """What holds of every snapshot. Returns the number of blocks in each state."""
     tiers, metrics, states = KVGeometry.of(llm).tiers, llm.metrics(), snapshot.states
     assert len(states) == sum(tiers.values())
-    counts = Counter(CellState(state) for state in states[: tiers["device"] + tiers["host"]])
-    active = counts[CellState.USED] + counts[CellState.FILLING] + counts[CellState.IN_FLIGHT]
-    found = (counts[CellState.FREE], counts[CellState.CACHED], active)
+    counts = Counter(KVBlockState(state) for state in states[: tiers["device"] + tiers["host"]])
+    active = counts[KVBlockState.USED] + counts[KVBlockState.FILLING] + counts[KVBlockState.IN_FLIGHT]
+    found = (counts[KVBlockState.FREE], counts[KVBlockState.CACHED], active)
     assert found == (metrics.free_blocks, metrics.cached_blocks, metrics.used_blocks)
-    assert CellState.IN_FLIGHT not in states[: tiers["device"]]
+    assert KVBlockState.IN_FLIGHT not in states[: tiers["device"]]
     return counts
 
 
@@ -110,7 +110,7 @@ def steps(llm: LLM, prompt: list[int], max_tokens: int = 4) -> Iterator[None]:
 
 
 def test_a_snapshot_within_a_step_shows_blocks_in_flight(llm: LLM) -> None:
-    within: list[tuple[float, Counter[CellState], KVSnapshot]] = []
+    within: list[tuple[float, Counter[KVBlockState], KVSnapshot]] = []
 
     def watch(share: float) -> None:
         snapshot = KVSnapshot.take(llm, share)
@@ -120,12 +120,12 @@ def test_a_snapshot_within_a_step_shows_blocks_in_flight(llm: LLM) -> None:
     llm.watch_steps(watch)
     for _ in steps(llm, random_prompt(200, 199, 1)):
         between = KVSnapshot.take(llm)
-        assert check(llm, between)[CellState.IN_FLIGHT] == 0
-    assert any(counts[CellState.IN_FLIGHT] for _, counts, _ in within)
-    assert any(counts[CellState.FILLING] for _, counts, _ in within)
+        assert check(llm, between)[KVBlockState.IN_FLIGHT] == 0
+    assert any(counts[KVBlockState.IN_FLIGHT] for _, counts, _ in within)
+    assert any(counts[KVBlockState.FILLING] for _, counts, _ in within)
     assert {snapshot.prefill.layer for _, _, snapshot in within} == {1, 2, 3, 4}
     counts = check(llm, KVSnapshot.take(llm))
-    assert counts[CellState.CACHED] == 12 and counts[CellState.FREE] == sum(counts.values()) - 12
+    assert counts[KVBlockState.CACHED] == 12 and counts[KVBlockState.FREE] == sum(counts.values()) - 12
 
 
 def test_a_layer_by_layer_prefill_is_followed_layer_by_layer(model: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_layer_by_layer_prefill_is_followed_layer_by_layer(model: Path) -> Non
         taken = [KVSnapshot.take(llm) for _ in steps(llm, random_prompt(192, 199, 1), max_tokens=1)]
     layerwise = [snapshot for snapshot in taken if snapshot.prefill.layer_by_layer]
     assert {snapshot.prefill.layer for snapshot in layerwise} >= {1, 2, 3, 4}
-    assert all(CellState.IN_FLIGHT in s.states or CellState.FILLING in s.states for s in layerwise)
+    assert all(KVBlockState.IN_FLIGHT in s.states or KVBlockState.FILLING in s.states for s in layerwise)
     done = [snapshot.totals.prompt_tokens for snapshot in taken]
     assert done == sorted(done) and len(set(done)) > 4 and done[-1] == 192
 
@@ -208,14 +208,14 @@ def test_a_client_follows_the_cache(llm: LLM) -> None:
             assert layout["tiers"] == {"device": 4, "host": 30, "swap": 34} and layout["block_size"] == 16
             assert layout["states"] == ["free", "cached", "used", "filling", "in_flight"]
             first = await client.read()
-            assert first["runs"] == [[0, 68, CellState.FREE]]
+            assert first["runs"] == [[0, 68, KVBlockState.FREE]]
             for _ in steps(llm, random_prompt(150, 199, 1)):
                 await settled()
                 await client.read()
             await settled()
             while client.states != KVSnapshot.take(llm).states:
                 await client.read()
-            assert client.states.count(CellState.CACHED) == llm.metrics().cached_blocks > 0
+            assert client.states.count(KVBlockState.CACHED) == llm.metrics().cached_blocks > 0
             assert client.snapshots[-1]["totals"]["prompt_tokens"] == 150
             assert sum(count for s in client.snapshots[1:] for _, count, _ in s["runs"]) < 68 * len(client.snapshots)
 

@@ -10,6 +10,7 @@ counted bytes and copies differ from the prediction, 2 for refused arguments.
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import time
@@ -18,19 +19,15 @@ from pathlib import Path
 
 import torch
 
-from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm import LLM, KVStats, RequestOutput, SamplingParams
 from nanovllm.apps.recall import WordExam
 from nanovllm.apps.recall.network import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS
 from nanovllm.apps.smollm2 import UnavailableError
 from nanovllm.apps.smollm2.package import PACKAGE, checkpoint, default_directory, is_checkpoint
 from nanovllm.apps.smollm2.reading import TITLE, read
 from nanovllm.config import MIN_GPU_BLOCKS
-from nanovllm.device.memory import peak_rss_bytes
 from nanovllm.errors import ConfigError, ModelError, RequestError
-from nanovllm.kvcache.base import KVStats
-from nanovllm.memory.budget import TransferCount, predict_request
-from nanovllm.memory.layerwise import LayerwiseSizing
-from nanovllm.memory.layout import KVLayout
+from nanovllm.features.planner import KVLayout, LayerwiseSizing, TransferCount, predict_request
 
 MIB = 1 << 20
 DEVICE_SHARE = 8  # the device holds at most an eighth of the document's blocks
@@ -131,7 +128,7 @@ def show_speed(first: RequestOutput) -> None:
     _row("prefill", f"{metrics.prefill_rate or 0.0:,.0f} tok/s", f"{prefill_seconds:.1f} s")
     if metrics.decode_rate:
         _row("decode", f"{metrics.decode_rate:,.0f} tok/s")
-    _row("peak process memory", _mib(peak_rss_bytes()))
+    _row("peak process memory", _mib(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 
 
 def _row(label: str, value: str, note: str = "") -> None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import open_end
 from nanovllm.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 # The text of a token can depend on the token before it, so decoding starts with the last tokens of the prompt. These
@@ -229,12 +230,3 @@ def find_stop(text: str, num_old: int, stops: Seq[str]) -> StopMatch | None:
     starts = [(text.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in stops]
     matches = [StopMatch(start, start + len(stop), stop) for start, stop in starts if start >= 0]
     return min(matches, key=lambda match: match.end, default=None)
-
-
-def open_end(text: str, stops: Seq[str]) -> str:
-    """The longest end of the text that is a proper prefix of a stop string."""
-    for length in range(min(len(text), max(len(stop) for stop in stops) - 1), 0, -1):
-        end = text[-length:]
-        if any(len(stop) > length and stop.startswith(end) for stop in stops):
-            return end
-    return ""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanovllm.errors import ConfigError
 from nanovllm.ops import _cpu_kernels
-from nanovllm.ops.kernel_choice import KernelChoice, kernel_choice
+from nanovllm.ops.kernel_choice import KernelChoice, kernel_choice, machine_key
 
 MAX_LAYER_ROWS = 24  # of `FewRowLayer`: with more rows the overhead of Python is negligible
 _HUGE_PAGE = 2 << 20
@@ -38,6 +38,11 @@ def instruction_sets() -> tuple[str, ...]:
         return tuple(_cpu_kernels.instruction_sets())
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def cpu_machine() -> str:
+    """The processor and its instruction sets: machines with the same text choose among the same kernels."""
+    return machine_key(instruction_sets())
 
 
 def cpu_kernel_choice() -> KernelChoice:

@@ -137,3 +137,12 @@ def _dict_part(prompt: Mapping[str, Any]) -> PromptParts:
         "a prompt dict needs 'prompt' (text), or 'prompt_token_ids' (ids) with or without their text as 'prompt', and "
         f"nothing else but 'cache_salt', got {quoted(prompt)}"
     )
+
+
+def open_end(text: str, stops: Sequence[str]) -> str:
+    """The longest end of the text that is a proper prefix of a stop string."""
+    for length in range(min(len(text), max(len(stop) for stop in stops) - 1), 0, -1):
+        end = text[-length:]
+        if any(len(stop) > length and stop.startswith(end) for stop in stops):
+            return end
+    return ""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nanovllm.apps.batch.predictor import LLMPredictor
+from nanovllm import LLMPredictor
 
 __all__ = ["LLMPredictor"]

@@ -43,23 +43,23 @@ class ReplicaActor:
 
     def cpu_kernels(self) -> tuple[str, str]:
         """This node's processor and its choice of CPU kernels, which other replicas take over."""
-        from nanovllm.ops import cpu_kernels, kernel_choice  # imports torch
+        from nanovllm import cpu_kernel_choice, cpu_machine  # imports torch
 
-        return kernel_choice.machine_key(cpu_kernels.instruction_sets()), cpu_kernels.cpu_kernel_choice().setting
+        return cpu_machine(), cpu_kernel_choice().setting
 
     def load(self, others: tuple[str, str]) -> str:
         """Load the model. Raises what LLM raises. others: `cpu_kernels` of a replica; a sentence if they do not fit."""
-        from nanovllm.ops import cpu_kernels, kernel_choice
+        from nanovllm import cpu_machine
 
         processor, setting = others
-        if processor == (own := kernel_choice.machine_key(cpu_kernels.instruction_sets())):
-            os.environ[kernel_choice.VARIABLE] = setting  # before this process first asks for it
+        if processor == (own := cpu_machine()):
+            os.environ["NANOVLLM_CPU_KERNELS"] = setting  # before this process first asks for it
         self._replica = Replica(self._settings)
         if processor == own or self._replica.llm.config.device == "cuda":
             return ""
         return (
             f"nodes have different processors, {processor.split(';')[0]} and {own.split(';')[0]}, or different kernels:"
-            f" on the CPU the last bits of results may differ; {kernel_choice.ISA_VARIABLE} pins them"
+            f" on the CPU the last bits of results may differ; NANOVLLM_CPU_ISA pins them"
         )
 
     def exchange(self, requests: Sequence[RowRequest]) -> tuple[list[RowResult], Progress]:

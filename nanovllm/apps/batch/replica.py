@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanovllm import EngineClient
 from nanovllm.apps.batch.rows import RowRequest, RowResult, failed_result, row_result
-from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, ModelError, RequestError, one_line, told
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.text.chat_template import ChatTemplate
@@ -44,7 +44,7 @@ class Replica:
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        from nanovllm.llm import LLM  # imports torch, which takes seconds
+        from nanovllm import LLM  # imports torch, which takes seconds
 
         self.llm = LLM(settings.model, **settings.engine_arguments)
         defaults = self.llm.get_default_sampling_params()

@@ -38,7 +38,7 @@ from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, o
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.kvcache.base import KVStats
+    from nanovllm import KVStats
 
 # Engine arguments that change no result, so a job may be resumed with others.
 WITHOUT_EFFECT = (

@@ -30,7 +30,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+    from nanovllm import LLM
 
 DEFAULTS = {"enable_prefix_caching": False}  # no run reuses the KV of another
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     with StatusLine(args.progress) as status:
         with status.during(f"loading {args.model}"):
-            from nanovllm.llm import LLM  # with torch, which takes seconds to import
+            from nanovllm import LLM  # with torch, which takes seconds to import
 
             llm = LLM(args.model, **DEFAULTS | engine_arguments(args))
         with llm:

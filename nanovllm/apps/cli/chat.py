@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm import EngineClient
 from nanovllm.apps.cli.arguments import (
     PROGRESS,
     add_engine_flags,
@@ -28,15 +29,13 @@ from nanovllm.apps.cli.boundary import Boundary, Interrupt, say
 from nanovllm.apps.cli.closing import kv_line
 from nanovllm.apps.cli.lora import ChosenAdapters, add_lora_flags, check_chosen
 from nanovllm.apps.cli.templates import chat_template, read_template
-from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine
 from nanovllm.outputs import RequestMetrics, RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.features.lora.request import LoRARequest
-    from nanovllm.llm import LLM
+    from nanovllm import LLM, LoRARequest
     from nanovllm.text.chat_template import ChatTemplate
 
 # These options make no sense for a single answer of which only the text is shown.
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Interrupt() as interrupt, StatusLine(args.progress) as status:
         with interrupt.allowed(), status.during(f"loading {args.model}"):
-            from nanovllm.llm import LLM  # imports torch, which takes seconds
+            from nanovllm import LLM  # imports torch, which takes seconds
 
             llm = LLM(args.model, **engine_arguments(args))
         with llm:

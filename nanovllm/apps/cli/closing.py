@@ -9,8 +9,7 @@ from nanovllm.features.progress_bar import of
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.kvcache.base import KVStats
-    from nanovllm.llm import LLM
+    from nanovllm import LLM, KVStats
 
 
 def kv_line(stats: KVStats, tokens: int) -> str:

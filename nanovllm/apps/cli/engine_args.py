@@ -12,7 +12,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.vllm_names import ENGINE_ALIASES, ENGINE_ARGUMENTS, unknown_name
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm import LLMEngine
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # vLLM's
 
@@ -56,7 +56,7 @@ class EngineArgs(_Fields):
 
     def create_engine(self) -> LLMEngine:
         """For `LLMEngine.from_engine_args`. Raises ConfigError and ModelError."""
-        from nanovllm.build import build_engine  # imports torch, which takes seconds
+        from nanovllm import build_engine  # imports torch, which takes seconds
 
         return build_engine(self.create_engine_config()).engine
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nanovllm import EngineClient
 from nanovllm.apps.cli.arguments import (
     PROGRESS,
     add_engine_flags,
@@ -40,14 +41,13 @@ from nanovllm.apps.cli.prompts import (
 )
 from nanovllm.apps.cli.results import InOrder, check_output, json_result, open_output, text_result
 from nanovllm.apps.cli.templates import Messages, read_template
-from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.features.progress_bar import Meter, ProgressDisplay, StatusLine, of
 from nanovllm.outputs import RequestOutput, RequestOutputKind
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+    from nanovllm import LLM
 
 WINDOW = 2  # most requests in the engine, as a multiple of max_num_seqs; enough to always have one to admit
 HELD = 8  # most requests and results held back for an earlier one, as a multiple of max_num_seqs
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Interrupt() as interrupt, StatusLine(args.progress) as status:
         with interrupt.allowed(), status.during(f"loading {args.model}"):
-            from nanovllm.llm import LLM  # imports torch, which takes seconds
+            from nanovllm import LLM  # imports torch, which takes seconds
 
             llm = LLM(args.model, **engine_arguments(args))
         with llm, open_output(args.output) as file:

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from nanovllm import LoRARequest
 from nanovllm.errors import ConfigError, RequestError, quoted, unknown_name_message
-from nanovllm.features.lora.request import LoRARequest
 
 if TYPE_CHECKING:
+    from nanovllm import LLM
     from nanovllm.config import EngineConfig
-    from nanovllm.llm import LLM
 
 NAMED = "name=path; repeat it for several adapters in PEFT's format. Needs --enable-lora"
 

@@ -21,9 +21,20 @@ from nanovllm.apps.cli.arguments import (
 )
 from nanovllm.apps.planner.cards import find_card, find_link
 from nanovllm.config import EngineConfig
-from nanovllm.features.planner.machine import Link
-from nanovllm.features.planner.plan import Plan
-from nanovllm.features.planner.units import parse_byte_rate, parse_bytes, parse_compute_rate, parse_seconds
+from nanovllm.features.planner import (
+    Link,
+    Plan,
+    PlanRequest,
+    cpu_kernels_line,
+    parse_byte_rate,
+    parse_bytes,
+    parse_compute_rate,
+    parse_seconds,
+    plan_json,
+    plan_of,
+    plan_table,
+    running_arguments,
+)
 
 T = TypeVar("T")
 # Published models by name, whose config is part of the package.
@@ -97,9 +108,6 @@ def _add_machine_options(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit status says whether the prompt fits."""
-    from nanovllm.features.planner.planning import PlanRequest, plan_of
-    from nanovllm.features.planner.report import plan_json, plan_table, running_arguments
-
     _take_rates_of_card(args)
     named, given = args.model, engine_arguments(args)
     check_offload_flags(args.enable_cpu_offload, given)
@@ -121,8 +129,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(plan_table(plan, prompt_len, args.output_len))
         if args.gpu_mem is None:
-            from nanovllm.features.planner.local_machine import cpu_kernels_line
-
             print(cpu_kernels_line(), end="")
         if plan.fits(prompt_len):
             room = max(1, plan.kv.max_model_len - prompt_len)

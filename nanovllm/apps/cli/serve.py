@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with ExitStack() as stack:
         with StatusLine() as status, status.during(f"loading {args.model}"):
-            from nanovllm.apps.server.async_llm import AsyncLLM  # imports torch, which takes seconds
+            from nanovllm import AsyncLLM  # imports torch, which takes seconds
             from nanovllm.apps.server.run import BACKLOG, address, open_socket, serve
 
             opened = stack.enter_context(open_socket(settings))

@@ -11,7 +11,7 @@ from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.tokenizer import HuggingFaceTokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+    from nanovllm import LLM
 
 
 def read_template(path: str | None) -> str | None:

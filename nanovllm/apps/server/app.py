@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from nanovllm import AsyncLLM
 from nanovllm.apps.server import models, tokens
-from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.server.chat import create_chat_completion
 from nanovllm.apps.server.completions import create_completion
 from nanovllm.apps.server.http_errors import respond_to_error

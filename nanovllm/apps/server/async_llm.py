@@ -12,16 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanovllm import LLM, EngineClient
 from nanovllm.apps.server.collector import OutputCollector, wake
-from nanovllm.engine.llm_engine import EngineClient
 from nanovllm.errors import EngineError, RequestError, quoted, told
-from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, prompt_parts
 
 if TYPE_CHECKING:  # for annotations only: LoRA is a side
-    from nanovllm.features.lora.request import LoRARequest
+    from nanovllm import LoRARequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.apps.server.async_llm import AsyncLLM, RequestStream
+from nanovllm import AsyncLLM
+from nanovllm.apps.server.async_llm import RequestStream
 from nanovllm.apps.server.http_errors import LONGEST, SERVER, ApiError, invalid
 from nanovllm.errors import one_line, quoted
 from nanovllm.outputs import RequestOutput
@@ -16,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import PromptParts
 
 if TYPE_CHECKING:  # for annotations only: LoRA is a side
-    from nanovllm.features.lora.request import LoRARequest
+    from nanovllm import LoRARequest
 
 
 logger = logging.getLogger(__name__)

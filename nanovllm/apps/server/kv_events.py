@@ -18,7 +18,7 @@ from nanovllm.apps.server.kv_snapshot import KVGeometry, KVSnapshot
 from nanovllm.errors import EngineError
 
 if TYPE_CHECKING:  # torch comes with it
-    from nanovllm.llm import LLM
+    from nanovllm import LLM
 
 INTERVAL = 0.25  # seconds between snapshots
 MAX_SHARE = 0.02  # of the engine's time for snapshots: those of a very large KV cache are taken less often

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.engine.block_manager import BlockState
-from nanovllm.engine.request import Sequence as TokenSequence
-from nanovllm.engine.scheduling_budget import SchedulerLimits
+from nanovllm import KVBlockState
 
 if TYPE_CHECKING:  # torch comes with it
-    from nanovllm.llm import LLM
-
-
-class CellState(IntEnum):
-    """What a cell of the picture shows: one physical block."""
-
-    FREE = BlockState.FREE
-    CACHED = BlockState.CACHED
-    USED = BlockState.USED
-    FILLING = 3  # a running request has it, and some of its tokens are still to be computed
-    IN_FLIGHT = 4  # on the host, and a copy to or from a ring slot or the layer buffer is under way
+    from nanovllm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +23,14 @@ class KVGeometry:
     tiers: dict[str, int]  # blocks of each
     num_layers: int
     max_model_len: int
-    states: tuple[str, ...] = tuple(state.name.lower() for state in CellState)
+    states: tuple[str, ...] = tuple(state.name.lower() for state in KVBlockState)
 
     @classmethod
     def of(cls, llm: LLM) -> KVGeometry:
-        stats, tiers = llm.kv_stats(), llm.engine.scheduler.block_manager.tiers
-        sizes = {"device": tiers.num_device_blocks, "host": tiers.num_host_blocks, "swap": tiers.num_swap_blocks}
-        return cls(stats.block_size, stats.bytes_per_block, sizes, llm.engine.limits.num_layers, llm.max_model_len)
+        stats, view = llm.kv_stats(), llm.view()
+        return cls(
+            stats.block_size, stats.bytes_per_block, view.tiers, view.limits.num_layers, view.limits.max_model_len
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +65,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class KVSnapshot:
-    """`states` has one `CellState` byte for each physical block. `time`: seconds on the monotonic clock."""
+    """`states` has one `KVBlockState` byte for each physical block. `time`: seconds on the monotonic clock."""
 
     time: float
     states: bytes
@@ -92,18 +79,18 @@ class KVSnapshot:
 
         step_share: the share of the layers that are done, within a step; None between steps.
         """
-        metrics, stats = llm.metrics(), llm.kv_stats()
-        prefill, unfinished_tokens = _prefill(llm, step_share)
+        view = llm.view()
+        metrics, moved, prefill = view.metrics(), view.kv_stats().transfers, view.prefill(step_share)
         return cls(
             time=time.monotonic(),
-            states=_cell_states(llm, step_share or 0.0, stats.blocks_in_flight),
+            states=view.block_states(step_share),
             requests=Requests(metrics.running_requests, metrics.waiting_requests, metrics.swapped_requests),
-            prefill=prefill,
+            prefill=Prefill(prefill.tokens, prefill.tokens_done, prefill.layer, prefill.layer_by_layer),
             totals=Totals(
-                stats.transfers.h2d_bytes,
-                stats.transfers.d2h_bytes,
-                stats.transfers.cpu_attention_bytes,
-                metrics.prompt_tokens_computed + unfinished_tokens,
+                moved.h2d_bytes,
+                moved.d2h_bytes,
+                moved.cpu_attention_bytes,
+                metrics.prompt_tokens_computed + prefill.uncounted,
                 metrics.prefix_cache_hit_tokens,
                 metrics.tokens_generated,
             ),
@@ -136,51 +123,3 @@ def changed_runs(states: bytes, before: bytes | None) -> list[list[int]]:
     runs = np.stack([first, np.diff(first, append=len(cells)), cells[first]], axis=1)
     found: list[list[int]] = runs[runs[:, 2] >= 0].tolist()
     return found
-
-
-# ---- what the engine knows
-
-
-def _cell_states(llm: LLM, step_share: float, blocks_in_flight: Sequence[int]) -> bytes:
-    scheduler, limits = llm.engine.scheduler, llm.engine.limits
-    manager = scheduler.block_manager
-    tiers, block_size = manager.tiers, manager.block_size
-    states = bytearray(manager.block_states())
-    for seq in (seq for request in scheduler.running for seq in request.computing):
-        for block_id in seq.block_table[seq.num_computed // block_size :]:
-            states[tiers.physical_ids[block_id]] = CellState.FILLING
-        tokens = _layer_chunk_positions(seq, step_share, limits)
-        for block_id in seq.block_table[tokens.start // block_size : -(-tokens.stop // block_size)]:
-            if tiers.physical_ids[block_id] >= tiers.num_device_blocks:
-                states[tiers.physical_ids[block_id]] = CellState.IN_FLIGHT
-    for physical_id in blocks_in_flight:
-        states[physical_id] = CellState.IN_FLIGHT
-    return bytes(states)
-
-
-def _layer_chunk(seq: TokenSequence, step_share: float, limits: SchedulerLimits) -> int:
-    """The layer chunk that a layer-by-layer prefill has reached. Within a step it is an estimate: other sequences may
-    have a part of the step's tokens."""
-    assert seq.layerwise is not None
-    in_step = limits.max_num_batched_tokens * limits.num_layers // seq.layerwise.chunk
-    return min(seq.layerwise_done + int(step_share * in_step), seq.layerwise.num_chunks * limits.num_layers - 1)
-
-
-def _layer_chunk_positions(seq: TokenSequence, step_share: float, limits: SchedulerLimits) -> range:
-    """The tokens of that layer chunk: their K/V are in the layer buffer, and are stored to the host."""
-    return range(0) if seq.layerwise is None else seq.layerwise.positions(_layer_chunk(seq, step_share, limits))
-
-
-def _prefill(llm: LLM, step_share: float | None) -> tuple[Prefill, int]:
-    """The progress, and how many tokens of it `EngineMetrics.prompt_tokens_computed` does not count yet."""
-    limits, progress, share = llm.engine.limits, llm.engine.progress(), step_share or 0.0
-    prefills = [s for r in llm.engine.scheduler.running for s in r.computing if s.num_computed < s.prompt_len]
-    left = progress.prompt_tokens - progress.prompt_tokens_done
-    done = progress.prompt_tokens_done + share * min(left, limits.max_num_batched_tokens)
-    layerwise = next((seq for seq in prefills if seq.layerwise is not None), None)
-    if layerwise is not None and layerwise.layerwise is not None:
-        layer = layerwise.layerwise.layer(_layer_chunk(layerwise, share, limits)) + 1
-    else:
-        layer = 0 if step_share is None else min(int(share * limits.num_layers), limits.num_layers - 1) + 1
-    counted = sum(seq.num_computed for seq in prefills)
-    return Prefill(progress.prompt_tokens, done, layer, layerwise is not None), int(done) - counted

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm import AsyncLLM
 from nanovllm.apps.server.http_errors import AUTHENTICATION, RATE_LIMIT, SERVER, ApiError
 from nanovllm.apps.server.settings import LOOPBACK, ServerSettings
 from nanovllm.errors import quoted
@@ -37,7 +37,7 @@ class Admission:
     @contextmanager
     def admitted(self, num_prompts: int) -> Iterator[None]:
         """Context in which a request's prompts count. Raises ApiError with status 429 if too many wait."""
-        waiting = self.num_prompts - len(self._engine.llm.engine.scheduler.running)
+        waiting = self.num_prompts - self._engine.llm.metrics().running_requests
         if waiting + num_prompts > self._max_queue:
             raise ApiError(
                 429,

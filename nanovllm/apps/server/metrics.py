@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from nanovllm.features.vllm_api.metrics_reader import Counter, Gauge, Histogram
-from nanovllm.llm import LLM
+from nanovllm import LLM, Counter, Gauge, Histogram
 
 AS_IN_VLLM = "What vLLM's metric of this name counts"
 

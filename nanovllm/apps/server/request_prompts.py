@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nanovllm import LLM
 from nanovllm.apps.server.http_errors import ApiError, invalid
 from nanovllm.apps.server.protocol import ChatFields, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest, Tool
 from nanovllm.apps.server.serving import Serving
 from nanovllm.errors import RequestError
-from nanovllm.llm import LLM
 from nanovllm.text.chat_template import ChatTemplate
 from nanovllm.text.prompts import PromptParts
 from nanovllm.text.tokenizer import HuggingFaceTokenizer

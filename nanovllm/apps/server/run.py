@@ -10,8 +10,8 @@ from types import FrameType
 
 import uvicorn
 
+from nanovllm import AsyncLLM
 from nanovllm.apps.server.app import build_app
-from nanovllm.apps.server.async_llm import AsyncLLM
 from nanovllm.apps.server.connections import ConnectionConfig, usable_connections
 from nanovllm.apps.server.http_errors import SERVER, ApiError
 from nanovllm.apps.server.limits import RETRY_SECONDS, Admission

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from nanovllm.apps.server.async_llm import AsyncLLM
+from nanovllm import AsyncLLM
 from nanovllm.apps.server.generation import Generation
 from nanovllm.apps.server.http_errors import ApiError, invalid
 from nanovllm.apps.server.kv_events import KVCacheEvents

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nanovllm.errors import ConfigError, quoted
 
 if TYPE_CHECKING:  # for annotations only: LoRA is a side
-    from nanovllm.features.lora.request import LoRARequest
+    from nanovllm import LoRARequest
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

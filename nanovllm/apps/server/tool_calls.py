@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nanovllm.apps.server.http_errors import invalid
 from nanovllm.apps.server.protocol import ChatRequest, NamedTool, Tool
-from nanovllm.engine.detokenizer import open_end
+from nanovllm.text.prompts import open_end
 
 WHITESPACE = " \t\n\r"
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.kvcache.base import KVStats
+from nanovllm import LLM, KVStats, RequestOutput, SamplingParams
 
 TITLE = "the first two chapters of Alice's Adventures in Wonderland"
 # Each with lower-case words that a right answer contains.
