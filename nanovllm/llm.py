@@ -337,8 +337,11 @@ class LLM:
         check_use_tqdm(use_tqdm)
         finished: dict[str, RequestOutput] = {}
         bar = ProgressBar(len(requests), self.engine.progress, self.watch_steps) if use_tqdm else None
-        with bar or nullcontext(), closing(self._steps(requests)) as steps:
-            for outputs in steps:
+        with bar or nullcontext(), closing(EngineClient(self.engine, self._inboxes)) as client:
+            for request in requests:
+                client.add(request)
+            while client.pending:
+                outputs = client.step()
                 finished.update((output.request_id, output) for output in outputs)
                 if bar is not None:
                     bar.update(outputs)

@@ -187,13 +187,12 @@ class LLMEngine:
         Raises RequestError, and adds nothing, if the request cannot be served.
         """
         _refuse_others("add_request", vllm_arguments)
-        with self.guard.operation("add_request"):
-            self.check_open()
-            with as_request_error("the request cannot be taken"):
-                parts = _one_prompt(prompt, prompt_token_ids, cache_salt)
-                given = sampling_params if params is None else params
-                request = self._request(request_id, parts, given, arrival_time, priority, lora_request)
-            self._add(request)
+        self.guard.check_process("add_request")
+        self.check_open()
+        with as_request_error("the request cannot be taken"):
+            parts = _one_prompt(prompt, prompt_token_ids, cache_salt)
+        given = sampling_params if params is None else params
+        self.add(self.make_request(request_id, parts, given, arrival_time, priority, lora_request))
 
     def make_request(
         self,
@@ -208,14 +207,23 @@ class LLMEngine:
 
         Raises RequestError if the request cannot be served.
         """
+        time = self.arrival_time() if arrival_time is None else arrival_time
         with as_request_error("the request cannot be taken"):
-            return self._request(request_id, prompt, sampling_params, arrival_time, priority, lora_request)
+            return self._inputs.request(request_id, prompt, sampling_params, time, priority, lora_request)
 
     def add(self, request: Request) -> None:
         """Queue a request of `make_request`. Raises RequestError, and adds nothing, if its id is in use."""
         with self.guard.operation("add_request"):
             self.check_open()
-            self._add(request)
+            self._abort_dropped()
+            if request.request_id in self._requests:
+                raise RequestError(
+                    f"request id {quoted(request.request_id)} is in use: give every request an id of its own"
+                )
+            with as_request_error("the request cannot be taken"):
+                outputs = OutputProcessor(request, self._token_texts)
+                self.scheduler.add(request)
+            self._requests[request.request_id] = outputs
 
     def arrival_time(self) -> float:
         """Now, as the arrival time of a request."""
@@ -373,29 +381,6 @@ class LLMEngine:
             raise EngineError("the engine is closed: make a new LLM")
 
     # ---- helpers
-
-    def _request(
-        self,
-        request_id: str,
-        prompt: PromptParts,
-        params: SamplingParams | None,
-        arrival_time: float | None,
-        priority: int,
-        lora_request: object | None,
-    ) -> Request:
-        time = self.arrival_time() if arrival_time is None else arrival_time
-        return self._inputs.request(request_id, prompt, params, time, priority, lora_request)
-
-    def _add(self, request: Request) -> None:
-        self._abort_dropped()
-        if request.request_id in self._requests:
-            raise RequestError(
-                f"request id {quoted(request.request_id)} is in use: give every request an id of its own"
-            )
-        with as_request_error("the request cannot be taken"):
-            outputs = OutputProcessor(request, self._token_texts)
-            self.scheduler.add(request)
-        self._requests[request.request_id] = outputs
 
     def _abort(self, request_id: str) -> RequestOutput | None:
         if request_id not in self._requests:
